@@ -1,8 +1,9 @@
-//! The executable `launch`: calls the worker, the GPU check or the launcher, depending on the first
-//! argument.
+//! The executable `launch`. Depending on its first argument, it runs as a worker, as the GPU check,
+//! or as the launcher with all other commands.
 use std::process::ExitCode;
 
-/// Calls the role that the first argument names, and returns its exit code.
+/// Runs the role that the first argument names: `worker`, `gpu-check`, or else the launcher.
+/// Returns the exit code of the role.
 fn main() -> ExitCode {
     let role = std::env::args_os().nth(1);
     // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched

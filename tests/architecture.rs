@@ -1,7 +1,7 @@
-//! The rules of docs/ARCHITECTURE.md, checked on the sources: which crate may depend on which, and
-//! what only one module may do.
+//! Checks the rules of docs/ARCHITECTURE.md on the sources: the allowed dependencies between
+//! crates, and the names that only some modules may use.
 //!
-//! A rule that must change is changed here in the same commit, with its reason.
+//! A commit that changes a rule also changes the rule here, with the reason.
 use serde_json::Value;
 use std::{
     collections::BTreeSet,
@@ -118,6 +118,7 @@ struct NameRestriction {
 /// The directories with the product's sources.
 const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
+/// The rules of docs/ARCHITECTURE.md about names that only some modules may use.
 const NAME_RESTRICTIONS: &[NameRestriction] = &[
     NameRestriction {
         description: "the launcher holds no tensor values: only `launch ckpt` knows checkpoints",
@@ -395,7 +396,7 @@ fn read_product_sources() -> Vec<(String, Vec<(usize, String)>)> {
 // --- the map -------------------------------------------------------------------------------------
 
 #[test]
-fn the_map_shows_every_directory() {
+fn the_architecture_document_names_every_directory() {
     let map = read_text(&repository_root().join("docs/ARCHITECTURE.md"));
     let mut directories = BTreeSet::new();
     for (path, _) in read_product_sources() {
@@ -435,7 +436,7 @@ fn find_dead_paths(line: &str, directory: &Path) -> Vec<String> {
             dead.push(link.to_owned());
         }
     }
-    // every second part between backticks is code
+    // every second part of a line that is split at backticks is code
     for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
         let prefixes = ["diagnostic/", "launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
         let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
@@ -457,14 +458,17 @@ fn dead_paths_are_found() {
 
 // --- files ---------------------------------------------------------------------------------------
 
+/// Returns the root directory of the repository.
 fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// Returns a path relative to the repository root, as text.
 fn path_from_root(path: &Path) -> String {
     path.strip_prefix(repository_root()).expect("below the root").to_string_lossy().into_owned()
 }
 
+/// Reads a text file. Panics with the path if the file cannot be read.
 fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }

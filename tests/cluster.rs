@@ -1,5 +1,6 @@
-//! Training on several hosts over real SSH: bit-equal losses on any number of hosts, through saves,
-//! faults and restarts; unmodified programs for torchrun; two jobs on the same hosts.
+//! Tests training on several hosts over real SSH. The losses are bit-equal on any number of hosts,
+//! also after saves, faults and restarts. Also tests unmodified programs for torchrun, and two jobs
+//! on the same hosts.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{
@@ -17,6 +18,7 @@ use std::{
 };
 use support::{FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};
 
+/// The names of the simulated hosts.
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The longest wait for processes to end.
 const WAIT_LIMIT: Duration = Duration::from_secs(90);
@@ -591,7 +593,7 @@ fn scripts_of_accelerate_and_deepspeed_run_unchanged_on_four_hosts() {
             ("ACCELERATE_DYNAMO_BACKEND", "NO".into()),
             ("ACCELERATE_DYNAMO_MODE", "default".into()),
             ("ACCELERATE_DYNAMO_USE_FULLGRAPH", false.into()),
-            // `accelerate launch` sets False; only torch.compile reads it, which is not in use
+            // `accelerate launch` sets False; only torch.compile reads this value and is not in use
             ("ACCELERATE_DYNAMO_USE_DYNAMIC", Value::Null),
             ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", false.into()),
         ] {

@@ -1,4 +1,4 @@
-//! Every example job in configs/ can be planned, and planning changes no file.
+//! Checks that every example job in configs/ can be planned, and that planning changes no file.
 mod support;
 
 use serde_json::Value;
@@ -8,6 +8,7 @@ use std::{
     process::{Command, Output},
 };
 
+/// Returns the root directory of the repository.
 fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }

@@ -1,6 +1,6 @@
-//! Real DeepSpeed loads checkpoints that `launch ckpt convert` wrote. Parameters, moments, frozen
-//! weights, buffers, groups and client state are bit-equal, and the next losses equal those of the
-//! uninterrupted run.
+//! Checks that the real DeepSpeed loads checkpoints that `launch ckpt convert` wrote. Parameters,
+//! moments, frozen weights, buffers, groups and client state must be bit-equal, and the next losses
+//! must equal those of the uninterrupted run.
 //!
 //! The losses of DeepSpeed depend on the number of ranks and the stage in the last bits, because
 //! the order of its sums changes. They may differ by 1e-5 of their value in fp32 and by 1e-3 in 16

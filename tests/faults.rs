@@ -1,5 +1,5 @@
-//! SIGKILL at every write, fsync and rename of a save. The next start resumes from a complete
-//! checkpoint with bit-equal losses.
+//! Kills ranks with SIGKILL at every write, fsync and rename of a save. The next start must resume
+//! from a complete checkpoint with bit-equal losses.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;

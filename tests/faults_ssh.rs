@@ -1,5 +1,5 @@
-//! Injected faults of every kind on hosts with a real sshd. After each one, no process of the job
-//! is left on any host, and the reported root cause is the injected fault.
+//! Injects faults of every kind on hosts with a real sshd. After each fault, no process of the job
+//! may be left on any host, and the reported root cause must be the injected fault.
 //!
 //! `cargo test --test faults_ssh -- --ignored --nocapture` measures every fault at every position
 //! (scripts/bench/faults).
@@ -18,6 +18,7 @@ use std::{
 };
 use support::simulated_hosts::SimulatedHosts;
 
+/// The names of the simulated hosts.
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The indices of the hosts on which faults are injected: the first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
@@ -42,21 +43,37 @@ const SKEW_LIBRARY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/ske
 /// A failure of a worker, a process of launch, a host or the network that the test causes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum InjectedFault {
+    /// A worker exits with code 1.
     WorkerExits,
+    /// SIGKILL ends a worker.
     WorkerKilled,
+    /// A worker exits with code 1 and leaves a grandchild that ignores SIGTERM.
     Grandchild,
+    /// A worker uses more memory than its host allows.
     OutOfMemory,
+    /// A worker fills the disk of its host and exits with code 28.
     DiskFull,
+    /// The clock of a host is wrong by two hours, and a worker exits with code 1.
     ClockSkewed,
+    /// SIGSTOP suspends a worker.
     WorkerStopped,
+    /// SIGKILL ends the agent of a host.
     AgentKilled,
+    /// SIGKILL ends the sshd session of an agent.
     SessionKilled,
+    /// SIGKILL ends the controller.
     ControllerKilled,
+    /// A host ends, and its peers receive a TCP reset.
     HostHalted,
+    /// A host ends, and its peers receive no packet.
     HostCrashed,
+    /// The network link of a host is down.
     CableCut,
+    /// A host drops every IP packet while its link is up.
     Partition,
+    /// All processes of a host are suspended while its kernel acknowledges TCP.
     HostFrozen,
+    /// The sshd of a host ends, and a worker exits with code 1.
     SshdStopped,
 }
 

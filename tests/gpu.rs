@@ -1,5 +1,5 @@
-//! `scripts/gpu-check`, `launch check` and training jobs on GPUs, with an emulated GPU and without
-//! one.
+//! Tests `scripts/gpu-check`, `launch check` and training jobs on GPUs, with an emulated GPU and
+//! without a GPU.
 #[path = "../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;
 #[path = "../worker/comm/tests/nccl/emulated_nccl.rs"]
@@ -100,7 +100,7 @@ fn gpu_check_rejects_unknown_options_and_prints_help() {
 }
 
 #[test]
-fn an_emulated_gpu_passes() {
+fn gpu_check_passes_on_an_emulated_gpu() {
     let (code, text) = run_gpu_check(emulated_gpu::library_directory(), &["--quick"]);
     assert_eq!(code, Some(0), "{text}");
     let expected = [
@@ -363,7 +363,7 @@ fn attention_by_cudnn_is_used_if_it_is_requested_or_faster() {
     let filters = [(list.to_str().expect("text"), "[LIBRARIES]")];
     support::assert_snapshot(emulated_gpu::library_directory(), "log_with_an_old_cudnn", &log, &filters);
     assert_eq!(run(&[], DEFAULT_SETTING).expect_success().collect_losses(), flash.collect_losses());
-    // after an explicit request it is an error
+    // a failure of cuDNN after an explicit request is an error
     for (set, setting, exit_code, code) in [
         (&[][..], DEFAULT_SETTING, 3, "device-library-missing"),
         (&[&*libraries], old_cudnn, 3, "device-library-too-old"),
@@ -464,7 +464,7 @@ fn check_reports_the_version_and_path_of_each_cuda_library() {
     }
     let path_with_python = format!("{}:{path}", python.join("bin").display());
     let (_, checks) = check_with("cuda", &driver, &path_with_python);
-    // what follows depends on whether this machine has NCCL
+    // the checks after the first four depend on whether this machine has NCCL
     job_dir.assert_snapshot("check_of_libraries_in_python_packages", &checks[..4].join("\n"));
     let (code, checks) = check("cuda", &job_dir.path("nowhere"));
     if checks[0].split(' ').nth(1) != Some("ok") {

@@ -1,5 +1,5 @@
-//! Built-in training on several hosts: real worker processes, for which the test takes the place of
-//! the agents. The simulated hosts share no memory and connect over the loopback interface.
+//! Tests built-in training on several simulated hosts with real worker processes. The test itself
+//! acts as the agents. The hosts share no memory and connect over the loopback interface.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use contract::{
@@ -265,6 +265,7 @@ fn remove_host_local_checkpoints(job_dir: &JobDirectory) {
     }
 }
 
+/// Checks that every worker exited with code 0.
 #[track_caller]
 fn assert_all_succeeded(ended: &[EndedWorker]) {
     let ends: Vec<_> = ended.iter().map(|e| (e.exit_code, &e.final_report)).collect();

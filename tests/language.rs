@@ -1,4 +1,4 @@
-//! The language rules of docs/STYLE.md and docs/GLOSSARY.md, checked on every tracked file.
+//! Checks the language rules of docs/STYLE.md and docs/GLOSSARY.md on every tracked file.
 mod language {
     pub(super) mod source_pieces;
 }
@@ -195,7 +195,7 @@ fn no_name_is_one_that_the_glossary_replaces() {
 }
 
 #[test]
-fn lines_fit_the_page() {
+fn no_line_is_too_long() {
     let mut findings = Vec::new();
     for file in list_product_files(&["md"]) {
         let mut in_code = false;
@@ -317,10 +317,12 @@ fn find_defined_names(code: &str) -> impl Iterator<Item = &str> {
 
 // --- files --------------------------------------------------------------------------------------
 
+/// Returns the root directory of the repository.
 fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// Reads a text file. Panics with the path if the file cannot be read.
 fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }

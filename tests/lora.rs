@@ -1,6 +1,6 @@
-//! LoRA adapters of a job, compared with PEFT: PEFT loads the gathered adapters without a warning,
-//! computes the reported loss and merges to the same weights, and a job starts from the adapters
-//! that PEFT saves.
+//! Compares the LoRA adapters of a job with PEFT. PEFT loads the gathered adapters without a
+//! warning, computes the reported loss and merges the adapters to the same weights. A job starts
+//! from the adapters that PEFT saves.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

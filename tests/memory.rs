@@ -1,5 +1,5 @@
-//! The memory that `launch plan` predicts for each rank is within ten percent of what a run uses,
-//! and both decrease with the world size as ZeRO promises.
+//! Checks that the memory that `launch plan` predicts for each rank is within ten percent of what a
+//! run uses, and that both decrease with the world size as ZeRO promises.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;

@@ -1,4 +1,5 @@
-//! Wrong jobs are rejected before a process starts, with the key and the line of the mistake.
+//! Checks that wrong jobs are rejected before a process starts, with the key and the line of the
+//! mistake.
 mod support;
 
 use serde_json::Value;

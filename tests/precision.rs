@@ -1,5 +1,5 @@
-//! Training in bf16 and fp16, end to end, with real processes: the losses are bit-equal for every
-//! number of workers and after a resume, and every overflow is reported.
+//! Tests training in bf16 and fp16, end to end, with real processes. The losses are bit-equal for
+//! every number of workers and after a resume, and every overflow is reported.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

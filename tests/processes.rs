@@ -1,7 +1,8 @@
-//! Jobs with real processes: what the workers inherit, how jobs end, and that no process remains.
+//! Tests jobs with real processes: what the workers inherit, how jobs end, and that no process
+//! remains.
 //!
-//! Every process of a job inherits a marker in its environment. The tests find the processes by it
-//! in `/proc`, even after their parents, process groups and sessions are gone.
+//! Every process of a job inherits a marker in its environment. The tests find the processes in
+//! `/proc` by this marker, even after their parents, process groups and sessions have ended.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 use nix::{
     fcntl::OFlag,
@@ -41,6 +42,7 @@ mod signals;
 #[path = "processes/training.rs"]
 mod training;
 
+/// The path of the executable under test.
 const LAUNCH_EXECUTABLE: &str = env!("CARGO_BIN_EXE_launch");
 /// The longest wait for a process or a file.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -84,6 +86,7 @@ impl MarkedJob {
         MarkedJob { dir, marker: format!("LAUNCH_TEST_MARKER={}-{count}", std::process::id()) }
     }
 
+    /// Returns the path of a file in the directory of the job.
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -113,6 +116,7 @@ impl MarkedJob {
         EndedJob { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
+    /// Starts the job and does not wait.
     fn start(&self, args: &[&str]) -> RunningJob<'_> {
         let mut child = self.launch_command(args).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());

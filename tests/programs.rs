@@ -1,4 +1,4 @@
-//! Programs without a job file, and secrets by reference, with the real executable.
+//! Tests programs without a job file, and secrets by reference, with the real executable.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! RNG state files of HF Trainer and Accelerate: the real programs load the files that launch
+//! Tests RNG state files of HF Trainer and Accelerate. The real programs load the files that launch
 //! writes for another number of ranks.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;

@@ -1,5 +1,5 @@
-//! The built-in runtime resumes from checkpoints of DeepSpeed with the losses that DeepSpeed itself
-//! computed afterwards.
+//! Checks that the built-in runtime resumes from checkpoints of DeepSpeed with the losses that
+//! DeepSpeed itself computed in its next steps.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use std::fs;

@@ -1,5 +1,6 @@
-//! The built-in runtime resumes from checkpoints of HF Trainer, Accelerate, torch and DeepSpeed
-//! (scripts/golden/resume) with the losses that those programs computed afterwards.
+//! Checks that the built-in runtime resumes from checkpoints of HF Trainer, Accelerate, torch and
+//! DeepSpeed (scripts/golden/resume) with the losses that these programs computed in their next
+//! steps.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

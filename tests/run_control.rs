@@ -1,5 +1,5 @@
-//! Commands that control runs (`ps`, `logs`, `events`, `stop`, detached runs, changed job files)
-//! and `launch import`, with the real executable.
+//! Tests the commands that control runs (`ps`, `logs`, `events`, `stop`), detached runs, changed
+//! job files and `launch import` with the real executable.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{
@@ -22,6 +22,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 struct ControlledJob(JobDirectory);
 
 impl ControlledJob {
+    /// Creates a directory with this job file.
     fn new(job: &str) -> ControlledJob {
         let job_dir = JobDirectory::new();
         fs::write(job_dir.path("job.yaml"), job).unwrap();

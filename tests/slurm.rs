@@ -1,7 +1,8 @@
-//! Jobs in a real Slurm (tests/slurm/cluster): allocations of every kind, time limits, lost nodes,
-//! and remaining processes.
+//! Tests jobs in a real Slurm (tests/slurm/cluster): allocations of every kind, time limits, lost
+//! nodes, and remaining processes.
 //!
-//! One cluster exists at a time: each test waits for a lock, and removes its cluster in any case.
+//! Only one cluster exists at a time. Each test waits for a lock, and removes its cluster even if
+//! the test fails.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::fcntl::{Flock, FlockArg};

@@ -1,4 +1,5 @@
-//! Other hosts over real SSH: sshd in namespaces of this machine (tests/hosts/hosts.sh).
+//! Tests jobs and `launch check` on other hosts over real SSH. The hosts are namespaces of this
+//! machine, each with an sshd (tests/hosts/hosts.sh).
 mod support;
 
 use serde_json::Value;
@@ -31,6 +32,7 @@ impl SshJob {
         SshJob { dir, home }
     }
 
+    /// Returns the path of a file in the directory of the job.
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }

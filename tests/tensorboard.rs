@@ -1,5 +1,6 @@
-//! The event file of a run, read with an independent reader (that of TensorBoard, where the package
-//! is installed), has the steps and evaluations that the run reported.
+//! Checks that the event file of a run has the steps and evaluations that the run reported. An
+//! independent reader reads the file: TensorBoard if the package is installed, otherwise
+//! scripts/oracle/event_files.py itself.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::{Value, json};

@@ -1,5 +1,5 @@
-//! Unmodified programs for torchrun with real torch: process groups, the TCP store, the environment
-//! and recorded errors.
+//! Tests unmodified programs for torchrun with real torch: process groups, the TCP store, the
+//! environment and recorded errors.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

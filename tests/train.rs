@@ -1,5 +1,5 @@
-//! Built-in training, end to end, with real processes: the losses are bit-equal for every number of
-//! workers, and after a stop and a resume.
+//! Tests built-in training, end to end, with real processes. The losses are bit-equal for every
+//! number of workers, and after a stop and a resume.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use nix::{

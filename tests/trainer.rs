@@ -1,6 +1,6 @@
-//! Scripts of HF Trainer and Accelerate, with and without DeepSpeed and FSDP, resume with another
-//! number of ranks. The script and its config are the same in every run. Without launch, these
-//! programs reject such a checkpoint, or lose their RNG states.
+//! Checks that scripts with HF Trainer and Accelerate, with and without DeepSpeed and FSDP, resume
+//! with another number of ranks. The script and its config are the same in every run. Without
+//! launch, these programs reject a checkpoint of another number of ranks, or lose their RNG states.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::json;

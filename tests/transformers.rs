@@ -1,5 +1,5 @@
-//! Real `transformers` loads the gathered weights of a run and computes the loss that launch
-//! reported.
+//! Checks that the real `transformers` loads the gathered weights of a run and computes the loss
+//! that launch reported.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod support;
 use serde_json::Value;

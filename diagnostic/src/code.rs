@@ -15,7 +15,7 @@ pub enum Category {
     Cluster,
     /// The checkpoint is not usable (exit code 4).
     Checkpoint,
-    /// The operation started and failed (exit code 1).
+    /// The operation was started and then failed (exit code 1).
     Failed,
 }
 
@@ -34,47 +34,49 @@ impl Category {
 /// The explanation of one code, which `launch explain CODE` and docs/errors.md show.
 #[derive(Debug)]
 pub struct CodeInfo {
-    /// The name of the code in kebab-case, such as `ssh-host-key-unknown`. It is stable between
-    /// releases.
+    /// The name of the code in kebab-case, such as `ssh-host-key-unknown`. A released name never
+    /// changes.
     pub name: &'static str,
     /// The default category of diagnostics with this code. A diagnostic may replace it.
     pub category: Category,
     /// One sentence that states what happened.
     pub summary: &'static str,
-    /// The usual causes.
+    /// The usual causes of the error, in one or several sentences.
     pub cause: &'static str,
-    /// What the user can do about the error.
+    /// What the user can do about the error, in one or several sentences.
     pub remedy: &'static str,
 }
 
-/// The stable name of one kind of error. Codes are equal if their names are equal, and are
-/// serialized as the name.
+/// The stable name of one kind of error. Two codes are equal if their names are equal. A code is
+/// serialized as its name.
 #[derive(Clone, Copy)]
 pub struct Code(&'static CodeInfo);
 
 impl Code {
-    /// Creates the code of an explanation. Only the tables in [`crate::codes`] call this function,
+    /// Creates a code from its explanation. Only the tables in [`crate::codes`] call this function,
     /// so that every code has an explanation.
     pub(crate) const fn new(info: &'static CodeInfo) -> Self {
         Code(info)
     }
 
-    /// Returns the code with this name; `None` if no table declares one.
+    /// Returns the code with the kebab-case name `name`. Returns `None` if the tables in
+    /// [`crate::codes`] contain no such code.
     pub fn from_name(name: &str) -> Option<Self> {
         crate::codes::all_codes().find(|code| code.name() == name)
     }
 
-    /// Returns the code in kebab-case, such as `ssh-host-key-unknown`.
+    /// Returns the name of the code in kebab-case, such as `ssh-host-key-unknown`.
     pub const fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// Returns the default category of diagnostics with this code.
+    /// Returns the default category of diagnostics with this code, which decides the exit code of
+    /// `launch`.
     pub const fn category(self) -> Category {
         self.0.category
     }
 
-    /// Returns the explanation of the code.
+    /// Returns the explanation of the code: summary, cause and remedy.
     pub const fn info(self) -> &'static CodeInfo {
         self.0
     }

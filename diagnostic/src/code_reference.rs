@@ -3,10 +3,11 @@
 use crate::{Category, Code, codes};
 use std::fmt::Write;
 
-/// The longest line of a paragraph, in characters.
+/// The longest line of a paragraph in docs/errors.md, in characters.
 const WIDTH: usize = 100;
 
-/// Renders the explanation of one code in Markdown: heading, summary, exit code, cause, remedy.
+/// Renders the explanation of one code as Markdown: a heading, the summary, the exit code, the
+/// cause and the remedy.
 pub fn render_code_entry(code: Code) -> String {
     let info = code.info();
     let mut text = format!("### {}\n\n", info.name);
@@ -25,7 +26,7 @@ pub fn render_code_entry(code: Code) -> String {
     text
 }
 
-/// Renders the content of docs/errors.md.
+/// Renders the content of docs/errors.md: the explanations of all codes, with one heading per area.
 pub fn render_code_reference() -> String {
     let mut text = String::from(
         "# Errors\n\nEvery error and warning of `launch` has a stable code. Messages show it in brackets\n\
@@ -43,7 +44,7 @@ pub fn render_code_reference() -> String {
     text
 }
 
-/// Appends a paragraph that is wrapped at [`WIDTH`], and an empty line.
+/// Appends a paragraph to `text`, wrapped at [`WIDTH`] characters and followed by an empty line.
 fn push_paragraph(text: &mut String, paragraph: &str) {
     let mut column = 0;
     for word in paragraph.split_whitespace() {

@@ -4,7 +4,7 @@
 //! `LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic` generates `docs/errors.md`.
 use crate::Code;
 
-/// Declares a constant for each code, and a list of all of them.
+/// Declares the codes of one area: a constant for each code, and the list `ALL` of these codes.
 macro_rules! codes {
     ($($constant:ident: $category:ident = $name:literal {
         summary: $summary:literal, cause: $cause:literal, remedy: $remedy:literal $(,)?
@@ -19,7 +19,7 @@ macro_rules! codes {
                 remedy: $remedy,
             });
         )*
-        /// Every code of this area.
+        /// The codes that this module declares, in the order of docs/errors.md.
         pub(crate) const ALL: &[$crate::Code] = &[$($constant),*];
     };
 }
@@ -35,7 +35,7 @@ pub mod model;
 pub mod run;
 pub mod training;
 
-/// The areas of codes in the order of docs/errors.md: the title and the codes of each.
+/// The title and the codes of each area, in the order of docs/errors.md.
 pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),
     ("Job file", job::ALL),
@@ -49,7 +49,7 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Collectives", collective::ALL),
 ];
 
-/// Iterates over every code, area by area.
+/// Returns an iterator over every code, in the order of docs/errors.md.
 pub fn all_codes() -> impl Iterator<Item = Code> {
     AREAS.iter().flat_map(|(_, list)| list.iter().copied())
 }

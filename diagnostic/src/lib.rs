@@ -1,9 +1,9 @@
 //! Crate `diagnostic`: the error value that every crate of the product reports.
 //!
 //! A [`Diagnostic`] holds a stable [`Code`], a subject, structured fields, help and causes.
-//! [`render()`] turns a diagnostic into text, in one place; `--json` prints
-//! [`Diagnostic::to_json`]. The codes and their explanations are declared in [`codes`], from which
-//! `docs/errors.md` is generated.
+//! [`render()`] turns a diagnostic into text for the terminal, and [`Diagnostic::to_json`] into the
+//! JSON that `--json` prints. Module [`codes`] declares the codes and their explanations, from
+//! which `docs/errors.md` is generated.
 mod code;
 mod code_reference;
 pub mod codes;
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{error::Error, fmt};
 
-/// How severe a diagnostic is.
+/// How serious a diagnostic is for the operation that reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
@@ -27,18 +27,18 @@ pub enum Severity {
     Error,
     /// The operation continues, but the result may not be what the user expects.
     Warning,
-    /// Information about a decision that the user may want to know.
+    /// Information about a decision of `launch` that the user may want to know.
     Note,
 }
 
-/// An error or warning: what is wrong, with which object, why, and what to do about it.
+/// An error, a warning or a note: what is wrong, with which object, why, and what to do about it.
 ///
 /// The data are boxed, so that `Result<T, Diagnostic>` stays small.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Diagnostic(Box<DiagnosticData>);
 
-/// The data of a [`Diagnostic`]. Serialization uses the names of these fields.
+/// The data of a [`Diagnostic`]. The serialized form has the names of these fields.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct DiagnosticData {
     code: Code,
@@ -53,23 +53,26 @@ struct DiagnosticData {
     details: Vec<Diagnostic>,
 }
 
-/// Result of an operation that reports diagnostics.
+/// The result of an operation whose error is a [`Diagnostic`].
 pub type Result<T> = std::result::Result<T, Diagnostic>;
 
 impl Diagnostic {
-    /// Creates an error. `message` is one line in lower case, without a full stop: what failed, the
-    /// object, the observed value, the expected value.
+    /// Creates an error with this code and message.
+    ///
+    /// `message` is one line in lower case without a full stop. The message states what failed, the
+    /// object, the observed value and the expected value.
     pub fn error(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Error, message.into())
     }
 
-    /// Creates a warning. The rules for `message` are those of [`Diagnostic::error`].
+    /// Creates a warning with this code and message. [`Diagnostic::error`] documents the form of
+    /// `message`.
     pub fn warning(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Warning, message.into())
     }
 
     /// Creates a note about a decision, such as the choice of the checkpoint that a job resumes
-    /// from.
+    /// from. [`Diagnostic::error`] documents the form of `message`.
     pub fn note(code: Code, message: impl Into<String>) -> Self {
         Self::new(code, Severity::Note, message.into())
     }
@@ -89,21 +92,21 @@ impl Diagnostic {
         }))
     }
 
-    /// Sets the subject, which is the object that is wrong: a job key (`train.batch.global`), a
-    /// host, a path.
+    /// Sets the subject: the job key (`train.batch.global`), host or path that the diagnostic is
+    /// about.
     pub fn with_subject(mut self, subject: impl Into<String>) -> Self {
         self.0.subject = Some(subject.into());
         self
     }
 
-    /// Sets the place in a file or argument where the mistake was written.
+    /// Sets the place in a file or a `--set` argument where the mistake was written.
     pub fn with_location(mut self, location: Location) -> Self {
         self.0.location = Some(location);
         self
     }
 
-    /// Adds a value that programs can read. `name` is in snake_case and ends with the unit of the
-    /// value.
+    /// Sets the field `name`, a value that programs can read. `name` is in snake_case, and ends
+    /// with the unit if the value has one. An earlier value of the field is replaced.
     pub fn with_field(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.0.fields.insert(name.to_owned(), value.into());
         self
@@ -115,7 +118,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds the remedy of the code to the advice, in lower case and without a full stop.
+    /// Adds the remedy of the code as advice for the user. The remedy loses its full stop, and
+    /// begins in lower case.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
@@ -129,7 +133,7 @@ impl Diagnostic {
         self.with_help(help)
     }
 
-    /// Adds the message of an error that caused this one, followed by the messages of its sources,
+    /// Adds the messages of `error`, which caused this diagnostic, and of all its sources,
     /// outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);
@@ -140,35 +144,36 @@ impl Diagnostic {
         self
     }
 
-    /// Adds a diagnostic that this one summarizes, such as one of several mistakes in a job file.
+    /// Adds a detail, which is one of the diagnostics that this diagnostic summarizes. For example,
+    /// each mistake in a job file is a detail of the error that rejects the file.
     pub fn with_detail(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self
     }
 
-    /// Replaces the category of the code, which decides the exit code.
+    /// Sets the category, which decides the exit code. The default is the category of the code.
     pub fn with_category(mut self, category: Category) -> Self {
         self.0.category = category;
         self
     }
 
-    /// Replaces the message and keeps everything else.
+    /// Replaces the message, and keeps the code, the fields and all other parts.
     pub fn with_message(mut self, message: impl Into<String>) -> Self {
         self.0.message = message.into();
         self
     }
 
-    /// Returns the stable code of this kind of error.
+    /// Returns the code, which names the kind of error and is stable between releases.
     pub fn code(&self) -> Code {
         self.0.code
     }
 
-    /// Returns whether this is an error, a warning or a note.
+    /// Returns whether the diagnostic is an error, a warning or a note.
     pub fn severity(&self) -> Severity {
         self.0.severity
     }
 
-    /// Returns the category, which decides the exit code.
+    /// Returns the category, which decides the exit code of `launch`.
     pub fn category(&self) -> Category {
         self.0.category
     }
@@ -178,27 +183,29 @@ impl Diagnostic {
         &self.0.message
     }
 
-    /// Returns the object that the diagnostic is about: a key, path, host or rank.
+    /// Returns the job key, path, host or rank that the diagnostic is about; `None` if no subject
+    /// was set.
     pub fn subject(&self) -> Option<&str> {
         self.0.subject.as_deref()
     }
 
-    /// Returns the place in a file or argument where the mistake was written.
+    /// Returns the place in a file or a `--set` argument where the mistake was written; `None` if
+    /// unknown.
     pub fn location(&self) -> Option<&Location> {
         self.0.location.as_ref()
     }
 
-    /// Returns the value of a field; `None` if the diagnostic has no field of this name.
+    /// Returns the value of the field `name`; `None` if the diagnostic has no such field.
     pub fn field(&self, name: &str) -> Option<&Value> {
         self.0.fields.get(name)
     }
 
-    /// Returns all fields, which are values for programs.
+    /// Returns all fields by name. Fields are values that programs can read.
     pub fn fields(&self) -> &Map<String, Value> {
         &self.0.fields
     }
 
-    /// Returns the advice for the user, one entry per suggestion.
+    /// Returns the advice for the user, one item per suggestion.
     pub fn help(&self) -> &[String] {
         &self.0.help
     }
@@ -208,13 +215,13 @@ impl Diagnostic {
         &self.0.causes
     }
 
-    /// Returns the diagnostics that this one summarizes.
+    /// Returns the diagnostics that this diagnostic summarizes; empty for a single error.
     pub fn details(&self) -> &[Diagnostic] {
         &self.0.details
     }
 
-    /// Returns the diagnostic in the form that `--json` prints. Fields without a value are left
-    /// out.
+    /// Returns the JSON object that `--json` prints for the diagnostic. Empty parts, such as a
+    /// diagnostic without help, have no key in the object.
     pub fn to_json(&self) -> Value {
         let inner = &*self.0;
         let mut object = Map::new();
@@ -243,8 +250,8 @@ impl Diagnostic {
     }
 }
 
-/// Writes one line: location, message and causes. A diagnostic with details shows the details in
-/// place of its location and message.
+/// Writes the diagnostic on one line: location, message and causes. A diagnostic with details shows
+/// the details in place of the location and the message.
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, detail) in self.0.details.iter().enumerate() {

@@ -6,37 +6,37 @@ use std::fmt;
 /// The place in a file or in a `--set` argument where a mistake was written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
-    /// A whole file.
+    /// A whole file, if the mistake has no line.
     File {
         /// The name of the file.
         file: String,
     },
-    /// Part of a line of a file.
+    /// Some characters of one line of a file.
     Line {
         /// The name of the file.
         file: String,
         /// The line number, counted from 1.
         line: u32,
-        /// The number of the first character of the part, counted from 1.
+        /// The number in the line of the first wrong character, counted from 1.
         column: u32,
-        /// The number of characters of the part, at least 1.
+        /// The number of wrong characters, at least 1.
         width: u32,
-        /// The whole line.
+        /// The text of the whole line.
         text: String,
     },
-    /// Part of a `--set path=value` argument.
+    /// Some characters of a `--set path=value` argument.
     Override {
-        /// The number of the first character of the part, counted from 1.
+        /// The number in the argument of the first wrong character, counted from 1.
         column: u32,
-        /// The number of characters of the part, at least 1.
+        /// The number of wrong characters, at least 1.
         width: u32,
-        /// The whole argument.
+        /// The text of the whole argument, without `--set`.
         text: String,
     },
 }
 
 impl Location {
-    /// Returns the file name; `--set` for an argument.
+    /// Returns the name of the file; `--set` for a mistake in an argument.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
@@ -44,7 +44,8 @@ impl Location {
         }
     }
 
-    /// Returns the line number, counted from 1; 1 for an argument, and 0 for a whole file.
+    /// Returns the line number, counted from 1. A mistake in a `--set` argument has line 1, and a
+    /// mistake in a whole file has line 0.
     pub fn line(&self) -> u32 {
         match self {
             Location::File { .. } => 0,
@@ -53,7 +54,8 @@ impl Location {
         }
     }
 
-    /// Returns the column, counted from 1 in characters; 0 for a whole file.
+    /// Returns the number of the first wrong character in its line, counted from 1; 0 for a mistake
+    /// in a whole file.
     pub fn column(&self) -> u32 {
         match self {
             Location::File { .. } => 0,
@@ -61,8 +63,8 @@ impl Location {
         }
     }
 
-    /// Returns the JSON object that `--json` prints: `file`, `line` and `column`; only `file` for a
-    /// whole file.
+    /// Returns the JSON object of the location with `file`, `line` and `column`. A whole file has
+    /// only `file`.
     pub(crate) fn to_json(&self) -> Value {
         match self {
             Location::File { file } => json!({ "file": file }),
@@ -71,7 +73,8 @@ impl Location {
     }
 }
 
-/// Writes `job.yaml:4:13`, `job.yaml` for a whole file, or the whole `--set` argument.
+/// Writes the location as `job.yaml:4:13`, as `job.yaml` for a whole file, or as `--set
+/// path=value`.
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

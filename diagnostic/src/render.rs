@@ -1,16 +1,19 @@
-//! Renders diagnostics as text for the terminal: code, message, source line with a caret, causes,
-//! help.
+//! Renders diagnostics as text for the terminal: the code, the message, the source line with a
+//! caret, the causes and the help.
 use crate::{Diagnostic, Location, Severity};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt::Write;
 
-/// The longest source line that is shown below a message, in characters.
+/// The longest source line that is shown with a diagnostic, in characters. A longer line is left
+/// out.
 const MAX_SHOWN_LINE_CHARS: usize = 400;
-/// The most diagnostics that are rendered. A last line states the number of the others.
+/// The largest number of diagnostics that are rendered. A last line states how many were left out.
 const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 
-/// Renders a diagnostic and its details. A diagnostic with a single detail shows that detail and
-/// its own causes and help. Control characters become visible. The text ends with a line break.
+/// Renders a diagnostic and its details as text that ends with a line break.
+///
+/// The details come first. If there is exactly one detail, the summary shows only its causes and
+/// help, without its message. Control characters are replaced by `·`.
 pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     let details = diagnostic.details();
     let mut text = render_all(details, color);
@@ -25,8 +28,10 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Renders several diagnostics, separated by empty lines, but not their details. The text ends with
-/// a line break unless `diagnostics` is empty.
+/// Renders diagnostics without their details, separated by empty lines.
+///
+/// At most 40 are shown, followed by the number of the others. The text ends with a line break. It
+/// is empty if `diagnostics` is empty.
 pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     let mut text = String::new();
     for (i, diagnostic) in diagnostics.iter().take(MAX_SHOWN_DIAGNOSTICS).enumerate() {
@@ -41,7 +46,7 @@ pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     text
 }
 
-/// Renders one diagnostic without its details.
+/// Renders one diagnostic without its details, with a source line if the diagnostic has a location.
 fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     match diagnostic.location() {
         Some(location) => render_with_source(diagnostic, location, color),
@@ -49,7 +54,7 @@ fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     }
 }
 
-/// Renders a diagnostic that has no location.
+/// Renders the severity, code, message, causes and help of a diagnostic that has no location.
 fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
     let (name, style) = match diagnostic.severity() {
         Severity::Error => ("error", "\x1b[1;31m"),
@@ -63,7 +68,7 @@ fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Appends the causes and the help of a diagnostic, one per line.
+/// Appends the causes and the help of a diagnostic to `text`, one per line.
 fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     for cause in diagnostic.causes() {
         _ = writeln!(text, "  caused by: {}", replace_control_characters(cause));
@@ -79,8 +84,8 @@ fn replace_control_characters(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
 }
 
-/// Renders a diagnostic with the source line that its location points at. A longer line than
-/// [`MAX_SHOWN_LINE_CHARS`] is not shown.
+/// Renders a diagnostic with the source line that its location points at. The line is left out if
+/// it is longer than [`MAX_SHOWN_LINE_CHARS`].
 fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool) -> String {
     let renderer = if color { Renderer::styled() } else { Renderer::plain() };
     let level = match diagnostic.severity() {
@@ -122,8 +127,8 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// Computes the byte range of `width` characters from `column` on, which counts from 1. The range
-/// ends at the end of the text at the latest.
+/// Returns the byte range in `text` of the `width` characters that begin at character `column`,
+/// counted from 1. The range is cut at the end of `text`.
 fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

@@ -65,7 +65,8 @@ fn codes_are_unique_and_explained() {
     }
 }
 
-/// Compares docs/errors.md with the tables of codes. `LAUNCH_UPDATE_DOCS=1` rewrites the file.
+/// Checks that docs/errors.md contains exactly the text that [`render_code_reference`] returns.
+/// `LAUNCH_UPDATE_DOCS=1` rewrites the file first.
 #[test]
 fn the_error_reference_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/errors.md");

@@ -1,7 +1,8 @@
 //! The agent: the process on each host that starts, supervises and ends the workers of the host.
 //!
-//! `core` is a state machine that decides; `driver` executes its actions and reports events to it.
-//! Only `process` starts processes, and only `descendants` searches for processes that they left.
+//! Module `core` is a state machine that decides on actions. Module `driver` executes the actions
+//! and reports events to the state machine. Only module `process` starts processes, and only module
+//! `descendants` searches for processes that workers left.
 mod activity;
 mod connect_back;
 mod core;
@@ -25,7 +26,7 @@ pub use driver::{AgentOptions, main};
 pub(crate) use executable::{hash_executable, print_executable_hash};
 pub(crate) use process::{become_subreaper, decode_wait_status, reap_children};
 
-/// The agent's state machine, for the simulated cluster of the controller's tests.
+/// Re-exports the agent's state machine for the simulated cluster in the controller's tests.
 #[cfg(test)]
 pub(crate) mod simulated {
     pub(crate) use super::core::{AgentAction, AgentCore, AgentInput, GroupSignal};

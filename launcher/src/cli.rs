@@ -68,7 +68,8 @@ pub(crate) enum LaunchCommand {
     Agent(AgentArgs),
 }
 
-/// The name of the command that crate `worker` implements. The executable's `main` dispatches it.
+/// The name of the command `gpu-check`, which crate `worker` implements. The `main` function of the
+/// executable runs the command before this crate parses the command line.
 const GPU_CHECK: &str = "gpu-check";
 
 /// The job and the overrides of commands that only read a job.
@@ -157,39 +158,41 @@ pub(crate) struct GpuCheckArgs {
     pub(crate) options: Vec<String>,
 }
 
-/// Returns the usage error for `gpu-check` after other arguments, as in `launch --json gpu-check`.
+/// Returns the usage error for a command line in which `gpu-check` is not the first argument, such
+/// as `launch --json gpu-check`.
 pub(crate) fn misplaced_gpu_check_error() -> Diagnostic {
     Diagnostic::error(command::USAGE, format!("`{GPU_CHECK}` must be the first argument"))
         .with_help(format!("write `launch {GPU_CHECK} [OPTION]…`"))
 }
 
-/// Ranks in a list must be less than this number.
+/// The limit of ranks in a list such as `0-3,7`. Every rank must be less than the limit.
 const RANK_LIMIT: u32 = 1 << 20;
 
 /// The error of an option whose value has the wrong form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OptionValueError {
-    /// Not a rank or a range of ranks.
+    /// The value is not a rank or a range of ranks.
     #[error("expected a rank or a range of ranks, such as 3 or 0-3,7")]
     Ranks,
-    /// Not a duration.
+    /// The value is not a duration with a unit.
     #[error("expected a duration, such as 30s, 10m or 2h")]
     Duration,
-    /// Not a size.
+    /// The value is not a size in bytes.
     #[error("expected a size, such as 5GB, 500MB or 2GiB")]
     Size,
-    /// Too little memory to convert a checkpoint.
+    /// The value is less memory than the conversion of a checkpoint needs.
     #[error("expected 64MiB or more")]
     MemoryTooSmall,
-    /// Not a rule that assigns parameters to a group.
+    /// The value is not a rule `PATTERN=N` that assigns parameters to an optimizer group.
     #[error("expected a pattern of names and the number of a group, such as '*norm*=1'")]
     GroupRule,
-    /// Not a glob pattern.
+    /// The pattern of a rule is not a valid glob pattern.
     #[error("the pattern is not valid: {0}")]
     Pattern(globset::ErrorKind),
 }
 
-/// Parses a rank, `3`, or a range of ranks, `0-3`.
+/// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
+/// order.
 fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.trim().parse(), last.trim().parse()) {
@@ -198,7 +201,7 @@ fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
     }
 }
 
-/// Parses a duration with a unit, such as `30s`, and returns milliseconds.
+/// Parses a duration with a unit, such as `30s`. Returns the duration in milliseconds.
 fn parse_duration_ms(text: &str) -> Result<u64, OptionValueError> {
     contract::job::parse_duration(text).ok_or(OptionValueError::Duration)
 }
@@ -321,15 +324,16 @@ pub(crate) struct ImportTorchrunArgs {
 /// The result of parsing the command line.
 #[derive(Debug)]
 pub(crate) enum ParsedArgs {
-    /// A command to run.
+    /// The arguments are valid and request a command.
     Command(Box<Cli>),
-    /// Text for stdout: help or the version.
+    /// The arguments request the help or the version, which is the text to print to stdout.
     Print(String),
-    /// The error of invalid arguments, and the output format that the arguments request.
+    /// The arguments are invalid. Contains the error and the output format that the arguments
+    /// request.
     Invalid(Diagnostic, OutputFormat),
 }
 
-/// Parses the command line. The first argument is the name of the program.
+/// Parses the command line of `launch`. The first element of `args` is the name of the program.
 pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     let args = insert_default_command(args);
     let format = detect_requested_format(&args);
@@ -361,21 +365,21 @@ fn find_help_command(args: &[OsString]) -> String {
     format!("{} --help", words.join(" "))
 }
 
-/// Returns the output format that `args` request, in which the error of invalid arguments is
-/// printed.
+/// Returns the output format in which an error about `args` is printed: JSON if `args` contain
+/// `--json` before `--`.
 fn detect_requested_format(args: &[OsString]) -> OutputFormat {
     let options = args.iter().take_while(|arg| *arg != "--");
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
 }
 
-/// Returns the error of a command line without a job file and a command.
+/// Returns the error of a command line that has neither a job file nor a command.
 fn missing_job_error() -> Diagnostic {
     Diagnostic::error(command::COMMAND_MISSING, "no job file given")
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
-/// Returns the error of a command such as `launch ckpt` that was given without a subcommand; `None`
-/// if the command has no subcommands.
+/// Returns the error of a command that requires a subcommand, such as `launch ckpt`, but was given
+/// without one. Returns `None` if the command `word` has no subcommands.
 fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;
@@ -390,8 +394,10 @@ fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`. A
-/// first word that consists of letters only is always a command. A job file with such a name must
+/// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`.
+/// Returns other command lines unchanged.
+///
+/// A first word that consists of letters only is always a command. A job file with such a name must
 /// be given as `./name`.
 fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
@@ -408,8 +414,8 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
     args
 }
 
-/// Returns the index of the first argument that is not a global option: that of `plan` in
-/// `launch --json plan job.yaml`. `None` if there is no such argument.
+/// Returns the index of the first argument after the global options, such as 2 for `plan` in
+/// `launch --json plan job.yaml`. Returns `None` if there is no such argument.
 fn find_first_word(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
@@ -423,7 +429,8 @@ fn find_first_word(args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Converts clap's error to a diagnostic. The help of the diagnostic names `help_command`.
+/// Converts clap's error about wrong arguments to a diagnostic. The diagnostic's help text refers
+/// to `help_command`.
 fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     let text = |kind| error.get(kind).and_then(context_to_text);
     let argument = text(ContextKind::InvalidArg).unwrap_or_default();
@@ -465,7 +472,8 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// Converts a value of clap's error context to text; `None` for other types of values.
+/// Converts a text, several texts or a number in the context of clap's error to text. Returns
+/// `None` for other types of values.
 fn context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),
@@ -479,12 +487,12 @@ fn context_to_text(value: &ContextValue) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// Parses the arguments after the name of the program.
+    /// Parses the command line `launch` with these arguments.
     fn parse_words(args: &[&str]) -> ParsedArgs {
         parse_command_line(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
     }
 
-    /// Parses valid arguments. Panics if they are rejected.
+    /// Parses a command line that must be valid. Panics if the arguments are rejected.
     fn parse_valid_command(args: &[&str]) -> Cli {
         match parse_words(args) {
             ParsedArgs::Command(cli) => *cli,
@@ -492,7 +500,8 @@ mod tests {
         }
     }
 
-    /// Parses the arguments of `launch run`. Returns the options and `--json`.
+    /// Parses a command line that must run a job. Returns the arguments of `launch run` and whether
+    /// `--json` is set. Panics for other commands.
     fn parse_run_command(args: &[&str]) -> (RunArgs, bool) {
         match parse_valid_command(args) {
             Cli { command: LaunchCommand::Run(run), json, .. } => (run, json),
@@ -500,7 +509,8 @@ mod tests {
         }
     }
 
-    /// Parses invalid arguments and returns their error.
+    /// Parses a command line that must be invalid and returns the error. Panics if the arguments
+    /// are valid.
     fn expect_usage_error(args: &[&str]) -> Diagnostic {
         match parse_words(args) {
             ParsedArgs::Invalid(error, _) => error,

@@ -24,19 +24,20 @@ use serde_json::{Value, json};
 /// How a command prints its results.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OutputFormat {
-    /// JSON instead of text (`--json`).
+    /// Whether the command prints JSON instead of text (`--json`).
     pub(crate) json: bool,
-    /// Version of the JSON form of events (`--json-schema`).
+    /// The version of the JSON form in which events are printed (`--json-schema`).
     pub(crate) schema: EventSchema,
 }
 
-/// Returns the exit code of a command. If the command failed, its error is reported first.
+/// Returns the exit code of a command. If the command failed, prints its error with
+/// [`report_error`].
 pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
 }
 
 /// Prints an error as text to stderr and, with `--json` and schema 2, also as one JSON object to
-/// stdout. Returns the exit code of the error's category.
+/// stdout. Returns the exit code that belongs to the category of the error.
 pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
     command_output::write_message(&diagnostic::render(error, command_output::is_color_enabled()));
     if format.json && format.schema == EventSchema::V2 {
@@ -46,8 +47,8 @@ pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
     error.category().exit_code()
 }
 
-/// Returns the JSON object that `--json` prints for an error. It has the members of the diagnostic,
-/// `schema` and `event`.
+/// Returns the JSON object that `--json` prints for an error. The object has the members of the
+/// diagnostic, `schema` (2) and `event` (`error`).
 fn build_error_event(error: &Diagnostic) -> Value {
     let mut event = error.to_json();
     event["schema"] = json!(EventSchema::V2.number());
@@ -55,23 +56,23 @@ fn build_error_event(error: &Diagnostic) -> Value {
     event
 }
 
-/// Prints warnings to stderr.
+/// Prints warnings as text to stderr, in color if stderr is a terminal.
 pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
     command_output::write_message(&diagnostic::render_all(warnings, command_output::is_color_enabled()));
 }
 
-/// Writes the output of a command to stdout and returns the exit code of success.
+/// Writes the output of a command to stdout and returns the exit code 0. Fails if the write fails.
 pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
     command_output::write_data(text).map_err(|error| output_error(&error))?;
     Ok(contract::exit::DONE)
 }
 
-/// Returns the error of a failed write to stdout.
+/// Returns the error that a command reports after a failed write to stdout.
 pub(crate) fn output_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
 }
 
-/// Returns one error for a job file, with each of the mistakes as a detail.
+/// Combines the mistakes in a job file into one error, which has each mistake as a detail.
 pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
     let message = format!("{file} has {} {noun}; nothing was started", mistakes.len());
@@ -81,7 +82,7 @@ pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagno
     mistakes.into_iter().fold(summary, Diagnostic::with_detail)
 }
 
-/// Prints the warning that `--json-schema 1` will be removed.
+/// Prints a warning to stderr that `--json-schema 1` is deprecated and will be removed.
 pub(crate) fn print_schema_deprecation() {
     let message = "`--json-schema 1` is deprecated and will be removed in the next release";
     print_warnings(&[Diagnostic::warning(command::JSON_SCHEMA_DEPRECATED, message)

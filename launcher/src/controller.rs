@@ -45,8 +45,8 @@ pub use requeue::RequeueableJob;
 pub struct HostTarget {
     /// The host's name in the job, by which the transport finds the host.
     pub name: String,
-    /// The number of workers that the list of hosts declares for the host; `None` if it declares no
-    /// number.
+    /// The number of workers that the list of hosts declares for the host; `None` if the list
+    /// declares no number.
     pub slots: Option<u32>,
     /// The numbers of the slots that a filter selected; `None` without a filter of slots.
     pub selected_slots: Option<Vec<u32>>,
@@ -55,7 +55,8 @@ pub struct HostTarget {
 }
 
 impl HostTarget {
-    /// Creates the target for a host of the job that is another machine.
+    /// Creates the target for a resolved host of the job. The host counts as another machine
+    /// (`local` is `false`).
     pub(crate) fn from_cluster_host(host: &ClusterHost) -> HostTarget {
         let selected_slots =
             if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };
@@ -69,7 +70,7 @@ pub(crate) struct RunRequest {
     /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
     /// hosts.
     pub(crate) plan: Plan,
-    /// The hosts in the order of ranks.
+    /// The hosts of the job, in the order in which their workers get ranks.
     pub(crate) hosts: Vec<HostTarget>,
     /// The transport that starts the agents on the hosts.
     pub(crate) transport: Box<dyn Transport>,
@@ -89,7 +90,7 @@ pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<(
 pub struct RunOptions {
     /// Whether events are printed on stdout as JSON lines.
     pub json: bool,
-    /// The schema of the JSON lines.
+    /// The version of the schema of the JSON lines that `json` requests.
     pub schema: EventSchema,
     /// The command line of `launch`. It is stored with the run and shown as the command that
     /// resumes the run.
@@ -98,8 +99,8 @@ pub struct RunOptions {
     pub secrets: SecretVariables,
     /// The Slurm batch job that may be requeued after the run; `None` outside of a batch job.
     pub requeue: Option<RequeueableJob>,
-    /// Notified when all workers are running. The run is then detached from the terminal. `None`
-    /// for a run in the foreground.
+    /// Notifies the `launch` process that started this detached controller, once all workers are
+    /// running. `None` for a run in the foreground.
     pub starter: Option<StartNotifier>,
     /// The job file to watch for changes while the job runs; `None` to watch no job file.
     pub job_file: Option<JobFile>,

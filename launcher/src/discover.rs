@@ -1,4 +1,5 @@
-//! [`Inventory`]: the CPUs, GPUs, memory and network interfaces of a machine, read from the system.
+//! [`Inventory`]: the CPUs, GPUs, memory and network interfaces of a machine, as the operating
+//! system reports them.
 mod cgroup;
 pub(crate) mod cluster_hosts;
 mod gpus;
@@ -14,45 +15,47 @@ use contract::{
     hardware::{CpuTopology, GpuDevice},
 };
 
-/// The hardware and environment that were discovered on one machine.
+/// The hardware and environment of one machine, as discovered by an agent or by the controller.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Inventory {
-    /// The hostname.
+    /// The hostname of the machine.
     pub host: String,
-    /// The numbers of the CPUs that an agent may run on, ascending; empty if they are not known
+    /// The numbers of the CPUs that an agent may run on, in ascending order; empty if not known
     /// yet.
     pub cpus: Vec<u32>,
-    /// The limit on CPU time of the control group, in CPUs; `None` for no limit.
+    /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
+    /// limit.
     pub quota: Option<f64>,
-    /// The usable memory in bytes: that of the machine, or the limit of the control group; 0 if
-    /// unknown.
+    /// The usable memory, in bytes: the memory of the machine, or a lower limit of the control
+    /// group; 0 if unknown.
     pub memory: u64,
-    /// The addresses of the network interfaces; empty if they are not known yet.
+    /// The addresses of the network interfaces; empty if not known yet.
     pub addresses: Vec<InterfaceAddress>,
-    /// The size of /dev/shm in bytes; 0 if it does not exist or is unknown.
+    /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist or the size is unknown.
     pub shm: u64,
     /// The physical cores of the CPUs in `cpus`.
     pub topology: CpuTopology,
-    /// The GPUs, in the order of their numbers.
+    /// The GPUs of the machine, ordered by their device number.
     pub gpus: Vec<GpuDevice>,
-    /// The variables of [`contract::env::USER_OVERRIDABLE`] that the user has set, and those of
-    /// [`VISIBLE_DEVICES`] that are set on this machine.
+    /// The variables of [`contract::env::USER_OVERRIDABLE`] that the user has set, and the
+    /// variables of [`VISIBLE_DEVICES`] that are set on this machine. Each has its value.
     pub inherited_env: Vec<(String, String)>,
 }
 
 impl Inventory {
-    /// Returns the inventory of a machine of which only the name is known.
+    /// Creates the inventory of a machine of which only the name is known.
     pub fn unknown(host: &str) -> Inventory {
         Inventory { host: host.to_owned(), ..Inventory::default() }
     }
 
-    /// Returns whether no agent has reported the inventory of the machine yet.
+    /// Returns whether the inventory contains only the name, because no agent has reported it yet.
     pub fn is_unknown(&self) -> bool {
         self.cpus.is_empty()
     }
 
-    /// Converts the report of an agent to an inventory. `user_env` has the variables that the user
-    /// has set in the controller's environment.
+    /// Converts the report of an agent to an inventory. `user_env` contains variables of the
+    /// controller's environment. A topology that does not match the CPUs is replaced by one core
+    /// per CPU.
     pub fn from_agent(reported: HostInventory, user_env: &[(String, String)]) -> Inventory {
         let HostInventory {
             host,
@@ -77,7 +80,7 @@ impl Inventory {
         Inventory { host, cpus, quota, memory, addresses, shm, topology, gpus, inherited_env }
     }
 
-    /// Converts the inventory to the form in which an agent reports it.
+    /// Converts the inventory to the form in which an agent reports it to the controller.
     pub fn into_host_inventory(self) -> HostInventory {
         let Inventory {
             host,
@@ -94,15 +97,15 @@ impl Inventory {
         HostInventory { host, cpus, quota, memory, addresses, shm, topology, gpus, visible_devices }
     }
 
-    /// Returns the number of threads that can run at once: the number of CPUs, or fewer with a
-    /// limit on CPU time.
+    /// Returns how many threads can run at once: the number of CPUs, or less if a limit on CPU time
+    /// is lower. The result is at least 1 if there is a CPU.
     pub fn usable_cpus(&self) -> u32 {
         let cpus = self.cpus.len() as u32;
         self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))
     }
 }
 
-/// Returns whether the variable selects GPUs.
+/// Returns whether the environment variable `name` restricts which GPUs a process sees.
 fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }

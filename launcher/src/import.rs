@@ -1,8 +1,8 @@
 //! Converts the configuration of another launcher to a job.yaml: a configuration of Accelerate or
 //! DeepSpeed, or the arguments of torchrun.
 //!
-//! Every imported key is converted, or a note names the key, the reason and what to do. The
-//! converted job always loads.
+//! Every key of the configuration is either converted, or a note states the key, the reason and
+//! what to do. The converted job can always be loaded.
 mod accelerate;
 mod deepspeed;
 mod draft;
@@ -20,17 +20,17 @@ use diagnostic::Diagnostic;
 use draft::JobDraft;
 use std::path::Path;
 
-/// The options of `launch import` in addition to the configuration.
+/// The options of `launch import`, except the configuration to import.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ImportOptions<'a> {
-    /// The hostfile of DeepSpeed or Open MPI (`--hostfile`).
+    /// The path of a hostfile of DeepSpeed or Open MPI (`--hostfile`).
     pub(crate) hostfile: Option<&'a Path>,
-    /// The program and its arguments; empty if not given.
+    /// The program and its arguments that the job runs; empty if not given.
     pub(crate) program: &'a [String],
 }
 
-/// Counts the slots of the hosts in the text of a hostfile; `None` if a host does not declare its
-/// slots.
+/// Adds up the slots of all hosts in the text of a hostfile. Returns `None` if a host does not
+/// state its slots. Fails with the first mistake of the hostfile.
 fn count_slots(text: &str) -> Result<Option<u64>, HostfileError> {
     match hosts::parse_hostfile(text) {
         Ok(hosts) => Ok(hosts.iter().map(|h| h.slots.map(u64::from)).sum()),
@@ -38,7 +38,7 @@ fn count_slots(text: &str) -> Result<Option<u64>, HostfileError> {
     }
 }
 
-/// Returns the command that runs a program. A Python script is run with `python`, as other
+/// Returns the command that runs `program`. A Python script is run with `python`, as other
 /// launchers do.
 fn build_python_command(program: &[String]) -> Vec<String> {
     let script = program.first().is_some_and(|first| first.ends_with(".py"));
@@ -46,8 +46,8 @@ fn build_python_command(program: &[String]) -> Vec<String> {
     python.into_iter().chain(program.iter().cloned()).collect()
 }
 
-/// Sets the command of the job, which a configuration does not contain. `config` names the
-/// configuration in a note.
+/// Sets the command of the job to the program of the options, or to a placeholder with a note.
+/// `config` describes the imported configuration in the note.
 fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) {
     match context.program {
         [] => {
@@ -61,8 +61,8 @@ fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) 
     }
 }
 
-/// Sets the number of Slurm nodes, and adds a note that the configuration requires several hosts
-/// without naming them. `from` is the imported key.
+/// Sets the number of Slurm nodes to `hosts`. Adds a note that the configuration requires several
+/// hosts without naming them. `from` is the imported key.
 fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported(from, "slurm.nodes", hosts.to_string());
     let reason =
@@ -70,13 +70,13 @@ fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.add_key_note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
 }
 
-/// Sets `cluster.hosts` to a hostfile. `from` is the imported key.
+/// Sets `cluster.hosts` to the hostfile `file`. `from` is the imported key.
 fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
     draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", contract::job::quote_yaml(&path)));
 }
 
-/// The mistakes because of which a configuration cannot be converted.
+/// The errors because of which a configuration cannot be converted.
 pub(crate) type ImportErrors = Vec<Diagnostic>;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The launcher: the command line, planning, the controller and the agents.
 //!
-//! This crate handles jobs and processes, not tensors. The executable passes in a [`Preflight`],
-//! which checks `train` sections.
+//! This crate handles jobs and processes, not tensors. The executable passes a [`Preflight`] to
+//! [`main`], which checks the `train` section of a job.
 pub mod agent;
 mod cli;
 mod cmd;
@@ -24,8 +24,10 @@ use cmd::OutputFormat;
 use contract::{event::EventSchema, preflight::Preflight};
 use std::ffi::OsString;
 
-/// Runs the command line and returns the exit code of the process. The first of `args` is the name
-/// of the program.
+/// Parses and runs the command line of `launch`. Returns the exit code for the process.
+///
+/// The first element of `args` is the name of the program. `preflight` checks the `train` section
+/// of a job.
 pub fn main(args: impl Iterator<Item = OsString>, preflight: &'static dyn Preflight) -> u8 {
     let args: Vec<OsString> = args.collect();
     let command_line = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();

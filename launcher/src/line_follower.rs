@@ -7,41 +7,42 @@ use std::{
     time::Duration,
 };
 
-/// Time between two reads of a file that does not grow.
+/// The time that callers wait between two reads of a file that does not grow.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The number of bytes that are read at once.
+/// The number of bytes of the file that are read at once.
 const CHUNK_BYTES: usize = 64 << 10;
-/// The longest line that is passed on as a whole, in bytes. Longer lines are passed on in parts.
+/// The length in bytes above which an unfinished line is passed on in parts.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
-/// Reads the lines of a file from an offset on. A file that replaces the file at the path, and a
-/// file that was truncated, is read from its start.
+/// Reads the lines of a growing file from an offset on. If the file at the path is replaced or
+/// truncated, reading continues at the start of the new content.
 #[derive(Debug)]
 pub(crate) struct LineFollower {
     path: PathBuf,
     file: File,
     offset: u64,
-    /// The bytes after the last line end.
+    /// The bytes that were read after the last line end.
     unfinished: Vec<u8>,
     buffer: Vec<u8>,
 }
 
 impl LineFollower {
-    /// Opens a file, to be read from byte `offset` on.
+    /// Opens the file at `path` to read its lines from byte `offset` on.
     pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
         let mut file = File::open(&path)?;
         file.seek(SeekFrom::Start(offset))?;
         Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
     }
 
-    /// Returns the path of the file.
+    /// Returns the path with which the file was opened.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Reads once and passes the complete lines to `line`, without their line ends. Returns whether
-    /// there may be more to read. At the end of the file, a last line without a line end is passed
-    /// on too.
+    /// Reads up to 64 KiB of the file and passes each complete line, without the line end, to
+    /// `line`. Returns whether there may be more to read.
+    ///
+    /// At the end of the file, a last line without a line end is passed to `line`, too.
     pub(crate) fn read_lines(&mut self, line: &mut dyn FnMut(&[u8])) -> io::Result<bool> {
         let n = self.file.read(&mut self.buffer)?;
         if n == 0 {
@@ -64,8 +65,8 @@ impl LineFollower {
         Ok(true)
     }
 
-    /// Reopens the path if another file is there now or the file was truncated. Returns whether
-    /// there is more to read.
+    /// Opens the file at the path again if another file has replaced the open file, or if the open
+    /// file was truncated. Returns whether there is more to read.
     fn reopen_if_replaced(&mut self) -> io::Result<bool> {
         let open = self.file.metadata()?;
         let Ok(current) = std::fs::metadata(&self.path) else { return Ok(false) };
@@ -84,7 +85,7 @@ mod tests {
     use super::*;
     use std::{fs, io::Write};
 
-    /// Reads until the end of the file and returns the lines.
+    /// Reads until the current end of the file and returns the lines. Panics if reading fails.
     fn read_all(lines: &mut LineFollower) -> Vec<String> {
         let mut texts = Vec::new();
         while lines

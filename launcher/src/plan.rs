@@ -1,7 +1,7 @@
 //! [`Plan`]: the host, CPUs, GPUs and environment of each worker of an attempt.
 //!
-//! A plan only depends on the job and the inventories of its hosts. Every attempt has its own plan,
-//! because a restart may use other hosts.
+//! A plan depends only on the job, the attempt and the inventories of the hosts. Every attempt has
+//! its own plan, because a restart may use other hosts.
 mod cpu_binding;
 mod gpu_selection;
 mod master_address;
@@ -20,64 +20,67 @@ use core::net::IpAddr;
 use diagnostic::{Code, Diagnostic, codes::host as codes};
 use std::path::PathBuf;
 
-/// The workers of one attempt, host by host.
+/// The plan of one attempt: all workers, host by host, with their CPUs, GPUs and environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The name of the run.
     pub run: RunId,
-    /// The run directory, absolute.
+    /// The absolute path of the run directory.
     pub run_dir: PathBuf,
-    /// The number of workers.
+    /// The number of workers on all hosts.
     pub world: u32,
-    /// The `MASTER_ADDR` of the workers; `None` until the agents have reported the addresses of
-    /// their hosts.
+    /// The IP address that workers get as `MASTER_ADDR`; `None` until the agents have reported the
+    /// addresses of their hosts.
     pub master_address: Option<IpAddr>,
-    /// The plan of each host, in the order of the hosts. Ranks follow this order.
+    /// The plan of each host. Ranks are assigned in this order.
     pub host_plans: Vec<HostPlan>,
-    /// The name of each host, as the job states it.
+    /// The name of each host, as the job states it, in the order of `host_plans`.
     pub host_names: Vec<String>,
-    /// The warnings to report before the attempt starts.
+    /// The warnings that are reported before the attempt starts.
     pub warnings: Vec<Diagnostic>,
 }
 
-/// A host of the job, for which a plan is made.
+/// A host of the job on which workers are to be planned.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobHost {
     /// The name of the host, as the job states it.
     pub name: String,
     /// The number of workers that a hostfile or Slurm allows on the host; `None` if neither states
-    /// it.
+    /// a number.
     pub slots: Option<u32>,
-    /// The numbers of the slots that a host filter selects, which are the GPUs to use; `None` for
-    /// all slots.
+    /// The numbers of the slots that a host filter selects, which are also the numbers of the GPUs
+    /// to use. `None` stands for all slots.
     pub selected_slots: Option<Vec<u32>>,
-    /// Whether the host is the controller's machine.
+    /// Whether the host is the machine on which the controller runs.
     pub local: bool,
-    /// The inventory that the host's agent reported; [`Inventory::unknown`] before that.
+    /// The inventory that the host's agent reported. Before the report, the value of
+    /// [`Inventory::unknown`].
     pub inventory: Inventory,
 }
 
-/// The number and the checkpoint of the attempt to plan.
+/// The attempt that is planned: its number, the earlier restarts, and the checkpoint to resume
+/// from.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attempt {
     /// The number of the attempt, from 0.
     pub number: u32,
-    /// The number of restarts so far, without those that only change hosts.
+    /// The number of restarts so far. Restarts that only change hosts are not counted.
     pub restarts: u32,
-    /// The last checkpoint of this run, from which a job resumes whose `resume.from` is not `auto`;
-    /// `None` if there is none.
+    /// The last checkpoint of this run; `None` if there is none. The attempt resumes from this
+    /// checkpoint, except if `resume.from` is `auto`, which finds the checkpoint itself.
     pub resume: Option<PathBuf>,
 }
 
-/// The most workers of a host.
+/// The largest number of workers on a host.
 const MAX_WORKERS_PER_HOST: u32 = 1024;
-/// The most workers of a job.
+/// The largest number of workers of a job.
 const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans an attempt on these hosts. Ranks follow the order of the hosts. A rendezvous port that the
-/// job does not fix is `auto` in the environment and is replaced when the attempt starts.
+/// Plans an attempt of `job` on `hosts`. Ranks follow the order of the hosts.
 ///
-/// The errors name the keys of the job that the hosts cannot satisfy.
+/// If the job does not fix the rendezvous port, `MASTER_PORT` is `auto` in the plan, and is
+/// replaced when the attempt starts. The errors name the keys of the job that the hosts cannot
+/// satisfy.
 pub fn plan_attempt(
     job: &JobSpec,
     hosts: &[JobHost],
@@ -87,7 +90,7 @@ pub fn plan_attempt(
     build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
-/// Builds the plan of an attempt; stops at the first error.
+/// Builds the plan of an attempt. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
     let capacities = hosts.iter().map(|host| compute_host_capacity(job, host));
     let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
@@ -136,26 +139,27 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     Ok(Plan { run: run.clone(), run_dir, world, master_address, host_plans, host_names, warnings })
 }
 
-/// The number of workers of a host, and the GPUs of the job there.
+/// The number of workers on a host, and the GPUs that the job uses there.
 struct HostCapacity {
-    /// The number of workers.
+    /// The number of workers on the host.
     workers: u32,
     gpus: gpu_selection::GpuSelection,
 }
 
-/// The host, capacity and first rank of a group of workers.
+/// A host for which workers are planned, with its first rank. torchrun calls the workers of a host
+/// a group.
 struct HostRanks<'a> {
     host: &'a JobHost,
     capacity: &'a HostCapacity,
-    /// The index of the host (`GROUP_RANK`).
+    /// The index of the host, which is the workers' `GROUP_RANK`.
     group: u32,
     first_rank: Rank,
-    /// The number of threads per worker that the job sets; `None` for the worker's share of the
-    /// cores.
+    /// The number of threads per worker that the job sets. If this value is `None`, each worker
+    /// gets a thread for each core of its share.
     threads: Option<u32>,
 }
 
-/// Plans the workers of one host.
+/// Plans the workers of one host, by local rank. Fails if the workers cannot be bound to CPUs.
 fn plan_workers(
     job_env: &worker_env::SharedEnvValues<'_>,
     ranks: &HostRanks<'_>,
@@ -194,8 +198,8 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Computes the number of workers of a host, and selects their GPUs. A host that offers less than
-/// its slots or the job declare is an error, which states both numbers.
+/// Computes the number of workers on a host, and selects the GPUs. Fails if the host has fewer GPUs
+/// than its slots or the job require, or fewer slots than the job requires.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
@@ -244,8 +248,8 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
     }
 }
 
-/// Returns the job that the hosts of an attempt receive. After a restart the job resumes from the
-/// last checkpoint of the run.
+/// Returns the job that is sent to the hosts in an attempt. If the run has saved a checkpoint, the
+/// job resumes from it. The job of a program does not contain the list of hosts.
 fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
@@ -260,20 +264,22 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Lists the names of the devices of a host's workers, by local rank: `gpu 0`, `cpu` or `unknown`.
+/// Returns the names of the devices of a host's workers, by local rank. A name is `gpu 0`, `cpu` or
+/// `unknown`.
 pub(crate) fn list_device_labels(job: &JobSpec, inventory: &Inventory, workers: u32) -> Vec<String> {
     let gpus = gpu_selection::select_gpus(job, inventory).unwrap_or_default();
     (0..workers).map(|rank| gpus.device_label(rank)).collect()
 }
 
-/// Returns the absolute path of the run directory, with its placeholders replaced.
+/// Returns the absolute path of the run directory. The names of the job and of the run replace the
+/// placeholders of `run.logs.dir`.
 fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)
 }
 
-/// Collects warnings about oversubscribed CPUs and about ranks that do not exist. `workers` has the
-/// number of workers of each host.
+/// Returns warnings about hosts with more workers than CPUs, and about ranks in `run.logs.show`
+/// that do not exist. `workers` contains the number of workers of each host.
 fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u32) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();
     for (host, &count) in hosts.iter().zip(workers) {
@@ -306,7 +312,7 @@ fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u3
     warnings
 }
 
-/// Creates an error about a key of the job.
+/// Creates an error whose subject is the job's key `key`.
 fn key_error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(key)
 }

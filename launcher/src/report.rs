@@ -1,9 +1,10 @@
-//! [`Reporter`]: shows a run to the user. A separate thread writes to the terminal, so that the job
-//! never waits for a paused terminal, a pager or a closed pipe. No other code writes to the
-//! terminal during a run.
+//! [`Reporter`]: shows the events and output of a run to the user.
 //!
-//! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks. stderr
-//! carries messages: a progress bar on a terminal, plain lines elsewhere.
+//! A separate thread writes to the terminal, so that the job never waits for a paused terminal, a
+//! pager or a closed pipe. No other code writes to the terminal during a run.
+//!
+//! stdout carries data: events with `--json`, otherwise the stdout of the shown ranks of a program.
+//! stderr carries messages: a progress bar on a terminal, plain lines elsewhere.
 pub(crate) mod command_output;
 mod console;
 mod deduplicator;
@@ -34,37 +35,37 @@ use std::{
     time::Duration,
 };
 
-/// The number of items that fit into the queue.
+/// The largest number of items that wait in the queue of the reporting thread.
 const QUEUE_CAPACITY: usize = 1 << 16;
-/// The largest number of lines of workers in the queue.
+/// The largest number of lines of workers that wait in the queue of the reporting thread.
 const MAX_QUEUED_LINES: usize = 2048;
-/// How long stdout and stderr may accept no output at the end of a run, as in a pager or a paused
-/// terminal, before the rest is dropped.
+/// How long stdout and stderr may accept no output at the end of a run before the remaining output
+/// is dropped. A pager and a paused terminal accept no output.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The options and sizes of a run that determine how it is shown.
+/// The options and sizes of a run that determine how the run is shown to the user.
 #[derive(Clone, Debug)]
 pub(crate) struct ReportConfig {
-    /// The schema in which events are printed to stdout as JSON lines; `None` prints text.
+    /// The schema in which events are printed to stdout as JSON lines; `None` without `--json`.
     pub(crate) json: Option<EventSchema>,
     /// Whether `[rank N]` is printed before each line of a worker, and equal lines of several ranks
     /// are printed once.
     pub(crate) prefix: bool,
-    /// Whether the output goes to a file because the run is detached from the terminal.
+    /// Whether stdout and stderr are a file because the run is detached from the terminal.
     pub(crate) detached: bool,
     /// The number of ranks whose output is shown.
     pub(crate) shown_ranks: usize,
     /// The directory with the log of each rank.
     pub(crate) logs: PathBuf,
-    /// Whether workers run the built-in runtime.
+    /// Whether the workers run the built-in runtime instead of a program.
     pub(crate) builtin: bool,
-    /// The number of workers.
+    /// The number of workers of the run.
     pub(crate) world: u32,
-    /// The number of hosts.
+    /// The number of hosts of the run.
     pub(crate) hosts: usize,
 }
 
-/// The end of a run, for the final messages.
+/// The result of a run, which [`Reporter::finish`] shows in the final messages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,
@@ -80,7 +81,7 @@ pub(crate) struct RunSummary {
     pub(crate) seconds: f64,
 }
 
-/// An item for the reporting thread to show.
+/// An item in the queue of the reporting thread, which shows the item to the user.
 #[derive(Debug)]
 enum ReportItem {
     Event(Event),
@@ -90,27 +91,28 @@ enum ReportItem {
     Finish(RunSummary),
 }
 
-/// The handle of the reporting thread. No method blocks, except [`Reporter::finish`].
+/// The handle of the thread that shows a run to the user. Only [`Reporter::finish`] blocks.
 #[derive(Debug)]
 pub(crate) struct Reporter {
     queue: SyncSender<ReportItem>,
     done: Receiver<()>,
     counters: Arc<ReportCounters>,
-    /// Items that were dropped because the queue was full.
+    /// The number of items that were dropped because the queue was full and that were not reported
+    /// yet.
     dropped: u64,
 }
 
-/// Counters that the reporting thread shares with its handle.
+/// Counters that the reporting thread and the [`Reporter`] share.
 #[derive(Debug, Default)]
 struct ReportCounters {
-    /// The number of items shown so far.
+    /// The number of items that the reporting thread has shown.
     shown: AtomicU64,
-    /// The number of lines in the queue.
+    /// The number of lines of workers in the queue.
     queued_lines: AtomicUsize,
 }
 
 impl Reporter {
-    /// Starts the reporting thread.
+    /// Starts the reporting thread. Fails if the thread cannot be started.
     pub(crate) fn start(config: ReportConfig) -> std::io::Result<Reporter> {
         let (queue, items) = sync_channel(QUEUE_CAPACITY);
         let (finished, done) = channel();
@@ -146,13 +148,13 @@ impl Reporter {
         Ok(Reporter { queue, done, counters, dropped: 0 })
     }
 
-    /// Queues an event to be shown.
+    /// Queues an event for the reporting thread. Drops and counts the event if the queue is full.
     pub(crate) fn show_event(&mut self, event: Event) {
         self.enqueue(ReportItem::Event(event));
     }
 
-    /// Queues a line of a worker to be shown. The line is dropped and counted if
-    /// [`MAX_QUEUED_LINES`] are waiting.
+    /// Queues a line of a worker for the reporting thread. Drops and counts the line if
+    /// [`MAX_QUEUED_LINES`] lines are waiting.
     pub(crate) fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.counters.queued_lines.load(Ordering::Relaxed) >= MAX_QUEUED_LINES {
             self.dropped += 1;
@@ -164,18 +166,20 @@ impl Reporter {
         }
     }
 
-    /// Queues the phase of a rank, for the progress bar.
+    /// Queues the current phase of a rank, which the progress bar shows.
     pub(crate) fn show_phase(&mut self, rank: Rank, phase: WorkerPhase) {
         self.enqueue(ReportItem::Progress { rank, phase });
     }
 
-    /// Queues a message to be shown on stderr.
+    /// Queues a message that the reporting thread writes to stderr.
     pub(crate) fn show_message(&mut self, text: String) {
         self.enqueue(ReportItem::Message(text));
     }
 
-    /// Adds an item to the queue, after a message about dropped items if there are any. Returns
-    /// whether the item fits; otherwise it is dropped and counted.
+    /// Adds an item to the queue. If items were dropped, a message with their number precedes the
+    /// item.
+    ///
+    /// Returns `false` if the queue is full. The item is then dropped and counted.
     fn enqueue(&mut self, item: ReportItem) -> bool {
         if self.dropped > 0 {
             let lines = format::format_count(self.dropped, "line", "lines");
@@ -190,8 +194,8 @@ impl Reporter {
         sent
     }
 
-    /// Shows the summary, and blocks until everything is written or the output has accepted nothing
-    /// for [`STUCK_TIMEOUT`].
+    /// Shows the summary of the run. Blocks until all queued items are written, or until stdout and
+    /// stderr have accepted no output for [`STUCK_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
         self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
         let mut item = ReportItem::Finish(summary);

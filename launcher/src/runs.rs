@@ -1,10 +1,10 @@
-//! Records the runs of this user, lists them, and determines which are active and how the others
+//! Records and lists the runs of this user, and determines which runs are active and how the others
 //! ended.
 //!
 //! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and creates a link
-//! to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`). A record stays
-//! valid after a crash, because it identifies the controller by pid and start time. A later process
-//! with the controller's pid is not mistaken for the controller.
+//! to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`). The record
+//! identifies the controller by pid and start time. A later process with the controller's pid is
+//! therefore not mistaken for the controller.
 mod process;
 mod select;
 
@@ -24,26 +24,28 @@ use std::{
 
 /// The version of the format of `run.json`.
 const RECORD_VERSION: u32 = 1;
-/// The largest `run.json` that is read, in bytes.
+/// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// The largest number of records in the state directory. The oldest ones are removed first.
+/// The largest number of links to records in the state directory. The links of the oldest ended
+/// runs are removed first.
 const MAX_RECORDS: usize = 500;
-/// The number of entries of one directory that are read.
+/// The largest number of entries that are read of one directory.
 const MAX_DIR_ENTRIES: usize = 10_000;
-/// The number of bytes at the end of a journal that are searched for the last step and the end of
-/// the run.
+/// The number of bytes at the end of a journal that are searched for the last step and for the
+/// `done` event.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
 /// The content of `run.json`: a run and the controller that executes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
-    /// The [`RECORD_VERSION`] of the program that wrote the record.
+    /// The format version of the record, which is the [`RECORD_VERSION`] of the launch that wrote
+    /// the record.
     pub(crate) version: u32,
     /// The ID of the run.
     pub(crate) run: String,
     /// The name of the job.
     pub(crate) name: String,
-    /// The run directory, absolute.
+    /// The absolute path of the run directory.
     pub(crate) run_dir: PathBuf,
     /// The world size of the first attempt.
     pub(crate) world: u32,
@@ -63,26 +65,27 @@ pub(crate) struct Run {
     pub(crate) record: RunRecord,
     /// Whether the run is active, or how it ended.
     pub(crate) state: RunState,
-    /// The last optimizer step in the journal.
+    /// The last optimizer step that the journal records; `None` before the first step.
     pub(crate) step: Option<u64>,
 }
 
 /// Whether a run is active, or how it ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RunState {
-    /// The controller's process exists.
+    /// The controller's process exists on this machine.
     Running,
     /// The journal records the end of the run, with exit code and duration in seconds.
     Ended(u8, f64),
-    /// The controller is on another machine, and the journal records no end.
+    /// The controller was started on another machine, or before the last boot of this machine. The
+    /// journal records no end.
     Elsewhere,
-    /// The controller has ended without recording the end of the run, because it was killed or the
-    /// machine went down.
+    /// The controller was started on this machine since the last boot, and has ended. The journal
+    /// records no end, for example because the controller was killed.
     Lost,
 }
 
-/// Writes the `run.json` of a run whose controller is this process, and links it from the state
-/// directory. Removes the oldest links of other runs.
+/// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
+/// in the state directory. Removes the oldest links of other runs if there are too many.
 pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
     let record = RunRecord {
         version: RECORD_VERSION,
@@ -99,19 +102,20 @@ pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::R
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
     fs::create_dir_all(&directory)?;
     remove_old_records(&directory);
-    // When the run directory is removed, a symbolic link dangles and leaves no stale record.
+    // After the removal of the run directory, the symbolic link dangles and leaves no stale record.
     symlink(plan.run_dir.join("run.json"), directory.join(format!("{}.json", plan.run.0)))
 }
 
-/// Returns the directory with the links to the records; `None` if the user has no home directory.
+/// Returns the state directory with the links to run records. Returns `None` if neither
+/// `XDG_STATE_HOME` nor `HOME` is an absolute path.
 fn resolve_state_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute(env::XDG_STATE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".local/state")));
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Removes the oldest links to runs that are not active, until a further one fits. The names of
-/// links sort by time.
+/// Removes the oldest links in the state directory `directory` if there are [`MAX_RECORDS`] or
+/// more. Keeps the links of active runs. The names of links sort by the start time of the run.
 fn remove_old_records(directory: &Path) {
     let mut names = list_json_files(directory);
     names.sort();
@@ -124,7 +128,7 @@ fn remove_old_records(directory: &Path) {
     }
 }
 
-/// Returns the paths of the visible `.json` files of a directory, in no order.
+/// Returns the paths of the visible `.json` files of a directory, in no particular order.
 fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     let entries =
         fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
@@ -132,8 +136,8 @@ fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// Loads the runs that the state directory links and those in `base/runs/NAME/RUN`, the newest
-/// first. Skips unreadable records.
+/// Loads the runs with a link in the state directory and the runs in `base/runs/NAME/RUN`, sorted
+/// from the newest to the oldest. Skips unreadable records.
 pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
     let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
@@ -149,12 +153,14 @@ pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     runs
 }
 
-/// Loads the run with this run directory; `None` if the directory has no valid record.
+/// Loads the run whose run directory is `directory`. Returns `None` if the directory has no valid
+/// `run.json`.
 pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
     read_record(&directory.join("run.json")).map(load_run)
 }
 
-/// Reads a record; `None` if the file is unreadable or has another version.
+/// Reads a run record from the `run.json` at `file`. Returns `None` if the file is unreadable or
+/// invalid, or has another version than [`RECORD_VERSION`].
 fn read_record(file: &Path) -> Option<RunRecord> {
     let mut bytes = Vec::new();
     File::open(file).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
@@ -162,7 +168,8 @@ fn read_record(file: &Path) -> Option<RunRecord> {
     (record.version == RECORD_VERSION && record.run_dir.is_absolute()).then_some(record)
 }
 
-/// Determines the state of a run from its process and its journal.
+/// Determines the state and the last step of a recorded run from the controller's process and the
+/// journal.
 pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
     let (step, end) = read_last_progress(&record.run_dir.join("events.jsonl"));
@@ -175,8 +182,8 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     Run { record, state, step }
 }
 
-/// Reads the last step from a journal, and, if the journal records the end of the run, its exit
-/// code and duration in seconds.
+/// Reads the end of a journal. Returns the last step, and the exit code and the duration in seconds
+/// if the journal records the end of the run.
 fn read_last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
     let mut bytes = Vec::new();
     let read = File::open(journal).and_then(|mut file| {
@@ -205,7 +212,7 @@ fn read_last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
 mod tests {
     use super::*;
 
-    /// Returns a record of run `r` of job `n`.
+    /// Returns a record of run `r` of job `n` with this run directory and controller.
     fn make_record(run_dir: &Path, controller: ProcessIdentity) -> RunRecord {
         RunRecord {
             version: RECORD_VERSION,
@@ -251,7 +258,7 @@ mod tests {
         assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
     }
 
-    /// `run.json` is a stored format: other versions of launch read it.
+    /// Checks the names of the members of `run.json`, which other versions of launch read.
     #[test]
     fn the_names_in_a_record_are_stable() {
         let controller = ProcessIdentity { host: "h".into(), boot: "b".into(), pid: 7, start_ticks: 9 };

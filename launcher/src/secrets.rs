@@ -1,6 +1,8 @@
-//! [`SecretVariables`]: the variables of `run.env` whose values come from references, and the
-//! variables that `run.pass_env` selects. Their values are read once and passed to the workers.
-//! They are never printed or stored.
+//! [`SecretVariables`]: environment variables whose values must stay secret.
+//!
+//! These are the variables of `run.env` whose values come from references, and the variables that
+//! `run.pass_env` selects. Their values are read once and passed to the workers. They are never
+//! printed or stored.
 use crate::plan::is_device_variable;
 use contract::{
     env::{USER_OVERRIDABLE, looks_secret},
@@ -13,31 +15,33 @@ use diagnostic::{
 use globset::{Glob, GlobMatcher};
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
 
-/// The text that replaces a secret value.
+/// The text that is printed and stored in place of a secret value.
 pub(crate) const REDACTED: &str = "***";
-/// The most variables that `run.pass_env` may select.
+/// The largest number of variables that `run.pass_env` may select.
 const MAX_PASSED: usize = 4096;
-/// The most bytes of the names and values that `run.pass_env` may select.
+/// The largest total size of the names and values that `run.pass_env` may select, in bytes.
 const MAX_PASSED_BYTES: usize = 1 << 20;
-/// The longest value in a file, bytes.
+/// The largest value that is read from a file, in bytes.
 const MAX_VALUE_BYTES: u64 = 64 << 10;
 
-/// Environment variables whose values must not be printed. `Debug` prints only their names.
+/// Environment variables whose values must not be printed. The `Debug` form contains only the
+/// names.
 #[derive(Clone, Default)]
 pub struct SecretVariables {
-    /// The variables of `run.env` whose values come from references.
+    /// The variables of `run.env` whose values come from references, with the values.
     referenced: Vec<(String, String)>,
-    /// The variables of launch's environment that `run.pass_env` selects.
+    /// The variables of launch's environment that `run.pass_env` selects, with the values.
     passed: Vec<(String, String)>,
 }
 
 impl SecretVariables {
-    /// Iterates over the names and values for the environment of a worker.
+    /// Returns an iterator over the names and values that are added to the environment of each
+    /// worker.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
         self.passed.iter().chain(&self.referenced).cloned()
     }
 
-    /// Iterates over the names of the variables that `run.pass_env` selects.
+    /// Returns an iterator over the names of the variables that `run.pass_env` selects.
     pub(crate) fn passed_names(&self) -> impl Iterator<Item = &str> {
         self.passed.iter().map(|(name, _)| name.as_str())
     }
@@ -49,8 +53,8 @@ impl fmt::Debug for SecretVariables {
     }
 }
 
-/// Reads the values of all references and of the variables that `run.pass_env` selects. The error
-/// lists every variable that has no usable value.
+/// Reads the values of all references in `run.env`, and of the variables that `run.pass_env`
+/// selects. The error lists every variable whose value cannot be used.
 pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables, Vec<Diagnostic>> {
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
@@ -68,8 +72,8 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
-/// Returns a copy of the job that may be printed and stored. Values whose names suggest a secret
-/// are redacted.
+/// Returns a copy of the job that may be printed and stored. In the copy, [`REDACTED`] replaces
+/// values of `run.env` whose names suggest a secret.
 pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
@@ -80,8 +84,8 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     redacted
 }
 
-/// Selects the variables of `environment` that match `run.pass_env`. Variables that launch, the
-/// user or the job sets are left out.
+/// Returns the variables of `environment` that match `run.pass_env`. Variables that launch or the
+/// job sets are left out, and so are those that users may override.
 fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,
@@ -120,8 +124,8 @@ fn select_passed_variables(
     Ok(passed)
 }
 
-/// Reads the variable `variable` of launch's environment. `name` is the variable of the job, for
-/// the error.
+/// Reads the variable `variable` of launch's environment. Error messages name the job's variable
+/// `name`, which gets the value.
 fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
@@ -136,8 +140,8 @@ fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     })
 }
 
-/// Reads a file as text without the line break at its end. `name` is the variable of the job, for
-/// the error.
+/// Reads a file as text without the line break at its end. Error messages name the job's variable
+/// `name`, which gets the value.
 fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let file = path.display().to_string();
     let invalid = |reason: &str| {
@@ -170,7 +174,8 @@ mod tests {
     use diagnostic::Code;
     use std::fs;
 
-    /// Returns the value of a variable that is given by reference, or the code of the error.
+    /// Resolves a variable of `run.env` that refers to `source`. Returns its value, or the code of
+    /// the error. Checks that `Debug` does not show the value.
     fn resolve_one(source: EnvSource, workdir: &Path) -> Result<String, Code> {
         let mut run = crate::testing::sample_job().run;
         run.workdir = workdir.to_owned();

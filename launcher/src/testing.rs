@@ -5,7 +5,7 @@ use contract::job::{
     Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
 };
 
-/// Returns a job named `sample` that runs the program `true` on this machine.
+/// Returns a valid job named `sample` that runs the program `true` on this machine.
 pub(crate) fn sample_job() -> JobSpec {
     JobSpec {
         name: "sample".into(),

@@ -1,7 +1,7 @@
-//! [`Transport`]: starts agents on hosts, as a child process, over SSH, or in a Slurm step.
+//! [`Transport`]: starts agents on hosts, as child processes, over SSH, or in a Slurm step.
 //!
-//! Every transport returns an [`AgentProcess`]: byte streams for the control connection, and a
-//! handle of the agent's process.
+//! For each agent, a transport returns an [`AgentProcess`]: the byte streams of the control
+//! connection, and a handle of the agent's process.
 pub(crate) mod detached;
 mod local;
 mod slurm;
@@ -15,21 +15,22 @@ use diagnostic::Diagnostic;
 use std::fmt;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// The stream of bytes to an agent.
+/// The stream of bytes from the controller to an agent.
 pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
-/// A stream of bytes from an agent.
+/// A stream of bytes from an agent to the controller.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
 /// A way to start agents on hosts: local, SSH or Slurm.
 pub(crate) trait Transport {
-    /// Starts one agent on each of these hosts, given by their names in the job.
+    /// Starts one agent on each host in `hosts`, given by the hosts' names in the job.
     ///
-    /// Returns at once, with one result for each host, in the order of `hosts`. An agent runs when
-    /// its hello arrives. If the hello does not arrive, [`RemoteConnection::failure`] explains why.
+    /// Returns at once, with one result for each host, in the order of `hosts`. An agent may still
+    /// be starting at that time. Its hello proves that it runs. If no hello arrives from another
+    /// host, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Adds hosts, or changes how hosts are reached, after the list of hosts has changed. `_hosts`
-    /// holds all hosts of the new list.
+    /// Replaces the addresses of hosts, and adds new hosts, after the list of hosts has changed.
+    /// `_hosts` holds all hosts of the new list. Only the SSH transport reacts to the change.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
     /// Returns the pids of the controller's child processes that hold agents on other hosts, such
@@ -67,15 +68,15 @@ pub(crate) enum AgentHandle {
 
 /// The connection to an agent on another host.
 pub(crate) trait RemoteConnection: Send + fmt::Debug {
-    /// Closes the connection at once. The streams end on both sides, and the agent ends its
-    /// workers.
+    /// Closes the connection immediately. The streams end on both sides, and the agent then ends
+    /// its workers.
     fn abort(&self);
 
-    /// Returns why the connection ended, if this side knows the reason. Valid after the streams
-    /// have ended. The message names the host.
+    /// Returns the error that ended the connection, or `None` if no error is known. Valid after the
+    /// streams have ended. The error message names the host.
     fn failure(&self) -> Option<Diagnostic>;
 
-    /// Returns the exit status of the agent, if the transport reports it. Valid after the streams
-    /// have ended.
+    /// Returns the exit status of the agent, or `None` if the transport does not know the status.
+    /// Valid after the streams have ended.
     fn exit_status(&self) -> Option<ExitStatus>;
 }

@@ -1,8 +1,8 @@
 //! Calls every parser of untrusted input in the launcher, for fuzz targets and robustness tests.
 //! Crate `ckpt` has the parsers of checkpoints.
 //!
-//! Each function runs one parser and returns its first error. No parser may panic, loop forever, or
-//! use more memory than its limits allow.
+//! Each function runs one parser and returns the parser's first error. No parser may panic, loop
+//! forever, or use more memory than the parser's limits allow.
 use contract::{
     control::{FromAgent, FromWorker, ToAgent, ToWorker},
     frame::{self, FrameError, HEADER_BYTES},
@@ -15,10 +15,11 @@ use std::error::Error;
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The number of lines of a hostfile that are tried as host filters.
+/// The largest number of lines of a hostfile that are also parsed as host filters.
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses a control stream, which is a sequence of frames of one of the four message types.
+/// Parses bytes as the stream of a control connection: a sequence of frames, all of one of the four
+/// message types. Fails if no message type matches.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers = [
         parse_frames::<FromAgent>,
@@ -26,11 +27,11 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
         parse_frames::<FromWorker>,
         parse_frames::<ToWorker>,
     ];
-    // A stream is valid when it parses as one of the types.
+    // A stream is valid if its frames parse as one of the message types.
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Parses a sequence of frames of one message type, and encodes each message again.
+/// Parses a sequence of frames of the message type `T`, and encodes each message again.
 fn parse_frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResult {
     while let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() {
         let length = frame::decode_body_length(*header)? as usize;
@@ -41,7 +42,8 @@ fn parse_frames<T: Serialize + DeserializeOwned>(mut bytes: &[u8]) -> ParseResul
     if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }
 }
 
-/// Parses a hostfile, and tries its first lines as host filters of DeepSpeed.
+/// Parses a hostfile, and applies the first lines as host filters of DeepSpeed (include and
+/// exclude) to the hosts.
 pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     if text.len() > hosts::MAX_HOSTFILE {
@@ -59,14 +61,14 @@ pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses an item of `cluster.hosts`, which may have a user, a port and ranges.
+/// Parses an item of `cluster.hosts`, which may have a user, a port and ranges of host numbers.
 pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     hosts::parse_hosts(str::from_utf8(bytes)?)?;
     Ok(())
 }
 
-/// Parses the values of Slurm's variables, one per line: node list, tasks per node, CPUs per node,
-/// number of groups.
+/// Parses the values of Slurm's environment variables, one per line: node list, tasks per node,
+/// CPUs per node, number of groups.
 pub fn parse_slurm_variables(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     let mut lines = text.lines();
@@ -80,8 +82,8 @@ pub fn parse_slurm_variables(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Loads a job.yaml. Prints a valid job as YAML, loads it again, and panics if the second job
-/// differs from the first.
+/// Loads a job.yaml. Converts a valid job to YAML, loads the YAML as a second job, and panics if
+/// the two jobs differ.
 pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
         let source = job::JobSource::Text { name: "job.yaml".to_owned(), text };
@@ -94,18 +96,20 @@ pub fn parse_job(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses and executes requests to the rendezvous store. The files in `tests/corpus` are examples.
+/// Parses requests to the rendezvous store and executes them on an empty store. The files in
+/// `tests/corpus` are examples.
 pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::controller::serve_untrusted_clients(bytes)?)
 }
 
-/// Parses the invitation that an agent gets before it connects to its controller.
+/// Parses the invitation that an agent reads from stdin before the agent connects to its
+/// controller.
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
     Ok(())
 }
 
-/// Returns the first of several errors.
+/// Returns the first of several errors of a parser.
 fn take_first_error<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
     errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)
 }

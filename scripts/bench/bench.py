@@ -1,6 +1,6 @@
 """Common code of the benchmarks: builds and runs `launch`, reads its events and measures processes.
 
-It only uses the standard library.
+Uses only the standard library.
 """
 import json
 import os
@@ -17,18 +17,19 @@ MIB = 1 << 20
 
 
 def log(text):
+    """Prints a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def build_launch():
-    """Builds the release executable and returns its path."""
+    """Builds the release executable with cargo and returns its path."""
     subprocess.run(["cargo", "build", "--release", "--quiet", "--bin", "launch"], cwd=ROOT, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     return (target if target.is_absolute() else ROOT / target) / "release/launch"
 
 
 def list_descendants(pid):
-    """The pids of all descendants of the process `pid`."""
+    """Returns the pids of all descendants of the process `pid`."""
     children = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -47,7 +48,8 @@ def list_descendants(pid):
 
 
 def read_peak_rss(pid):
-    """The largest resident set of a process so far, in bytes. 0 if the process has ended."""
+    """Returns the largest resident set of a process so far, in bytes. Returns 0 if the process has
+    ended."""
     try:
         for line in Path("/proc", str(pid), "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -84,12 +86,13 @@ def run_launch(launch, job, overrides, cwd, measure_memory=False):
 
 
 def select_events(events, kind):
+    """Returns the events of one kind."""
     return [e for e in events if e["event"] == kind]
 
 
 def run_peer_program(command, env, cwd=None):
-    """Runs another program and returns the last JSON object that it prints. If the program fails, logs
-    the reason and returns None."""
+    """Runs a program that launch is compared with, and returns the last JSON object that the
+    program prints. If the program fails, logs the reason and returns None."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd=cwd, env=os.environ | env)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode != 0 or not lines:
@@ -99,11 +102,13 @@ def run_peer_program(command, env, cwd=None):
 
 
 def has_module(python, module):
+    """Returns whether the Python interpreter `python` can import `module`."""
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", probe]).returncode == 0
 
 
 def median(values):
+    """Returns the median, or None if there are no values."""
     return statistics.median(values) if values else None
 
 
@@ -123,6 +128,8 @@ def format_median_and_range(values, digits=0):
 
 
 def describe_machine():
+    """Returns CPU model, number of CPUs and load as text. The text has a warning if the machine is
+    not idle."""
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), "unknown CPU")
     load = os.getloadavg()[0]

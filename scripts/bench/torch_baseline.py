@@ -47,7 +47,7 @@ def parse_arguments():
 
 
 def create_model(name):
-    """Returns the model and its blocks."""
+    """Creates a model. Returns the model and its list of blocks."""
     from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig,
                               Qwen3MoeForCausalLM)
 
@@ -70,7 +70,8 @@ def create_model(name):
 
 
 def build_train_step(name, mode, world):
-    """Returns the model and a function that trains on one batch and returns the loss."""
+    """Creates the model for a mode. Returns the model and a function that trains on one batch and
+    returns the loss."""
     import torch
 
     torch.manual_seed(0)

@@ -18,7 +18,8 @@ MACHINE_DEPENDENT = {"OMP_NUM_THREADS", "PYTHONPATH", "MASTER_ADDR", "MASTER_POR
 
 
 def compute_launcher_environment(config):
-    """The variables that `accelerate launch` sets for this config."""
+    """Returns the variables that `accelerate launch` sets for this config, except those of the
+    machine."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
@@ -40,6 +41,7 @@ def compute_launcher_environment(config):
 
 
 def read_deepspeed_fields(args, config):
+    """Returns the keys of the config's DeepSpeed section, as `accelerate launch` passes them on."""
     from accelerate.commands.config import load_config_from_file
 
     defaults = load_config_from_file(str(config))

@@ -80,6 +80,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "
 
 
 def create_tokenizer():
+    """Trains a BPE tokenizer with 300 tokens on the chats."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,8 +94,8 @@ def create_tokenizer():
 
 
 def write_chats():
-    """Renders each template with each chat. Writes the text, tokens and mask of transformers, or its
-    error."""
+    """Writes the tokenizer, and the text, tokens and mask with which transformers renders each chat
+    in each template, or its error."""
     t = create_tokenizer()
     t.backend_tokenizer.save(str(GOLDEN_DIRECTORY / "tokenizer.json"))
     (GOLDEN_DIRECTORY / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n")
@@ -117,6 +118,8 @@ def write_chats():
 
 
 def write_parquet_files():
+    """Writes the same texts as Parquet files with different encodings, and the chats as a Parquet
+    file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

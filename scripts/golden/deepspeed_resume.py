@@ -35,8 +35,9 @@ letters = torch.Generator().manual_seed(5)
 documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (LENGTH,), generator=letters) // 3) for _ in range(DOCUMENTS)]
 
 
-def create_batch(train_step):
-    first = (train_step * world + rank) * MICRO
+def create_batch(step):
+    """Returns the batch of this rank at a step."""
+    first = (step * world + rank) * MICRO
     rows = [[ord(c) for c in documents[(first + i) % DOCUMENTS]] + [EOD] for i in range(MICRO)]
     ids = torch.tensor(rows)
     return dict(input_ids=ids, labels=ids.clone())
@@ -60,6 +61,7 @@ engine, _, _, _ = deepspeed.initialize(
 
 
 def train_step(number):
+    """Trains one step and returns the mean loss of all ranks."""
     loss = engine(**create_batch(number)).loss
     engine.backward(loss)
     engine.step()

@@ -87,6 +87,7 @@ CASES = {
 
 
 def create_config(case):
+    """Returns the transformers config of a case."""
     if case["kind"][0] is GPT2Config:
         return GPT2Config(**{**GPT2_SIZES, **case["config"]}, attn_implementation="eager")
     extra = {} if "sliding_window" in case["config"] else (
@@ -98,10 +99,12 @@ def create_config(case):
 
 
 def has_experts(case):
+    """Returns whether the model of a case is a mixture of experts."""
     return "router_aux_loss_coef" in case["config"]
 
 
 def create_model(case):
+    """Creates the model of a case with initial weights from the seed of the case."""
     torch.manual_seed(case["seed"])
     model = case["kind"][1](create_config(case))
     with torch.no_grad():  # norms differ from 1 and biases from 0, so that a missing one is detected
@@ -112,6 +115,7 @@ def create_model(case):
 
 
 def find_layer_window(config, layer):
+    """Returns the attention window of a layer, or None for full attention."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] == "full_attention":
         return None
@@ -119,7 +123,8 @@ def find_layer_window(config, layer):
 
 
 def compute_logits(model, tokens, starts, dtype):
-    """The logits. With several documents the mask is passed; otherwise the model creates it."""
+    """Computes the logits. Passes an attention mask if a row has several documents; otherwise the
+    model creates the mask. Sets the global load_balancing_loss."""
     b, t = tokens.shape
     if dtype is torch.float64:  # reorder_and_upcast_attn does not support it
         for module in model.modules():
@@ -147,13 +152,15 @@ def compute_logits(model, tokens, starts, dtype):
 
 
 def compute_loss(logits, labels):
-    """The loss per token, and the mean plus the load-balancing loss of the last forward pass."""
+    """Returns the loss per token, and the mean loss plus the load-balancing loss of the last
+    forward pass."""
     per_token, mean = cross_entropy(logits, labels)
     return per_token, mean + load_balancing_loss
 
 
 def convert_to_stored_names(answers, model):
-    """Splits the experts' tensors and gives them the names of save_pretrained, one tensor per expert."""
+    """Splits the tensors with all experts of a layer into one tensor per expert, with the names
+    that save_pretrained writes."""
     names = ("w1", "w3", "w2") if isinstance(model, MixtralForCausalLM) else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for key, value in answers.items():
@@ -180,6 +187,8 @@ def assert_window_is_shorter(case):
 
 
 def write_case(name, case, out):
+    """Computes a case in fp32 and float64, and writes its files. Fails if the two results differ
+    too much."""
     case = {"batch": 2, "seq": 20, **case}
     case["config"] = {"vocab_size": SIZES["vocab_size"], **case["config"]}
     base.create_model, base.compute_logits, base.compute_loss = create_model, compute_logits, compute_loss

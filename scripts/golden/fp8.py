@@ -15,18 +15,23 @@ FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def decode_float_bits(bits):
+    """Returns the fp32 numbers with these bits."""
     return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32).view(torch.float32)
 
 
 def encode_fp8(bits, dtype):
+    """Converts fp32 numbers, given by their bits, to fp8. Returns the bytes."""
     return decode_float_bits(bits).to(dtype).view(torch.uint8).tolist()
 
 
 def encode_float_bits(x):
+    """Returns the bits of a number in fp32."""
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
 def generate_lines(name, dtype):
+    """Yields the lines of one fp8 type: the value of each byte, the bf16 inputs at which the result
+    changes, and fp32 inputs near the middle of two neighbours."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float().view(torch.int32).tolist()
     for code, bits in enumerate(values):
         yield f"{name} value {bits & 0xffffffff:08x} {code:02x}"

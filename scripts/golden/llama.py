@@ -51,12 +51,14 @@ CASES = {
 
 
 def create_config(case):
+    """Returns the transformers config of a case."""
     return LlamaConfig(max_position_embeddings=64, initializer_range=0.1, attention_bias=False, mlp_bias=False,
                        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, use_cache=False,
                        bos_token_id=None, eos_token_id=None, attn_implementation="eager", **case["config"])
 
 
 def create_model(case):
+    """Creates the model of a case with initial weights from the seed of the case."""
     torch.manual_seed(case["seed"])
     model = LlamaForCausalLM(create_config(case))
     with torch.no_grad():  # norms differ from 1, so that a missing factor is detected
@@ -67,7 +69,8 @@ def create_model(case):
 
 
 def create_batches(case):
-    """One batch per optimizer step: tokens, labels (labels[i] is the target of position i) and starts."""
+    """Returns one batch per optimizer step: tokens, labels (labels[i] is the target of position i),
+    and the start of each position's document."""
     g = torch.Generator().manual_seed(case["seed"] + 1000)
     b, t, v = case["batch"], case["seq"], case["config"]["vocab_size"]
     out = []
@@ -91,6 +94,7 @@ def create_batches(case):
 
 
 def compute_logits(model, tokens, starts, dtype):
+    """Computes the logits with an attention mask that separates documents."""
     b, t = tokens.shape
     i = torch.arange(t)
     allowed = (i[None, None, :] <= i[None, :, None]) & (i[None, None, :] >= starts[:, :, None])  # [b, query, key]
@@ -99,12 +103,14 @@ def compute_logits(model, tokens, starts, dtype):
 
 
 def compute_loss(logits, labels):
+    """Returns the loss per token and the mean loss over positions with a label."""
     per_token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     return per_token, per_token.sum() / (labels != -100).sum()
 
 
 def compute_case(case, dtype):
-    """All tensors of a case by name: weights, results, and the losses and gradient norms of the steps."""
+    """Computes a case. Returns its tensors by name: weights, results, and the losses and gradient
+    norms of the steps."""
     model = create_model(case).to(dtype)
     batches = create_batches(case)
     out = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -136,7 +142,7 @@ def compute_case(case, dtype):
 
 
 def compute_distance(a, b):
-    """|a - b| / |b| over a whole tensor, or 0 if both are 0."""
+    """Returns |a - b| / |b| over a whole tensor, or 0 if both are 0."""
     a, b = a.double(), b.double()
     return ((a - b).norm() / b.norm().clamp_min(1e-300)).item()
 
@@ -156,6 +162,8 @@ def assert_documents_are_separate(case):
 
 
 def write_case(name, case, out):
+    """Computes a case in fp32 and float64, and writes its files. Fails if the two results differ
+    too much."""
     single, double = compute_case(case, torch.float32), compute_case(case, torch.float64)
     errors = {}
     for key in single:

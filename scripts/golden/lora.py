@@ -35,6 +35,7 @@ base.ADAMW["eps"] = 1e-6
 
 
 def create_model(case, dtype):
+    """Creates the model of a case with random adapters."""
     family = families.CASES[case["family"]]
     model = get_peft_model(families.create_model(family), LoraConfig(task_type="CAUSAL_LM", **case["lora"]))
     torch.manual_seed(family["seed"] + 1000)
@@ -48,11 +49,12 @@ def create_model(case, dtype):
 
 
 def list_trained(model):
-    """The trained parameters by their names in files, without PEFT's prefix."""
+    """Returns the trained parameters by their names in adapter files, without PEFT's prefix."""
     return {n.removeprefix(PEFT_PREFIX).replace(".default.", "."): p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def compute_case(case, about, dtype):
+    """Computes a case. Returns its tensors by name, and the trained model."""
     peft = create_model(case, dtype)
     model = peft.base_model.model
     batches = base.create_batches(about)
@@ -80,6 +82,8 @@ def compute_case(case, about, dtype):
 
 
 def write_case(name, case, out):
+    """Computes a case in fp32 and float64, and writes its adapters and results. Fails if the two
+    results differ too much."""
     family = families.CASES[case["family"]]
     shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"],
                  config={"vocab_size": families.SIZES["vocab_size"], **family["config"]})

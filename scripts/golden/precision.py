@@ -26,13 +26,15 @@ DTYPES = {"bf16": (torch.bfloat16, 1.0), "fp16": (torch.float16, 1024.0)}
 
 
 def compute_errors(a, b):
+    """Returns the relative errors of `a` compared with `b`: `rms` and `max`."""
     a, b = a.double(), b.double()
     return dict(rms=((a - b).norm() / b.norm().clamp_min(1e-300)).item(),
                 max=((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item())
 
 
 def compute_gradients(case, model, batch, dtype, scale):
-    """Logits and losses of one batch in fp32, and its gradients without the loss scale."""
+    """Returns logits and losses of one batch in fp32, and its gradients without the loss scale.
+    Clears the gradients of the model."""
     tokens, labels, starts = batch
     logits = llama.compute_logits(model, tokens, starts, dtype).float()
     per_token, mean = llama.compute_loss(logits, labels)
@@ -43,6 +45,7 @@ def compute_gradients(case, model, batch, dtype, scale):
 
 
 def compute_16bit_case(case, dtype, scale):
+    """Computes a case in 16 bits with fp32 master weights. Returns its tensors by name."""
     model = llama.create_model(case)
     master = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     model = model.to(dtype)
@@ -70,7 +73,7 @@ def compute_16bit_case(case, dtype, scale):
 
 
 def merge_experts(answers, model):
-    """Joins the experts of a layer to one tensor per matrix."""
+    """Concatenates the experts of a layer to one tensor per matrix."""
     out = {}
     for key, value in families.convert_to_stored_names(answers, model).items():
         before, _, rest = key.partition(".experts.")
@@ -80,7 +83,8 @@ def merge_experts(answers, model):
 
 
 def generate_cases():
-    """Yields each case. For the cases of families.py, also replaces functions of llama.py."""
+    """Yields each case. Before the cases of families.py, replaces functions of llama.py by those of
+    families.py."""
     for name, case in llama.CASES.items():
         yield name, case
     llama.create_model, llama.compute_logits, llama.compute_loss = families.create_model, families.compute_logits, families.compute_loss

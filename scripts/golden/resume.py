@@ -37,6 +37,8 @@ documents = ["".join(chr(97 + int(i)) for i in torch.randint(0, 26, (DOCUMENT_CH
 
 
 class DocumentDataset(torch.utils.data.Dataset):
+    """The documents as a dataset of token ids and labels."""
+
     def __len__(self):
         return DOCUMENTS
 
@@ -46,13 +48,14 @@ class DocumentDataset(torch.utils.data.Dataset):
 
 
 def create_batch(first, count):
+    """Returns a batch of `count` documents from number `first` on."""
     ids = torch.stack([DocumentDataset()[i % DOCUMENTS]["input_ids"] for i in range(first, first + count)])
     return dict(input_ids=ids, labels=ids.clone())
 
 
 def build_model(family):
-    """A small Llama, a Qwen2 with biases and a tied head, or a mixture of experts. No size is a multiple
-    of three."""
+    """Creates a small Llama, a Qwen2 with biases and a tied head, or a mixture of experts. No size
+    is a multiple of three."""
     sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
                  max_position_embeddings=64, rms_norm_eps=1e-6, initializer_range=0.1, attn_implementation="eager")
     torch.manual_seed(3)
@@ -67,10 +70,12 @@ def build_model(family):
 
 
 def is_decayed(name):
+    """Returns whether the parameter has weight decay."""
     return "norm" not in name and not name.endswith("bias")
 
 
 def create_groups(model, count=2):
+    """Returns one parameter group, or two: with and without weight decay."""
     named = list(model.named_parameters())
     if count == 1:
         return [dict(params=[p for _, p in named], weight_decay=WEIGHT_DECAY)]
@@ -83,6 +88,7 @@ def create_adamw(model, count=2):
 
 
 def remove_frozen(optimizer):
+    """Removes frozen parameters from the groups of an optimizer, and returns the optimizer."""
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return optimizer
@@ -93,10 +99,10 @@ def create_sgd(model):
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer with one moment, whose name `exp_avg` AdamW uses, too."""
+    """The optimizer Lion, with one moment that has the name of AdamW's first moment (`exp_avg`)."""
 
-    def __init__(self, create_groups):
-        super().__init__(create_groups, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -111,10 +117,13 @@ class Lion(torch.optim.Optimizer):
 
 
 def create_linear_schedule(optimizer, calls_per_step=1):
+    """Returns a learning rate schedule with linear warm-up and decay, which the program steps
+    `calls_per_step` times per optimizer step."""
     return transformers.get_linear_schedule_with_warmup(optimizer, WARM_UP_STEPS * calls_per_step, SCHEDULE_STEPS * calls_per_step)
 
 
 def compute_mean(loss):
+    """Returns the mean of a loss over all ranks."""
     total = loss.detach().double()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -122,19 +131,20 @@ def compute_mean(loss):
 
 
 def build_zero_config(stage, **more):
+    """Returns the ZeRO section of a DeepSpeed config."""
     return dict(stage=stage, overlap_comm=False, reduce_bucket_size=20000, stage3_param_persistence_threshold=0, **more)
 
 
 def skip_shm_op_compilation():
-    """Skips the compilation of DeepSpeed's shared-memory op; gloo reduces instead."""
+    """Skips the compilation of DeepSpeed's shared-memory op, so that gloo reduces instead."""
     import deepspeed.comm.torch
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
 def continue_in_fp32(family, engine):
-    """The losses with which torch continues in fp32 from the weights and moments of DeepSpeed's engine.
-    Collective: every rank gathers them and computes all losses."""
+    """Trains with torch in fp32 from the weights and moments of DeepSpeed's engine, and returns the
+    losses of the next steps. Collective: every rank gathers the state and computes all losses."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     inner, model = engine.module, build_model(family)
@@ -163,17 +173,21 @@ def continue_in_fp32(family, engine):
 
 
 def freeze_layers(model, freeze):
+    """Freezes the parameters whose names contain `freeze`."""
     for name, p in model.named_parameters():
         p.requires_grad_(not (freeze and freeze in name))
 
 
 def save_trainer(family, ds=None, bf16=False, fsdp=None, make_optimizer=None, freeze=None):
-    """Trains with HF Trainer, optionally with DeepSpeed or FSDP, a separate optimizer, or frozen layers."""
+    """Trains and saves with HF Trainer, optionally with DeepSpeed or FSDP, a separate optimizer, or
+    frozen layers. Returns the checkpoint directory, the losses, and further fields of next.json."""
     extra, model = {}, build_model(family)
     freeze_layers(model, freeze)
     optimizer = make_optimizer and make_optimizer(model)
 
     class SaveAndStop(transformers.TrainerCallback):
+        """Saves after STEPS_BEFORE steps and stops after STEPS_AFTER more."""
+
         def on_save(self, args, state, control, model=None, **objects):
             if bf16:
                 extra["next_fp32"] = continue_in_fp32(family, hf_trainer.model_wrapped)
@@ -206,6 +220,8 @@ def save_trainer(family, ds=None, bf16=False, fsdp=None, make_optimizer=None, fr
 
 
 def enable_fsdp(accelerator, kind):
+    """Enables FSDP2 in Accelerate on CPUs. `kind` is the form of the saved state: `full` or
+    `sharded`."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -218,8 +234,8 @@ def enable_fsdp(accelerator, kind):
 
 
 def save_accelerate(family, ds=None, fsdp=None, count=2, freeze=None):
-    """Trains in a loop with Accelerate, and saves with `save_state`. Accelerate steps the scheduler once
-    per process."""
+    """Trains in a loop with Accelerate and saves with `save_state`. Accelerate steps the scheduler
+    once per process. Returns the values that save_trainer returns."""
     from accelerate import Accelerator, PartialState
 
     extra, settings = {}, dict(cpu=True)
@@ -258,7 +274,8 @@ def save_accelerate(family, ds=None, fsdp=None, count=2, freeze=None):
 
 
 def save_dcp(family):
-    """Trains with torch's FSDP2. Saves weights and optimizer with `torch.distributed.checkpoint`."""
+    """Trains with torch's FSDP2. Saves weights and optimizer with `torch.distributed.checkpoint`.
+    Returns the values that save_trainer returns."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -283,7 +300,8 @@ def save_dcp(family):
 
 
 def save_deepspeed(family, stage, make_optimizer, freeze=None, fp16=False):
-    """Trains with DeepSpeed only, with a separate optimizer, optionally with frozen layers or in fp16."""
+    """Trains and saves with DeepSpeed only, with a separate optimizer, optionally with frozen
+    layers or in fp16. Returns the values that save_trainer returns."""
     import deepspeed
 
     skip_shm_op_compilation()
@@ -323,7 +341,7 @@ CASES = dict(
     accelerate_fsdp_full=(2, "llama", save_accelerate, dict(fsdp="full")),
     accelerate_fsdp_sharded=(2, "llama", save_accelerate, dict(fsdp="sharded")),
     accelerate_z3_bf16=(2, "llama", save_accelerate, dict(ds=build_zero_config(3))),
-    save_dcp=(2, "qwen2", save_dcp, {}),
+    dcp=(2, "qwen2", save_dcp, {}),
     trainer_sgd=(1, "llama", save_trainer, dict(make_optimizer=create_sgd)),
     z2_sgd=(2, "llama", save_deepspeed, dict(stage=2, make_optimizer=create_sgd)),
     z3_sgd=(2, "llama", save_deepspeed, dict(stage=3, make_optimizer=create_sgd)),
@@ -347,6 +365,8 @@ UNNEEDED_FILES = ["zero_to_fp32.py", "zero_to_torch.py", "training_args.bin", "R
 
 
 def main():
+    """Runs one case and writes its checkpoint and next.json. Removes all other files that the
+    program wrote."""
     out, name = sys.argv[1], sys.argv[2]
     expected, family, program, options = CASES[name]
     assert world == expected, f"{name} needs {expected} ranks, not {world}"

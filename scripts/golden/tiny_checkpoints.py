@@ -26,6 +26,7 @@ STEPS, LR = 3, 1e-2
 
 
 def create_llama(tied=False):
+    """Creates a Llama with some 200 parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(7)
@@ -35,7 +36,7 @@ def create_llama(tied=False):
 
 
 def create_mixtral():
-    """A model with experts, which transformers stores as two tensors per layer."""
+    """Creates a model with experts, which transformers stores as two tensors per layer."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
     torch.manual_seed(7)
@@ -45,12 +46,14 @@ def create_mixtral():
 
 
 def create_batch(step, rank):
+    """Returns the batch of a rank at a step."""
     import torch
     ids = torch.randint(0, 12, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
     return dict(input_ids=ids, labels=ids.clone())
 
 
 def create_optimizer_and_schedule(m):
+    """Creates AdamW with two or three parameter groups, and a linear schedule."""
     import torch
     decay = [p for n, p in m.named_parameters() if "norm" not in n]
     rest = [p for n, p in m.named_parameters() if "norm" in n]
@@ -63,28 +66,32 @@ def create_optimizer_and_schedule(m):
 
 
 def compute_lr_factor(step):
+    """Returns the factor of the learning rate at a step."""
     return 1 - step / 20
 
 
 def build_zero_config(stage, **more):
+    """Returns a DeepSpeed config for a ZeRO stage. `more` are further keys of
+    `zero_optimization`."""
     return dict(train_micro_batch_size_per_gpu=2,
                 zero_optimization=dict(stage=stage, overlap_comm=False, stage3_param_persistence_threshold=0, **more), zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9)
 
 
 def gather_tensor(t):
-    """The whole tensor in fp32, also of a sharded one."""
+    """Returns the whole tensor in fp32 on the CPU. Collective for a sharded tensor: every rank must
+    call it."""
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().float().cpu()
 
 
 def write_reference(out, named):
-    """Writes reference.json; `named` yields (role/name, tensor)."""
+    """Writes reference.json on rank 0. `named` yields (role/name, tensor)."""
     found = {k: dict(dtype="F32", shape=list(t.shape), values=gather_tensor(t).flatten().tolist()) for k, t in named}
     if int(os.environ["RANK"]) == 0:
         (out / "reference.json").write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
 
 
 def generate_engine_state(engine):
-    """Yields the FP32 weights and moments in DeepSpeed's engine."""
+    """Yields the fp32 weights and moments in DeepSpeed's engine."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
@@ -97,7 +104,7 @@ def generate_engine_state(engine):
 
 
 def generate_torch_state(m, optimizer):
-    """Yields the FP32 weights and moments of a torch optimizer."""
+    """Yields the fp32 weights and moments of a torch optimizer."""
     for n, p in m.named_parameters():
         yield f"weight/{n}", gather_tensor(p)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -105,6 +112,7 @@ def generate_torch_state(m, optimizer):
 
 
 def save_deepspeed(out, stage, kind):
+    """Trains with DeepSpeed, and writes the checkpoint and the reference of one kind."""
     import deepspeed
     import torch
     deepspeed.init_distributed(dist_backend="gloo")
@@ -127,6 +135,7 @@ def save_deepspeed(out, stage, kind):
 
 
 def save_accelerate_z2(out):
+    """Trains with Accelerate and DeepSpeed at stage 2, and writes checkpoint and reference."""
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -145,7 +154,7 @@ def save_accelerate_z2(out):
 
 
 def create_sharded(mesh_of=2):
-    """The model, sharded over two ranks by FSDP2."""
+    """Returns a model that FSDP2 shards over two ranks, with its optimizer and schedule."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     m = create_llama()
@@ -157,6 +166,8 @@ def create_sharded(mesh_of=2):
 
 
 def save_fsdp_full(out):
+    """Trains with Accelerate and FSDP, and writes a checkpoint with a full state and the
+    reference."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -184,6 +195,7 @@ def save_fsdp_full(out):
 
 
 def save_dcp(out):
+    """Trains with FSDP2, and writes a torch distributed checkpoint and the reference."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as saving
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -200,6 +212,7 @@ def save_dcp(out):
 
 
 def save_trainer(out):
+    """Trains with HF Trainer on two ranks, and writes checkpoint and reference."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -232,7 +245,7 @@ def save_kind(kind):
     out = GOLDEN / kind
     out.mkdir(parents=True, exist_ok=True)
     stage = int(kind[1]) if kind[0] == "z" else None
-    globals()[kind](out) if stage is None else save_deepspeed(out, stage, kind)
+    globals()[f"save_{kind}"](out) if stage is None else save_deepspeed(out, stage, kind)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -248,13 +261,13 @@ def save_universal():
 
 
 def save_hybrid():
-    """Writes a universal checkpoint with torch.save, with only the entries that DeepSpeed's loaders need: it does not
-    assign parameters to groups."""
+    """Writes a universal checkpoint with torch.save that has only the entries that DeepSpeed's
+    loaders need. The checkpoint does not assign parameters to groups."""
     import torch
     tag = f"global_step{STEPS}"
     z3_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
-    generate_torch_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
-    groups = [dict(g, params=[i]) for i, g in enumerate(generate_torch_state["optimizer_state_dict"]["param_groups"])]
+    optimizer_state = torch.load(GOLDEN / f"z3/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    groups = [dict(g, params=[i]) for i, g in enumerate(optimizer_state["optimizer_state_dict"]["param_groups"])]
     step = torch.tensor(float(STEPS))
     shutil.rmtree(GOLDEN / "hybrid", ignore_errors=True)
     out = GOLDEN / f"hybrid/{tag}_universal"

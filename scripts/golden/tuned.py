@@ -38,8 +38,8 @@ CASES = {
 
 
 class Muon:
-    """torch.optim.Muon for the matrices of layers, and AdamW for the rest. Muon's iteration runs in the
-    type of the matrices instead of bfloat16."""
+    """torch.optim.Muon for the matrices of layers, and AdamW for the rest. Muon's iteration runs in
+    the type of the matrices instead of bfloat16."""
 
     def __init__(self, groups, named):
         matrices = {p for n, p in named if p.ndim == 2 and (".layers." in n or ".h." in n)}
@@ -64,7 +64,7 @@ class Muon:
 
 
 class Lion(torch.optim.Optimizer):
-    """The algorithm of the paper (Chen et al. 2023, program 1), line by line."""
+    """The optimizer Lion as in the paper (Chen et al. 2023, program 1), line by line."""
 
     def step(self):
         for group in self.param_groups:
@@ -77,12 +77,15 @@ class Lion(torch.optim.Optimizer):
 
 
 def is_match(patterns, name, model):
+    """Returns whether a pattern matches a parameter. A tied embedding also matches as
+    `lm_head.weight`."""
     tied = model.config.tie_word_embeddings and name == "model.embed_tokens.weight"
     names = [name, "lm_head.weight"] if tied else [name]
     return any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns)
 
 
 def create_model(case, dtype):
+    """Creates the model of a case, with its frozen parameters."""
     model = families.create_model(families.CASES[case["family"]])
     for name, p in model.named_parameters():
         frozen = is_match(case.get("freeze", []), name, model)
@@ -91,10 +94,12 @@ def create_model(case, dtype):
 
 
 def list_trained(model):
+    """Returns the names and tensors of the trained parameters."""
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
 def create_optimizer(case, model):
+    """Creates the optimizer of a case with one group per parameter."""
     rules = case.get("groups", [])
     groups = []
     for name, p in list_trained(model):
@@ -114,10 +119,12 @@ def create_optimizer(case, model):
 
 
 def get_model_config(case):
+    """Returns the config of a case's model."""
     return {"vocab_size": families.SIZES["vocab_size"], **families.CASES[case["family"]]["config"]}
 
 
 def compute_case(case, about, dtype):
+    """Computes a case. Returns its results by name."""
     model = create_model(case, dtype)
     batches = base.create_batches(about)
     tokens, labels, starts = batches[0]
@@ -144,6 +151,8 @@ def compute_case(case, about, dtype):
 
 
 def write_case(name, case, out):
+    """Computes a case in fp32 and float64, and writes its results. Fails if the two results differ
+    too much."""
     family = families.CASES[case["family"]]
     shape = dict(batch=2, seq=20, seed=family["seed"], clip_norm=family["clip_norm"], config=get_model_config(case))
     single, double = compute_case(case, shape, torch.float32), compute_case(case, shape, torch.float64)

@@ -53,6 +53,8 @@ set_seed(3)
 
 
 class TokenDataset(torch.utils.data.Dataset):
+    """72 samples of 12 random tokens, each from a fixed seed."""
+
     def __len__(self):
         return 72
 

@@ -29,8 +29,8 @@ class WarningRecorder(logging.Handler):
 
 
 def compute_mean_loss(model, tokens, seq_len):
-    """The mean loss over all windows of `seq_len` tokens that have targets (summed in float64), and
-    the number of windows."""
+    """Returns the mean loss over all windows of `seq_len` tokens that have targets (summed in
+    float64), and the number of windows."""
     windows = (len(tokens) - 1) // seq_len
     total = torch.zeros((), dtype=torch.float64)
     for i in range(windows):

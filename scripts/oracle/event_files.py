@@ -21,6 +21,7 @@ for byte in range(256):
 
 
 def compute_masked_crc(data):
+    """Returns the masked CRC-32C that TFRecords contain."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -29,7 +30,7 @@ def compute_masked_crc(data):
 
 
 def read_tfrecords(data):
-    """Yields the payload of each TFRecord, after checking its checksums."""
+    """Yields the payload of each TFRecord. Fails if a checksum is wrong."""
     at = 0
     while at < len(data):
         length, crc = struct.unpack_from("<QI", data, at)
@@ -43,7 +44,8 @@ def read_tfrecords(data):
 
 
 def parse_fields(data):
-    """Yields (number, value) of the fields of a protobuf message. A value is an integer or bytes."""
+    """Yields (number, value) of the fields of a protobuf message. A value is an integer or
+    bytes."""
     at = 0
 
     def read_varint():
@@ -71,6 +73,7 @@ def parse_fields(data):
 
 
 def read_without_tensorboard(file):
+    """Reads an event file with this script. Returns version, scalars and marks."""
     version, scalars, marks = None, [], []
     for i, record in enumerate(read_tfrecords(file.read_bytes())):
         event = dict(parse_fields(record))
@@ -89,6 +92,7 @@ def read_without_tensorboard(file):
 
 
 def read_with_tensorboard(file):
+    """Reads an event file with the package tensorboard. Returns version, scalars and marks."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     version, scalars, marks = None, [], []
     for event in LegacyEventFileLoader(str(file)).Load():

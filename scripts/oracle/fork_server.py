@@ -1,7 +1,7 @@
 """Runs Python scripts in processes that are forked from a server, which has imported their modules.
 
-Starting Python and importing torch, transformers and DeepSpeed takes five seconds of CPU time, and
-tests start dozens of processes.
+The tests use this server because they start dozens of processes, and starting Python with torch,
+transformers and DeepSpeed takes five seconds of CPU time.
 
     fork_server.py serve SOCKET MODULE…         serves until its stdin is closed
     fork_server.py run SOCKET SCRIPT ARGUMENT…  replaces `python SCRIPT ARGUMENT…`
@@ -22,6 +22,8 @@ FORWARDED_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 
 
 def run_in_server(path, script, *arguments):
+    """Runs a script in the server at the socket `path`, and ends this process with the status of
+    the script."""
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)
     request = json.dumps(dict(script=script, arguments=arguments, directory=os.getcwd(), environment=dict(os.environ))).encode()
@@ -39,7 +41,7 @@ def run_in_server(path, script, *arguments):
 
 
 def run_script(request, descriptors):
-    """Runs the script in a forked child, and exits."""
+    """Runs the script of a request in this forked child, and exits."""
     import runpy
 
     for number in [*FORWARDED_SIGNALS, signal.SIGCHLD]:
@@ -68,7 +70,8 @@ def run_script(request, descriptors):
 
 
 def receive_request(client):
-    """The request and its descriptors. The request is None if the client closed the connection."""
+    """Receives a request and its descriptors. The request is None if the client closed the
+    connection."""
     size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
     length = struct.unpack("<I", size)[0] if len(size) == 4 else 0
     if not 0 < length <= MAX_REQUEST_BYTES or len(descriptors) != 3:
@@ -77,6 +80,8 @@ def receive_request(client):
 
 
 def serve(path, *modules):
+    """Imports the modules, and runs scripts for clients until stdin is closed. Then kills the
+    running scripts."""
     import importlib
     import selectors
 
@@ -95,6 +100,7 @@ def serve(path, *modules):
     print("ready", flush=True)
 
     def start_child():
+        """Accepts a client and forks the child that runs its script."""
         client, _ = listening.accept()
         request, descriptors = receive_request(client)
         child = os.fork() if request else None

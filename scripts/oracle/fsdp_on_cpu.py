@@ -5,7 +5,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
 def enable_fsdp(accelerator, kind):
-    """`kind` is the form of the saved state: `full` or `sharded`."""
+    """Enables FSDP2 in an Accelerator. `kind` is the form of the saved state: `full` or
+    `sharded`."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type=f"{kind.upper()}_STATE_DICT", cpu_ram_efficient_loading=False)

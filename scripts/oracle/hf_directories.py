@@ -42,7 +42,7 @@ CASES = {
 
 
 def create_tokenizer():
-    """A tokenizer in which each byte is a token, and 256 ends a document."""
+    """Creates a tokenizer in which each byte is a token, and token 256 ends a document."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | {"<|endoftext|>": 256}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -54,6 +54,7 @@ def create_tokenizer():
 
 
 def save_model(directory, name):
+    """Saves the model of a case and the tokenizer in a directory."""
     config, kind, dtype, shard = CASES[name]
     torch.manual_seed(5)
     model = kind(config).to(dtype)
@@ -66,6 +67,7 @@ def save_model(directory, name):
 
 
 def read_tensors(directory):
+    """Reads all tensors of a directory by name."""
     out = {}
     for file in sorted(Path(directory).glob("*.safetensors")):
         out |= load_file(file)
@@ -76,13 +78,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_index(directory):
-    """The content of the index, without the order of names. Empty if there is only one file."""
+    """Returns the content of the index file. Returns an empty dict if there is only one weight
+    file."""
     path = Path(directory) / INDEX_FILE
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def list_shard_sizes(directory):
-    """The bytes of tensors in each shard file, in order."""
+    """Returns the bytes of tensors in each shard file, in order."""
     files = sorted(Path(directory).glob("*.safetensors"))
     return [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in files]
 
@@ -99,6 +102,8 @@ class WarningRecorder(logging.Handler):
 
 
 def compare_directories(source, gathered):
+    """Loads `gathered` with transformers, compares it with `source`, and prints the differences as
+    JSON."""
     recorder = WarningRecorder()
     logging.getLogger("transformers").addHandler(recorder)
     with warnings.catch_warnings(record=True) as caught:

@@ -22,7 +22,7 @@ DRAW_COUNT = 1000
 
 
 def compute_blake3(message):
-    """The BLAKE3 hash of at most 64 bytes (one block), written from the specification."""
+    """Returns the BLAKE3 hash of at most 64 bytes (one block). Written from the specification."""
     assert len(message) <= 64
     mask = 0xFFFFFFFF
     iv = [0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19]
@@ -57,12 +57,14 @@ STATE_KEYS = {
 
 
 def get_state_path(directory, style, rank, world):
+    """Returns the file in which a program saves the RNG states of a rank."""
     if style == "accelerate":
         return os.path.join(directory, f"random_states_{rank}.pkl")
     return os.path.join(directory, "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth")
 
 
 def write_states(args):
+    """Writes the RNG state files of all ranks, as the program of `args.style` does."""
     keys = STATE_KEYS[args.style]
     for rank in range(args.world):
         extra = {kind: rank if kind in args.per_rank else 0 for kind in keys}
@@ -84,6 +86,7 @@ def write_states(args):
 
 
 def load_states(directory, style, rank, world):
+    """Loads the RNG states of a rank, as the program of `style` does."""
     from transformers.trainer_pt_utils import safe_globals  # the types that Trainer allows
 
     with safe_globals():
@@ -103,7 +106,7 @@ def draw_numbers(states):
 
 
 def to_comparable(state):
-    """A value that is equal only for bit-equal states."""
+    """Converts a state to a value that is equal only for bit-equal states."""
     if isinstance(state, tuple) and state[0] == "MT19937":
         name, words, *rest = state
         return name, str(words.dtype), words.tolist(), *rest
@@ -111,7 +114,8 @@ def to_comparable(state):
 
 
 def draw_seeded_numbers(record, kind, rank):
-    """The stream that the rule of docs/numerics.md seeds: its draws, its seed, and its initial state."""
+    """Seeds an RNG stream by the rule of docs/numerics.md. Returns its next numbers, its seed, and
+    its initial state."""
     number = lambda n: struct.pack("<Q", n)
     digest = compute_blake3(number(record["run_seed"]) + b"rng-reconcile" + number(record["generation"]) + number(record["step"]) + kind.encode() + number(rank))
     words, seed = list(struct.unpack("<8I", digest)), struct.unpack("<Q", digest[:8])[0]
@@ -133,6 +137,7 @@ def draw_seeded_numbers(record, kind, rank):
 
 
 def check_states(args):
+    """Checks the prepared RNG states of all ranks and prints one line of JSON."""
     style = "accelerate" if os.path.exists(os.path.join(args.dir, "random_states_0.pkl")) else "trainer"
     files = sorted(f for f in os.listdir(args.dir) if f.startswith(("rng_state", "random_states")))
     assert files == sorted(os.path.basename(get_state_path("", style, r, args.world)) for r in range(args.world)), files

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Simulates N hosts on one machine, for tests/support/hosts.rs. Each host has network, PID, mount, UTS
-# and IPC namespaces, an IP address on a private bridge, a root file system (an overlay on / with a
+# Simulates N hosts on one machine, for tests/support/simulated_hosts.rs. Each host has network, PID, mount,
+# UTS and IPC namespaces, an IP address on a private bridge, a root file system (an overlay on / with a
 # tmpfs), a host key and a real sshd. Needs root, iproute2, util-linux and openssh-server, and iptables
 # for blackhole and partition.
 #
@@ -31,17 +31,29 @@ SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/b
 BR=br$ID
 SELF=$(readlink -f "$0")
 die() { echo "hosts.sh: $*" >&2; exit 1; }
-names() { cat "$DIR/names"; }
-pid1() { local p; p=$(cat "$DIR/$1/pid1" 2>/dev/null) && [ -d "/proc/$p" ] && echo "$p"; }
-need() { [ -d "$DIR/$1" ] || die "no host $1"; }
-in_host() { local h=$1; shift; local p; p=$(pid1 "$h") || die "$h is down"
-         ( for c in $(cgroup_dirs "$h"); do echo "$BASHPID" > "$c/cgroup.procs"; done
-           exec nsenter -t "$p" -n -m -u -i -p -r -w -- "$@" ); }
-in_network() { local h=$1; shift; ip netns exec "$ID-$h" "$@"; }
-cgroup_dirs() { local c; for c in memory freezer; do [ -d /sys/fs/cgroup/$c ] && [ -w /sys/fs/cgroup/$c/cgroup.procs ] && echo "/sys/fs/cgroup/$c/$ID-$1"; done; true; }
+print_names() { # the names of the hosts, one per line
+  cat "$DIR/names"
+}
+print_pid1() { # print_pid1 H: the pid of host H's PID 1 on this machine; fails if the host is down
+  local p; p=$(cat "$DIR/$1/pid1" 2>/dev/null) && [ -d "/proc/$p" ] && echo "$p"
+}
+require_host() { # require_host H: exits if there is no host H
+  [ -d "$DIR/$1" ] || die "no host $1"
+}
+run_in_host() { # run_in_host H COMMAND...: runs a command in the namespaces and cgroups of host H
+  local h=$1; shift; local p; p=$(print_pid1 "$h") || die "$h is down"
+  ( for c in $(print_cgroup_dirs "$h"); do echo "$BASHPID" > "$c/cgroup.procs"; done
+    exec nsenter -t "$p" -n -m -u -i -p -r -w -- "$@" )
+}
+run_in_network() { # run_in_network H COMMAND...: runs a command in the network namespace of host H
+  local h=$1; shift; ip netns exec "$ID-$h" "$@"
+}
+print_cgroup_dirs() { # print_cgroup_dirs H: the cgroup directories of host H, if cgroup v1 is writable
+  local c; for c in memory freezer; do [ -d /sys/fs/cgroup/$c ] && [ -w /sys/fs/cgroup/$c/cgroup.procs ] && echo "/sys/fs/cgroup/$c/$ID-$1"; done; true
+}
 
 # ---- runs as PID 1 of a new host ---------------------------------------------------------------
-init() {
+init() { # init H: mounts the root file system of host H, and starts its sshd
   local h=$1 D=$DIR/$1 R=$DIR/$1/root
   mount --make-rprivate /
   # boot() mounts the tmpfs of the disk in the outer namespace, so it survives a crash
@@ -67,7 +79,7 @@ init() {
 }
 boot() { # boot H: starts the namespaces of a host, whose network namespace exists already
   local h=$1 D=$DIR/$1 c up
-  [ -z "$(pid1 "$h" || true)" ] || return 0
+  [ -z "$(print_pid1 "$h" || true)" ] || return 0
   mkdir -p "$D/root" "$D/disk" "$D/scratch"; rm -f "$DIR/shared/.boot/$h/ready"
   if ! mountpoint -q "$D/disk"; then
     mount -t tmpfs -o size=${DISK_MB}m,mode=755 "$ID-disk" "$D/disk"
@@ -85,7 +97,7 @@ boot() { # boot H: starts the namespaces of a host, whose network namespace exis
       echo "AcceptEnv LANG LC_*"; echo "Subsystem sftp internal-sftp"; echo "PrintMotd no"
       [ -z "$SETENV" ] || echo "SetEnv $SETENV"; } > "$up/etc/ssh/sshd_config"
   fi
-  ( for c in $(cgroup_dirs "$h"); do mkdir -p "$c"; echo "$BASHPID" > "$c/cgroup.procs"; done
+  ( for c in $(print_cgroup_dirs "$h"); do mkdir -p "$c"; echo "$BASHPID" > "$c/cgroup.procs"; done
     # a separate session without inherited descriptors, so that the host keeps no process of the caller alive
     exec setsid nsenter --net="/run/netns/$ID-$h" unshare --mount --uts --ipc --pid --fork \
       env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
@@ -93,7 +105,7 @@ boot() { # boot H: starts the namespaces of a host, whose network namespace exis
       bash "$SELF" __init "$h" </dev/null >"$D/init.log" 2>&1 9>&- ) &
   echo $! > "$D/outer"
 }
-wait_ready() { # all hosts named: note the outside pid of their PID 1, wait for sshd
+wait_ready() { # wait_ready H...: waits for sshd on each host, and records the outer pid of its PID 1
   local h t p; t=$((SECONDS + ${WAIT:-30}))
   for h; do
     until p=$(cat "$DIR/$h/outer"); p=$(cat "/proc/$p/task/$p/children" 2>/dev/null); [ -n "$p" ] && [ -e "$DIR/shared/.boot/$h/ready" ]; do
@@ -103,7 +115,7 @@ wait_ready() { # all hosts named: note the outside pid of their PID 1, wait for 
     echo "${p% }" > "$DIR/$h/pid1"
   done
 }
-up() {
+up() { # up [N]: creates and starts N hosts
   local n=${1:-4} i h
   [ "$n" -le 250 ] || die "$n hosts; at most 250 are supported"
   [ -n "$(command -v sshd || ls /usr/sbin/sshd 2>/dev/null)" ] || die "sshd is not installed (apt-get install openssh-server)"
@@ -132,59 +144,63 @@ up() {
     printf 'link set lo up\naddr add %s/24 dev eth0\nlink set eth0 up\nroute add default via %s.254\n' "$(cat "$DIR/$h/ip")" "$NET" | ip -n "$ID-$h" -batch -
   done < "$DIR/names"
   while read -r h; do boot "$h"; done < "$DIR/names"
-  wait_ready $(names)
+  wait_ready $(print_names)
 }
-down() {
+down() { # kills all processes of the hosts, and removes the hosts and their network
   local h p c
   [ -f "$DIR/names" ] || { network_down; return 0; }
-  for h in $(names); do thaw_if_frozen "$h"; p=$(cat "$DIR/$h/pid1" 2>/dev/null || true)
+  for h in $(print_names); do thaw_if_frozen "$h"; p=$(cat "$DIR/$h/pid1" 2>/dev/null || true)
     [ -z "$p" ] || { [ "$(readlink /proc/$p/ns/net 2>/dev/null)" != "$(readlink /proc/self/ns/net)" ] && kill -9 "$p" 2>/dev/null || true; }
   done
-  for h in $(names); do p=$(cat "$DIR/$h/pid1" 2>/dev/null || true); [ -z "$p" ] || while [ -d /proc/$p/ns ] && [ -e /proc/$p/root/shared ] 2>/dev/null; do sleep 0.01; done; done
+  for h in $(print_names); do p=$(cat "$DIR/$h/pid1" 2>/dev/null || true); [ -z "$p" ] || while [ -d /proc/$p/ns ] && [ -e /proc/$p/root/shared ] 2>/dev/null; do sleep 0.01; done; done
   network_down
-  for h in $(names); do
+  for h in $(print_names); do
     umount -l "$DIR/$h/disk" "$DIR/$h/scratch" 2>/dev/null || true
-    for c in $(cgroup_dirs "$h"); do [ ! -d "$c" ] || rmdir "$c" 2>/dev/null || { sleep 0.1; rmdir "$c" 2>/dev/null || true; }; done
+    for c in $(print_cgroup_dirs "$h"); do [ ! -d "$c" ] || rmdir "$c" 2>/dev/null || { sleep 0.1; rmdir "$c" 2>/dev/null || true; }; done
     rm -rf --one-file-system "${DIR:?}/$h"
   done
   rm -rf --one-file-system "$DIR/shared" "$DIR/names"
 }
-network_down() {
+network_down() { # removes the network namespaces, links and bridge of this set of hosts
   local n
   { for n in $(ls /run/netns 2>/dev/null | grep "^$ID-$PREFIX[0-9]*$"); do echo "netns del $n"; done; } | ip -force -batch - 2>/dev/null || true
   ip link del "$BR" 2>/dev/null || true
   for n in $(ls /sys/class/net | grep -E "^(v|t|b|x)$ID$PREFIX[0-9]+$"); do ip link del "$n" 2>/dev/null || true; done
 }
-thaw_if_frozen() { local f=/sys/fs/cgroup/freezer/$ID-$1/freezer.state; [ ! -f "$f" ] || echo THAWED > "$f"; }
-ipt() { local h=$1; shift; in_network "$h" iptables -w "$@"; }
+thaw_if_frozen() { # thaw_if_frozen H
+  local f=/sys/fs/cgroup/freezer/$ID-$1/freezer.state; [ ! -f "$f" ] || echo THAWED > "$f"
+}
+run_iptables() { # run_iptables H ARGUMENTS...: runs iptables on host H
+  local h=$1; shift; run_in_network "$h" iptables -w "$@"
+}
 cmd=${1:-}; shift || true
 case $cmd in
   __init) init "$@";;
   up|down) mkdir -p "$(dirname "$DIR")"; exec 9>"$(dirname "$DIR")/.$ID.lock"; flock -w 60 9; $cmd "$@";;
-  wait) wait_ready $(names);;
-  names) names;;
-  ip) need "$1"; cat "$DIR/$1/ip";;
-  pid) pid1 "$1";;
+  wait) wait_ready $(print_names);;
+  names) print_names;;
+  ip) require_host "$1"; cat "$DIR/$1/ip";;
+  pid) print_pid1 "$1";;
   status) [ -f "$DIR/names" ] || { echo "down"; exit 0; }
-    for h in $(names); do p=$(pid1 "$h" || true); echo "$h $(cat "$DIR/$h/ip") $([ -n "$p" ] && echo "up pid1=$p" || echo CRASHED)"; done;;
-  exec) in_host "$@";;
-  netexec) in_network "$@";;
-  cut) need "$1"; ip link set "v$ID$1" down;;
-  heal) need "$1"; ip link set "v$ID$1" up;;
-  blackhole) ipt "$1" -I INPUT ! -i lo -j DROP; ipt "$1" -I OUTPUT ! -o lo -j DROP;;
-  unblackhole) ipt "$1" -D INPUT ! -i lo -j DROP || true; ipt "$1" -D OUTPUT ! -o lo -j DROP || true;;
-  partition) ipt "$1" -I INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; ipt "$1" -I OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
-  unpartition) ipt "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; ipt "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
-  crash|halt) need "$1"; p=$(pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # after a halt, peers get RST
+    for h in $(print_names); do p=$(print_pid1 "$h" || true); echo "$h $(cat "$DIR/$h/ip") $([ -n "$p" ] && echo "up pid1=$p" || echo CRASHED)"; done;;
+  exec) run_in_host "$@";;
+  netexec) run_in_network "$@";;
+  cut) require_host "$1"; ip link set "v$ID$1" down;;
+  heal) require_host "$1"; ip link set "v$ID$1" up;;
+  blackhole) run_iptables "$1" -I INPUT ! -i lo -j DROP; run_iptables "$1" -I OUTPUT ! -o lo -j DROP;;
+  unblackhole) run_iptables "$1" -D INPUT ! -i lo -j DROP || true; run_iptables "$1" -D OUTPUT ! -o lo -j DROP || true;;
+  partition) run_iptables "$1" -I INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -I OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
+  unpartition) run_iptables "$1" -D INPUT -s "$(cat "$DIR/$2/ip")" -j DROP; run_iptables "$1" -D OUTPUT -d "$(cat "$DIR/$2/ip")" -j DROP;;
+  crash|halt) require_host "$1"; p=$(print_pid1 "$1") || exit 0; [ $cmd = halt ] || ip link set "v$ID$1" down   # after a halt, peers get RST
       kill -9 "$p"; while [ -e /proc/$p/root/shared ]; do sleep 0.01; done; rm -f "$DIR/$1/pid1";;
-  boot) need "$1"; ip link set "v$ID$1" up; boot "$1"; wait_ready "$1";;
+  boot) require_host "$1"; ip link set "v$ID$1" up; boot "$1"; wait_ready "$1";;
   freeze) echo FROZEN > "/sys/fs/cgroup/freezer/$ID-$1/freezer.state";;
   thaw) thaw_if_frozen "$1";;
-  killproc) h=$1 pat=$2 sig=${3:-KILL}; in_host "$h" pkill "-$sig" -f "$pat";;
-  sshd-stop) in_host "$1" sh -c 'kill $(cat /run/sshd.pid)';;
-  sshd-start) in_host "$1" /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log;;
-  fill) d=${2:-/scratch}; in_host "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
-  unfill) in_host "$1" rm -f "${2:-/scratch}/.fill";;
+  killproc) h=$1 pat=$2 sig=${3:-KILL}; run_in_host "$h" pkill "-$sig" -f "$pat";;
+  sshd-stop) run_in_host "$1" sh -c 'kill $(cat /run/sshd.pid)';;
+  sshd-start) run_in_host "$1" /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log;;
+  fill) d=${2:-/scratch}; run_in_host "$1" sh -c "a=\$(df -k --output=avail $d | tail -1); fallocate -l \$((a - ${3:-0}))k $d/.fill";;
+  unfill) run_in_host "$1" rm -f "${2:-/scratch}/.fill";;
   mem) echo "$2" > "/sys/fs/cgroup/memory/$ID-$1/memory.limit_in_bytes";;
   *) sed -n 2,20p "$SELF"; exit 2;;
 esac

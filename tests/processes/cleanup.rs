@@ -1,4 +1,4 @@
-//! Every process of a job ends with it, whichever process is killed.
+//! Checks that all processes of a job end with the job, whichever process is killed.
 use super::*;
 
 /// Shell commands that start four processes: some in other sessions, some whose parents have ended.

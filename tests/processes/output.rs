@@ -1,4 +1,4 @@
-//! Output of workers: on the terminal and in logs.
+//! Tests the output of workers on the terminal and in logs.
 use super::*;
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Jobs on several hosts. Every host is an agent on this machine.
+//! Tests jobs on several simulated hosts. Each host is a separate agent on this machine.
 use super::*;
 
 /// Returns a command that runs the job with one agent on this machine for each of `hosts` simulated

@@ -1,4 +1,4 @@
-//! Signals to the controller, from other processes and from terminals.
+//! Tests signals to the controller, from other processes and from terminals.
 use super::*;
 
 #[test]

@@ -1,4 +1,4 @@
-//! Built-in training: output, interrupts and killed processes.
+//! Tests built-in training: output, interrupts and killed processes.
 use super::*;
 
 #[test]

@@ -22,6 +22,7 @@ SAMPLES, STEPS_BEFORE, STEPS_AFTER = 12, 3, 2
 
 
 def create_model(kind, tied):
+    """Creates a small GPT-2 or Llama."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -35,6 +36,7 @@ def create_model(kind, tied):
 
 
 def create_engine(case, world):
+    """Creates DeepSpeed's engine with the model, optimizer and config of a case."""
     import deepspeed
     import torch
 
@@ -69,8 +71,9 @@ def create_engine(case, world):
 
 
 def gather_flat_states(engine):
-    """The states of stages 1 and 2 by the id of their parameter. A parameter is a view of the flat buffer
-    of its group, so its address gives its position in the flat states."""
+    """Returns the states of stages 1 and 2 by the id of their parameter. A parameter is a view of
+    the flat buffer of its group, so its address gives its position in the flat states. Collective:
+    every rank must call it."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +92,8 @@ def gather_flat_states(engine):
 
 
 def gather_tensors(engine):
-    """Every tensor by name: fp32 master weights and moments, frozen weights, and buffers."""
+    """Returns every tensor by name: fp32 master weights and moments, frozen weights, and buffers.
+    Collective: every rank must call it."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -114,7 +118,8 @@ def gather_tensors(engine):
 
 
 def overwrite_initial_values(engine):
-    """Overwrites buffers and frozen weights, whose initial values equal those of the checkpoint."""
+    """Overwrites buffers and frozen weights, because their initial values equal those of the
+    checkpoint."""
     for name, b in engine.module.named_buffers():
         if name in ("counter", "scale"):
             b.fill_(1)
@@ -124,6 +129,7 @@ def overwrite_initial_values(engine):
 
 
 def train_steps(engine, steps, world, rank):
+    """Trains `steps` steps and returns the mean loss of all ranks at each step."""
     import torch
     import torch.distributed as dist
 
@@ -142,22 +148,22 @@ def train_steps(engine, steps, world, rank):
 
 
 def list_hyper_parameters(engine):
+    """Returns learning rate, weight decay and betas of each parameter group."""
     inner = engine.optimizer.optimizer
     return [[g["lr"], g["weight_decay"], list(g["betas"])] for g in inner.param_groups]
 
 
 def read_loss_scaler(engine):
-    """The loss scale and the counters of its scaler."""
+    """Returns the loss scale and the counters of its scaler."""
     scaler = engine.optimizer.loss_scaler
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     return {key: float(getattr(scaler, key)) for key in keys if hasattr(scaler, key)}
 
 
 def check_other_readers(case, ref):
-    """Errors of other readers: torch.load with weights_only, and DeepSpeed's zero_to_fp32.
-
-    torch.load allows only the globals that DeepSpeed's own files have, too.
-    """
+    """Reads the checkpoint with torch.load (weights_only) and DeepSpeed's zero_to_fp32, and returns
+    the errors and differences. torch.load allows only the globals that DeepSpeed's own files also
+    have."""
     import glob
 
     import torch
@@ -184,6 +190,8 @@ def check_other_readers(case, ref):
 
 
 def save_case(case, world, rank):
+    """Trains a case, saves its checkpoint and reference, and trains further. Returns the losses and
+    settings."""
     import torch
 
     engine = create_engine(case, world)
@@ -200,6 +208,8 @@ def save_case(case, world, rank):
 
 
 def check_case(case, world, rank):
+    """Loads the checkpoint of a case, compares the state with the reference, and trains further.
+    Returns the differences."""
     import torch
 
     engine = create_engine(case, world)
@@ -232,6 +242,8 @@ def check_case(case, world, rank):
 
 
 def run_rank(rank, mode, plan):
+    """Runs all cases of a plan as one rank of the group, and ends the process. Rank 0 prints the
+    results."""
     world = plan["world"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(plan["port"]))
     import torch
@@ -262,8 +274,8 @@ def run_rank(rank, mode, plan):
 
 
 def exit_without_finalization():
-    """Ends this process. Up to Python 3.13, torch's threads abort it if they wait for the interpreter's
-    lock while it ends."""
+    """Ends this process without finalization of the interpreter. Up to Python 3.13, threads of
+    torch that wait for the interpreter's lock would abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-//! Runs of the real executable in temporary directories.
+//! Runs the real executable in temporary directories, and compares its messages with snapshots.
 #![allow(dead_code)] // each test uses a part
 
 pub(crate) mod fork_server;

@@ -1,4 +1,4 @@
-//! Jobs of the built-in runtime that resume from checkpoints of other programs.
+//! Creates jobs of the built-in runtime that resume from recorded checkpoints of other programs.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 use super::{FinishedRun, JobDirectory, list_files_below};
 use serde_json::Value;

@@ -1,4 +1,5 @@
-//! Several hosts with a real sshd each, in namespaces of this machine (tests/hosts/hosts.sh).
+//! Simulates several hosts in namespaces of this machine, each with a real sshd
+//! (tests/hosts/hosts.sh).
 #![allow(dead_code)] // each test file uses a part of it
 
 use super::report_skip;

@@ -1,4 +1,4 @@
-//! Unmodified scripts with HF Trainer or Accelerate, run by `launch run`.
+//! Runs unmodified scripts with HF Trainer or Accelerate as jobs of launch.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 use super::{FinishedRun, JobDirectory, assert_snapshot, list_files_below};
 use serde_json::{Value, json};

@@ -69,6 +69,7 @@ pub(crate) fn read_corpus(dir: &Path) -> Vec<(String, Vec<u8>)> {
 pub(crate) struct SeededNumbers(pub(crate) u64);
 
 impl SeededNumbers {
+    /// Returns the next number, which is less than `below`. Returns 0 if `below` is 0.
     pub(crate) fn next_below(&mut self, below: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as usize) % below.max(1)

@@ -22,8 +22,8 @@ use std::{
     sync::RwLockReadGuard,
 };
 
-/// Builds the description of the model that a checkpoint stores. `eod` is the token that ends a
-/// document.
+/// Builds the description of the model that a checkpoint stores. `eod` is the id of the
+/// end-of-document token.
 pub fn build_checkpoint_model_spec(
     model: &dyn Model,
     units: &[ParamUnit],
@@ -46,7 +46,7 @@ pub fn build_checkpoint_model_spec(
     }
 }
 
-/// Builds the content of PEFT's `adapter_config.json`.
+/// Builds the content of PEFT's `adapter_config.json` for the LoRA adapters that `lora` configures.
 fn build_adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
     let modules = units.iter().flat_map(|u| &u.params).filter_map(|p| p.name.strip_suffix(".lora_A.weight"));
     // Short names would be ambiguous: some versions of transformers use them inside experts, too.
@@ -69,10 +69,10 @@ fn build_adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec,
     config.to_json(spec.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
 }
 
-/// Builds the content of `config.json`.
+/// Builds the content of the `config.json` that a checkpoint stores.
 ///
-/// The file of a model directory is unchanged. For a new model, the token that ends a document is
-/// added.
+/// Returns the original config if the job names a model directory (`train.model.from`). For a new
+/// model, adds `eod` as `bos_token_id` and `eos_token_id`.
 fn build_hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
     let mut config = model.hf_config().clone();
     if spec.from.is_none() {
@@ -96,8 +96,8 @@ fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Finds the trained parameters that lack an optimizer state in a checkpoint with these tensors.
-/// Their states start at zero.
+/// Finds the trained parameters that lack an optimizer state among `tensors`, the tensors of a
+/// checkpoint. The states of these parameters start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -139,8 +139,8 @@ pub struct OwnedRange<'a> {
     pub values: View<'a>,
 }
 
-/// Lists all ranges of weights and optimizer states that this rank owns. `params` are the guards of
-/// all units' parameters.
+/// Lists all ranges of weights and optimizer states that this rank owns, for writing a checkpoint.
+/// `params` contains a read lock on the parameters of each unit.
 pub fn list_owned_ranges<'a>(
     engine: &'a ZeroEngine,
     optimizer: &'a Optimizer,
@@ -174,8 +174,13 @@ pub fn list_owned_ranges<'a>(
     out
 }
 
-/// Fails unless a checkpoint has the model's weights and, if it has more than weights, exactly the
-/// optimizer's states.
+/// Checks that a checkpoint fits the model and the optimizer of the job.
+///
+/// # Errors
+///
+/// Fails if the weights of the checkpoint do not match the names and shapes in `units`. Also fails
+/// if the checkpoint contains more than weights, and its optimizer states are not those of
+/// `optimizer`.
 pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &OptimizerSpec) -> Result<()> {
     ckpt.require_model(&list_canonical_weight_shapes(units)).map_err(to_unreadable_checkpoint_error)?;
     let roles = list_state_roles(optimizer);
@@ -202,13 +207,13 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     Ok(())
 }
 
-/// Returns the optimizer's name as in job.yaml.
+/// Returns the optimizer's name in lower case, as job.yaml spells it, such as `adamw`.
 pub(crate) fn format_optimizer_name(spec: &OptimizerSpec) -> String {
     format!("{:?}", spec.name).to_lowercase()
 }
 
-/// Updates the replicas of parameters and optimizer states after every rank has read its owned
-/// ranges. Collective: every rank must call it.
+/// Updates the replicas of parameters and optimizer states on all ranks from the values of their
+/// owners, after every rank has read its owned ranges. Collective: every rank must call it.
 pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
@@ -225,13 +230,14 @@ pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
     pub source: &'a dyn TensorSource,
-    /// By the job's name of a weight: its name in the checkpoint, if it differs.
+    /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
+    /// names differ.
     pub renamed: &'a HashMap<String, String>,
     /// Whether the optimizer states are read.
     pub with_states: bool,
     /// Names of the parameters whose states are not read, so that they start at zero.
     pub reset_states: &'a HashSet<String>,
-    /// Returns whether the parameter with a name is read.
+    /// Filter that returns whether to read the parameter with the given name.
     pub selects: fn(&str) -> bool,
 }
 
@@ -250,7 +256,7 @@ pub fn read_owned_ranges(
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
-/// Reads the owned ranges of the units `units` with one request.
+/// Reads the owned ranges of the units with indices `units`, with one request to the checkpoint.
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -326,8 +332,8 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Copies the values back to their memory if they are a copy. Rounding to 16 bits does not
-    /// change values that were not written.
+    /// Copies the values back to their original memory if `self` is a copy. Values that were not
+    /// written do not change, even if they are rounded to 16 bits.
     fn write_back(self, ops: &dyn Ops) {
         if let HostValues::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -335,7 +341,8 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Builds read requests that fill `values`, which contains the segments one after another.
+/// Builds requests that read the `segments` of a unit's tensors into `values`, one segment after
+/// another.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,

@@ -17,6 +17,7 @@ const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 /// Collective: every rank must call it.
 ///
 /// # Errors
+///
 /// Returns this rank's own error unchanged. The error of another rank is marked as aborted, so that
 /// only the rank where it happened reports it as a root cause.
 pub fn all_gather_values<T: Serialize + DeserializeOwned>(
@@ -28,10 +29,10 @@ pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Sends this rank's value to all ranks, as [`all_gather_values`] does, but on the caller's thread.
-/// It is used before a [`CollectiveQueue`] exists.
+/// Sends this rank's value to all ranks on the caller's thread. Returns the values of all ranks, in
+/// rank order. Used before a [`CollectiveQueue`] exists.
 ///
-/// Collective: every rank must call it.
+/// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     comm: &dyn Comm,
     mine: Result<T>,
@@ -41,8 +42,8 @@ pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_reports(&reports)?)
 }
 
-/// Returns the values of all ranks. If ranks have errors, returns the error of the lowest such
-/// rank, marked as aborted by that rank.
+/// Extracts the values from `results`, which contains one result per rank. If ranks have errors,
+/// returns the error of the lowest such rank, marked as aborted by that rank.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
@@ -81,11 +82,12 @@ fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Resu
     })
 }
 
-/// Sends the bytes of rank `root` to every rank. `mine` is ignored on the other ranks. Collective:
-/// every rank must call it.
+/// Sends the bytes `mine` of rank `root` to every rank, and returns these bytes on every rank.
+/// `mine` is ignored on other ranks than `root`. Collective: every rank must call it.
 ///
 /// # Errors
-/// Fails on every rank if `mine` is an error on `root`, or if there are more than 256 MiB of bytes.
+///
+/// Fails on every rank if `mine` is an error on `root`, or if `root` sends more than 256 MiB.
 pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8>>) -> Result<Vec<u8>> {
     let is_root = queue.comm().rank() == root;
     let mine = if is_root { mine } else { Ok(Vec::new()) };

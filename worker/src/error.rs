@@ -1,4 +1,4 @@
-//! [`Error`]: why a rank of the training runtime ended.
+//! [`Error`]: the reason why a rank of the training runtime ended.
 use crate::data::DataError;
 use ckpt::CkptError;
 use comm::CommError;
@@ -6,9 +6,9 @@ use contract::exit::WorkerExit;
 use diagnostic::{Category, Code, Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 
-/// Why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.
+/// The reason why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.
 ///
-/// It is serializable, because ranks exchange their errors (see [`crate::consensus`]).
+/// Ranks exchange their errors (see [`crate::consensus`]), so this type is serializable.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Error {
     diagnostic: Diagnostic,
@@ -30,24 +30,24 @@ impl Error {
         Error { diagnostic, aborted: true }
     }
 
-    /// Converts the error of `rank` to the error that the other ranks report: `rank 3: …`. It is
-    /// never a root cause.
+    /// Converts the error of `rank` to the error that the other ranks report: `rank 3: …`. The
+    /// result is marked as aborted and therefore never a root cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
         let message = format!("rank {rank}: {}", self.diagnostic.message());
         Error::aborted(self.diagnostic.with_message(message).with_field("rank", rank))
     }
 
-    /// Returns what happened, for events, logs and `--json`.
+    /// Returns the diagnostic that events, logs and `--json` show.
     pub fn diagnostic(&self) -> &Diagnostic {
         &self.diagnostic
     }
 
-    /// Returns the stable error code.
+    /// Returns the code of the diagnostic, which is stable between versions.
     pub fn code(&self) -> Code {
         self.diagnostic.code()
     }
 
-    /// Returns how the worker process ends because of this error.
+    /// Returns the exit status with which the worker process ends because of this error.
     pub fn to_worker_exit(&self) -> WorkerExit {
         if self.aborted {
             return WorkerExit::Aborted;
@@ -90,14 +90,14 @@ impl From<CommError> for Error {
     }
 }
 
-/// Converts an error of reading a checkpoint. Its category is always `Checkpoint` (exit code 4),
-/// because every cause makes this checkpoint unusable.
+/// Converts an error of reading a checkpoint. The result always has the category `Checkpoint` (exit
+/// code 4), because every cause makes this checkpoint unusable.
 pub(crate) fn to_unreadable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Checkpoint).into()
 }
 
-/// Converts an error of writing to the checkpoint directory. Its category is always `Cluster` (exit
-/// code 3), because the storage is at fault and no checkpoint.
+/// Converts an error of writing to the checkpoint directory. The result always has the category
+/// `Cluster` (exit code 3), because the storage is at fault and not a checkpoint.
 pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
@@ -119,8 +119,8 @@ impl From<DataError> for Error {
     }
 }
 
-/// Converts an error of reading the pretrained adapters that `key` names. Its category is always
-/// `Job` (exit code 2), because the job names the directory.
+/// Converts an error of reading the pretrained adapters that `key` names. The result always has the
+/// category `Job` (exit code 2), because the job names the directory.
 pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }

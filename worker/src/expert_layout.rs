@@ -1,10 +1,10 @@
 //! [`ExpertLayout`]: which rank has which expert. [`SendPlan`] and [`RecvPlan`]: the order of the
 //! rows that ranks dispatch to experts and receive for them.
 //!
-//! With an expert-parallel size of N, N neighbouring ranks form a group; rank r has index `r % N`
-//! in its group. Each group has every expert of a layer once. The ranks with the same index in all
-//! groups share the experts that the layout assigns to this index: they shard, gather and reduce
-//! these experts among themselves, as all ranks do with other units.
+//! With an expert-parallel size of N, N neighbouring ranks form a group, and rank r has index `r %
+//! N` in its group. Each group has every expert of a layer once. The layout assigns some experts to
+//! each index. The ranks with this index in all groups shard, gather and reduce these experts among
+//! themselves, as all ranks do with other units.
 use crate::{
     model::{Model, moe::MoeModel},
     params::{OwnerRanks, ParamUnit},
@@ -13,11 +13,11 @@ use contract::job::{ExpertPlacement, ExpertsSpec};
 use diagnostic::{Diagnostic, codes};
 use std::{collections::BTreeMap, ops::Range};
 
-/// The key of the job's experts.
+/// The key of the job's section about experts.
 const EXPERTS_KEY: &str = "train.experts";
-/// The key of the expert-parallel size.
+/// The key of the expert-parallel size in the job.
 const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
-/// The key of the placement of experts.
+/// The key of the placement of experts in the job.
 const PLACEMENT_KEY: &str = "train.experts.placement";
 
 /// The assignment of the experts of each MoE layer to the ranks of an expert-parallel group.
@@ -25,7 +25,7 @@ const PLACEMENT_KEY: &str = "train.experts.placement";
 pub struct ExpertLayout {
     /// The expert-parallel size: the number of ranks of a group.
     pub parallel: usize,
-    /// By MoE layer: the experts of each rank of a group, in ascending order.
+    /// For each MoE layer: the experts of each rank of a group, in ascending order.
     layers: BTreeMap<usize, Vec<Vec<usize>>>,
 }
 
@@ -34,6 +34,7 @@ impl ExpertLayout {
     /// ranks. Returns `None` if the model has no experts.
     ///
     /// # Errors
+    ///
     /// Fails if the job's experts do not fit the model or the number of ranks. The subject of the
     /// error is the key of the job.
     pub fn new(
@@ -85,7 +86,7 @@ impl ExpertLayout {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns the experts of `layer` in the order in which rows are dispatched to them: rank by
+    /// Returns the experts of `layer` in the order in which rows are dispatched, which is rank by
     /// rank.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
@@ -98,7 +99,8 @@ impl ExpertLayout {
     }
 }
 
-/// Builds the error of an expert-parallel size that does not divide the number of `things`.
+/// Builds the error of an expert-parallel size that does not divide `count`, the number of `things`
+/// (workers or experts).
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -182,17 +184,17 @@ pub fn build_units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>
 /// expert in the order of the tokens.
 #[derive(Default)]
 pub struct SendPlan {
-    /// By dispatched row: its token.
+    /// For each dispatched row, the index of its token.
     pub row_tokens: Vec<u32>,
-    /// By choice (token by token, best expert first): its dispatched row.
+    /// For each choice (token by token, best expert first), the index of its dispatched row.
     pub choice_rows: Vec<u32>,
-    /// By expert, in the order of dispatch: its number of rows.
+    /// For each expert, in the order of dispatch, the number of rows.
     pub expert_rows: Vec<usize>,
 }
 
 impl SendPlan {
-    /// Plans the dispatch of these choices. `chosen` contains `per_token` experts for each token,
-    /// and `order` is the order of the experts in the dispatch.
+    /// Plans the dispatch of tokens to their chosen experts. `chosen` contains `per_token` experts
+    /// for each token, and `order` is the order of the experts in the dispatch.
     pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -210,7 +212,7 @@ impl SendPlan {
         }
     }
 
-    /// Returns, by dispatched row, the index of its choice.
+    /// Returns, for each dispatched row, the index of the row's choice.
     pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
@@ -226,17 +228,17 @@ impl SendPlan {
     }
 }
 
-/// The rows that a rank receives: from each rank of its group, rows for each of its experts.
+/// The numbers of rows that a rank receives from each rank of its group for each of its experts.
 #[derive(Default)]
 pub struct RecvPlan {
     experts: usize,
-    /// The numbers of rows by sender, then expert.
+    /// The numbers of rows, ordered by sender, then by expert.
     counts: Vec<usize>,
 }
 
 impl RecvPlan {
-    /// Creates a plan for `experts` experts. `counts` are the numbers of rows by sender, then
-    /// expert.
+    /// Creates a plan for `experts` experts. `counts` are the numbers of rows, ordered by sender,
+    /// then by expert.
     pub fn new(experts: usize, counts: Vec<usize>) -> Self {
         RecvPlan { experts, counts }
     }
@@ -257,13 +259,13 @@ impl RecvPlan {
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
     }
 
-    /// Returns the numbers of rows by expert, then sender.
+    /// Returns the numbers of rows, ordered by expert, then by sender.
     fn sort_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// Computes, for each expert, the range of its rows among rows that are sorted by expert, then
+    /// Computes, for each expert, the range of its rows when rows are sorted by expert, then by
     /// sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
@@ -276,8 +278,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes, for each expert, the range of its rows from `sender` among rows that are sorted by
-    /// expert, then sender.
+    /// Computes, for each expert, the range of its rows from `sender` when rows are sorted by
+    /// expert, then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -288,8 +290,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Returns each block of rows as received (by sender, then expert), with its start among rows
-    /// that are sorted by expert, then sender.
+    /// Returns each block of rows in received order (by sender, then by expert), with the start of
+    /// the block when rows are sorted by expert, then by sender.
     pub fn list_row_blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let (received, sorted) =
             (compute_start_offsets(&self.counts), compute_start_offsets(&self.sort_counts_by_expert()));

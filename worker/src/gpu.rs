@@ -46,8 +46,8 @@ pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Pat
     }
 }
 
-/// Finds the prefix of the first `python3` on the PATH, before and after resolving links, and the
-/// prefix of the user's own packages.
+/// Finds Python installation prefixes: that of the first `python3` on the PATH, before and after
+/// resolving links, and that of the user's own packages (`~/.local`).
 fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
@@ -62,14 +62,14 @@ fn find_python_prefixes() -> Vec<PathBuf> {
 }
 
 /// Tries to open each library that training opens: the libraries of one GPU, and NCCL for several
-/// GPUs.
+/// GPUs. Returns the version or the error of each.
 pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
         required,
         result,
     };
-    // Attention has an implementation without cuDNN.
+    // cuDNN is optional, because attention has another implementation.
     let gpu_libraries = device::cuda::query_library_versions(paths)
         .into_iter()
         .map(|(name, found)| report(name, name != "cuDNN", found.map_err(Diagnostic::from)));
@@ -144,8 +144,8 @@ impl RankDevice {
         }
     }
 
-    /// Connects the collectives of the engine: `hosts` itself, `hosts` with staging for GPU memory,
-    /// or NCCL on top of `hosts`. An abort of the session also aborts NCCL.
+    /// Returns the communicator that the engine uses: `hosts` itself on a CPU, `hosts` with staging
+    /// for GPU memory, or NCCL set up through `hosts`. An abort of the session also aborts NCCL.
     ///
     /// Collective: every rank must call it.
     pub(crate) fn connect_collectives(
@@ -187,7 +187,7 @@ impl RankDevice {
     }
 }
 
-/// The advice for errors of NCCL.
+/// The help text for errors of NCCL.
 const HOST_MEMORY_HELP: &str = "set `cluster.comm_backend: host`, whose collectives use host memory";
 
 /// Converts an error of NCCL to a diagnostic with exit code 3.
@@ -195,7 +195,7 @@ pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Cluster).with_help(HOST_MEMORY_HELP)
 }
 
-/// Applies the keys of the `train` section that concern the GPU.
+/// Applies the keys of the `train` section that concern the GPU to `cuda`.
 fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()

@@ -1,5 +1,5 @@
 //! `launch gpu-check`: compares the operations and training of a GPU with the CPU and measures
-//! their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` calls it.
+//! their speed. Needs a driver, NVRTC and cuBLASLt. `scripts/gpu-check` runs this command.
 mod curves;
 mod throughput;
 
@@ -28,7 +28,7 @@ use std::{
 const ROUNDS: usize = 40;
 /// The number of random shapes of each family of operations with `--quick`.
 const QUICK_ROUNDS: usize = 2;
-/// How long an operation is repeated while it is timed.
+/// The duration for which an operation is repeated while it is timed.
 const TIMED_DURATION: Duration = Duration::from_millis(300);
 /// The longest wait until the ranks of a training check have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -153,7 +153,7 @@ fn parse_options(mut arguments: impl Iterator<Item = String>) -> diagnostic::Res
     Ok(options)
 }
 
-/// Prints an error and its help. Returns the exit code of its category.
+/// Prints an error and its help to standard output. Returns the exit code of the error's category.
 fn print_error(error: &Diagnostic) -> u8 {
     print!("{}", diagnostic::render(error, false));
     error.category().exit_code()
@@ -239,7 +239,7 @@ fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Prints the version of cuDNN, and opens the GPU with its attention if it is available.
+/// Prints the version of cuDNN. Opens the GPU with cuDNN's attention if cuDNN is available.
 fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
     let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
     match cudnn.map(|(_, found)| found) {
@@ -255,8 +255,8 @@ fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, 
     Ok(Some(cuda))
 }
 
-/// Compares every operation with the CPU's and prints a table of the errors. Returns whether all
-/// operations agree.
+/// Compares every operation on the GPU with the CPU and prints a table of the errors. Returns
+/// whether all operations agree.
 fn compare_and_print_ops(cuda: &Cuda, cudnn: Option<&Cuda>, rounds: usize) -> bool {
     println!("| operation, compared with the CPU | shapes | f32 error | bf16 error | f16 error | result |");
     println!("|---|---|---|---|---|---|");
@@ -283,7 +283,7 @@ struct TimedOp<'a> {
     name: String,
     /// The number of floating-point operations or bytes of one call.
     amount: f64,
-    /// The unit of `amount` per second, divided by 10¹².
+    /// The unit of the rate that is printed, which is `amount` per second divided by 10¹².
     unit: &'static str,
     run: Box<dyn FnMut() + 'a>,
 }
@@ -339,8 +339,8 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
     })
 }
 
-/// The attention of GPT-2 and of Llama-3.1-8B: sequences, tokens, query heads, key heads, and head
-/// size.
+/// The attention shapes of GPT-2 and of Llama-3.1-8B: sequences, tokens, query heads, key heads,
+/// and head size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
 /// Prepares the forward and the backward pass of bf16 attention for timing.

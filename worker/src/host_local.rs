@@ -61,8 +61,9 @@ pub(crate) fn commit_on_all_hosts(
     let text = broadcast_bytes(queue, 0, text)?;
     let prepared = staging.map(|s| PreparedSave::prepare(s, &host_id, text)).transpose();
     let prepared = prepared.map_err(to_unwritable_checkpoint_error);
-    // If this exchange is interrupted, other ranks may know that all have prepared: the prepared
-    // directory then stays, and `recover` completes it.
+    // If this exchange is interrupted, other ranks may already know that all have prepared. The
+    // prepared directory is therefore kept, and `complete_interrupted_commits` completes the
+    // commit.
     let votes = all_gather_results(queue, prepared.as_ref().map(|_| &()).map_err(Clone::clone))?;
     let prepared = match (prepared, values_or_abort(votes)) {
         (Err(e), _) => return Err(e),
@@ -90,7 +91,7 @@ pub(crate) fn commit_on_all_hosts(
 }
 
 /// Completes commits that were interrupted on this host after the first phase, if another host
-/// completed them. Collective: every rank must call it.
+/// completed the same commits. Collective: every rank must call it.
 pub(crate) fn complete_interrupted_commits(
     queue: &CollectiveQueue,
     layout: &StorageTopology,
@@ -144,19 +145,21 @@ pub(crate) fn list_candidates(
 pub(crate) struct HostLocalCheckpoint {
     queue: Arc<CollectiveQueue>,
     checkpoint: Checkpoint,
-    /// By file: the ranks that can read the file.
+    /// For each file of the checkpoint, the ranks that can read the file.
     holders: Vec<Vec<usize>>,
-    /// The first failure of a collective, which ends the job. An error of reading would not end it.
+    /// The first failure of a collective, which ends the job. An error of reading alone does not
+    /// end the job.
     collective_error: Mutex<Option<Error>>,
 }
 
 impl HostLocalCheckpoint {
     /// Opens the checkpoint on all ranks. Collective: every rank must call it.
     ///
-    /// `path` is its path on this host, whether it exists or not. `hash` identifies the checkpoint
-    /// if hosts have different ones.
+    /// `path` is the checkpoint's path on this host, even if this host has no part of the
+    /// checkpoint. `hash` identifies the checkpoint if hosts have different ones.
     ///
     /// # Errors
+    ///
     /// Fails on all ranks with exit [`contract::exit::WorkerExit::Checkpoint`] if no host has the
     /// checkpoint, or if a shard is stored on a host that is not part of the job.
     pub(crate) fn open(

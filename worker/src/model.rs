@@ -90,17 +90,17 @@ impl ActivationBuffers {
 /// The indices of the buffers that are f32 in every precision, such as 1/rms and log-sum-exp.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct F32BufferIndices {
-    /// Indices into [`Model::saved_buffer_lengths`].
+    /// Indices into the result of [`Model::saved_buffer_lengths`].
     pub saved: &'static [usize],
-    /// Indices into [`Model::scratch_buffer_lengths`].
+    /// Indices into the result of [`Model::scratch_buffer_lengths`].
     pub scratch: &'static [usize],
 }
 
 /// The input of a layer's forward pass, which the backward pass receives, too.
 pub struct LayerInput<'a> {
-    /// The parameters of the layer's unit, flat.
+    /// The flat vector of the parameters of the layer's unit.
     pub params: View<'a>,
-    /// The micro-batch.
+    /// The micro-batch of which the layer is computed.
     pub batch: &'a MicroBatch,
     /// The residual stream before the layer, `[rows, hidden]`.
     pub x: View<'a>,
@@ -110,23 +110,23 @@ pub struct LayerInput<'a> {
 
 /// The parameters that the head uses.
 pub struct HeadParams<'a> {
-    /// The parameters of the head's unit, flat.
+    /// The flat vector of the parameters of the head's unit.
     pub head: View<'a>,
-    /// The parameters of the embedding unit, flat; present only if
-    /// [`Model::has_tied_embeddings`].
+    /// The flat vector of the parameters of the embedding unit. `None` if
+    /// [`Model::has_tied_embeddings`] is false.
     pub embedding: Option<View<'a>>,
 }
 
-/// The output buffers of the head's backward pass. Each is overwritten.
+/// The output buffers of the head's backward pass. The backward pass overwrites all buffers.
 pub struct HeadGrads<'a> {
     /// The gradient of the head's input, `[rows, hidden]`.
     pub dx: ViewMut<'a>,
-    /// The gradient of the head's unit, flat.
+    /// The flat vector of the gradient of the head's unit.
     pub head: ViewMut<'a>,
-    /// The gradient of the embedding unit, flat; present if [`Model::has_tied_embeddings`] and the
-    /// embedding is trained.
+    /// The flat vector of the gradient of the embedding unit. `None` if
+    /// [`Model::has_tied_embeddings`] is false or the embedding is frozen.
     pub embedding: Option<ViewMut<'a>>,
-    /// The factor of the gradients of logits.
+    /// The factor by which the gradients of the logits are multiplied.
     pub scale: f32,
 }
 
@@ -147,11 +147,12 @@ pub trait Model: Send + Sync {
     /// Returns the parameter units: embedding, layers, head. Experts are in separate units
     /// ([`moe::MoeModel::expert_params`]).
     fn param_units(&self) -> Vec<ParamUnit>;
-    /// Adds LoRA adapters to matrices of the layers. Their parameters become part of
+    /// Adds LoRA adapters to matrices of the layers. The parameters of the adapters become part of
     /// [`Model::param_units`].
     ///
     /// # Errors
-    /// [`ModelError::LoraTargetUnknown`].
+    ///
+    /// Fails with [`ModelError::LoraTargetUnknown`] if a target matches no matrix.
     fn add_lora_adapters(&mut self, lora: &lora::LoraConfig) -> Result<()>;
     /// Returns the number of inputs and outputs of each matmul of a layer, without experts and
     /// adapters.
@@ -159,7 +160,9 @@ pub trait Model: Send + Sync {
     /// Switches the matmuls of the layers to FP8.
     ///
     /// # Errors
-    /// [`ModelError::Fp8MoeUnsupported`] or [`ModelError::Fp8SizeUnsupported`].
+    ///
+    /// Fails with [`ModelError::Fp8MoeUnsupported`] for a model with experts, or with
+    /// [`ModelError::Fp8SizeUnsupported`] for a dimension of an unsupported size.
     fn enable_fp8(&mut self) -> Result<()>;
     /// Sets the run's seed, which selects the dropout masks. The seed of a new model is 0.
     fn set_dropout_seed(&mut self, _seed: u64) {}
@@ -177,7 +180,7 @@ pub trait Model: Send + Sync {
     fn qkv_width(&self) -> usize;
     /// Returns whether the head uses the embedding matrix (`tie_word_embeddings`).
     fn has_tied_embeddings(&self) -> bool;
-    /// Returns the second names of stored tensors.
+    /// Returns the second names of tied weights, with the names under which the tensors are stored.
     fn tied_weights(&self) -> Vec<TiedWeight>;
     /// Returns whether matrices are stored as `[in, out]`, as in `Conv1D` of transformers, instead
     /// of `[out, in]`. PEFT calls this `fan_in_fan_out`.
@@ -347,7 +350,8 @@ pub struct ModelConfigSummary {
 /// Reads the values of a model directory's config.json that the preflight compares with the job.
 ///
 /// # Errors
-/// The config cannot be read, or its architecture is not supported.
+///
+/// Fails if the config cannot be read, or if its architecture is not supported.
 pub fn read_model_config_summary(directory: &Path) -> Result<ModelConfigSummary> {
     let config = hf_config::read_hf_config(directory)?;
     let family = find_model_family(&config)?;
@@ -361,7 +365,8 @@ pub fn read_model_config_summary(directory: &Path) -> Result<ModelConfigSummary>
 /// specifies.
 ///
 /// # Errors
-/// The config is unusable or has unsupported keys or values.
+///
+/// Fails if the config is unusable or has unsupported keys or values.
 pub fn build_model_with_router_losses(
     spec: &ModelSpec,
     experts: &ExpertsSpec,
@@ -378,7 +383,8 @@ pub fn build_model_with_router_losses(
 /// path or relative to the current directory.
 ///
 /// # Errors
-/// The config is unusable or has unsupported keys or values.
+///
+/// Fails if the config is unusable or has unsupported keys or values.
 pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
     if let Some(directory) = &spec.from {
         let mut config = hf_config::read_hf_config(directory)?;
@@ -410,7 +416,8 @@ pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
 /// Returns exclusive references to the first `N` buffers.
 ///
 /// # Panics
-/// There are fewer than `N` buffers.
+///
+/// Panics if there are fewer than `N` buffers.
 fn borrow_first_buffers<const N: usize>(buffers: &mut ActivationBuffers) -> [&mut Buf; N] {
     let mut buffers = buffers.0.iter_mut();
     std::array::from_fn(|_| buffers.next().expect("the model declares at least N buffers"))

@@ -48,7 +48,7 @@ pub(crate) fn connect_ranks_of_hosts(
     let group = build_peer_group(init, peers)?;
     let stopper = AbortHandle::new(group.rank, group.members.len())?;
     let stop = stopper.clone();
-    // From here on an abort also interrupts joining.
+    // From here on an abort of the session also interrupts joining the group.
     session.start_threads(read, move |reason| stop.abort(reason))?;
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
@@ -107,8 +107,8 @@ struct InterfaceAddress {
     loopback: bool,
 }
 
-/// Finds the address to listen on among the addresses of this host. Also returns why it was
-/// selected.
+/// Finds the address to listen on among the addresses of this host. Also returns the reason for the
+/// selection.
 fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     let interfaces = getifaddrs().map_err(|e| {
         let message = "cannot list the network addresses of this host";
@@ -131,8 +131,8 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects the address to listen on from `addresses`. Also returns why it was selected. `ssh` is
-/// the value of `SSH_CONNECTION`.
+/// Selects the address to listen on from `addresses`. Also returns the reason for the selection.
+/// `ssh` is the value of `SSH_CONNECTION`.
 fn select_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,
@@ -144,7 +144,7 @@ fn select_address(
         IpAddr::V6(a) => !a.is_unicast_link_local(),
     };
     let mut candidates: Vec<&InterfaceAddress> = addresses.iter().filter(is_usable).collect();
-    // IPv4 is preferred on interfaces that have both.
+    // IPv4 addresses are preferred to IPv6 addresses.
     candidates.sort_by_key(|a| a.address.is_ipv6());
     let describe = |a: &InterfaceAddress| format!("interface {}", a.interface);
     match wanted {
@@ -172,8 +172,8 @@ fn select_address(
     }
 }
 
-/// Builds the error of a `cluster.interface` that matches no address. It lists the addresses of
-/// this host.
+/// Builds the error of a `cluster.interface` that matches no address. The error lists the addresses
+/// of this host.
 fn build_interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -> Diagnostic {
     let list: Vec<String> = addresses.iter().map(|a| format!("{} on {}", a.address, a.interface)).collect();
     let message = format!("no address of this host matches `cluster.interface: {name}`");

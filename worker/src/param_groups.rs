@@ -1,7 +1,8 @@
 //! Selects the parameters that are trained, and the optimizer's parameter groups, by name patterns.
 //!
 //! Each pattern must match a parameter. With low-rank adapters only the adapters are trained. A
-//! tied matrix is one parameter with two names; a pattern that matches either name selects it.
+//! tied matrix is one parameter with two names, and a pattern that matches either name selects the
+//! matrix.
 use crate::{
     expert_layout::{self, ExpertLayout},
     model::{Model, TiedWeight, lora::LoraConfig},
@@ -31,8 +32,9 @@ pub const LORA_FROM_KEY: &str = "train.lora.from";
 /// units, in which each parameter is marked as trained or frozen.
 ///
 /// # Errors
-/// Fails with every mistake in the keys that select parameters. The subject of each error is its
-/// key.
+///
+/// Fails if a key that selects parameters has a mistake, and reports all mistakes. The subject of
+/// each error is the key with the mistake.
 pub fn build_trainable_units(
     model: &mut dyn Model,
     layout: Option<&ExpertLayout>,
@@ -58,6 +60,7 @@ pub fn build_trainable_units(
 /// `train.train_only`. With `train.lora`, only adapters are marked as trained.
 ///
 /// # Errors
+///
 /// Fails if a pattern is invalid or matches no parameter, or if no parameter is trained. The
 /// subject of each error is the key of the setting.
 pub fn mark_trained(
@@ -91,15 +94,15 @@ pub fn mark_trained(
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
 }
 
-/// Finds the first of the model's dense units that has a trained parameter, or whose experts have
-/// one. Returns its index. Units below it need no gradient.
+/// Returns the index of the first dense unit that has a trained parameter, or whose layer has
+/// trained experts. Units with lower indices need no gradient.
 pub fn find_first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
     let dense_index =
         |(i, u): (usize, &ParamUnit)| u.has_any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
-/// Finds the first layer that needs a backward pass. All parameters below it are frozen.
+/// Returns the first layer that needs a backward pass. All parameters before this layer are frozen.
 pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
     find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)
@@ -174,13 +177,13 @@ pub struct GroupHyperparams {
     pub name: String,
     /// The factor by which the job's learning rate is multiplied.
     pub lr_scale: f64,
-    /// The coefficients of the moving averages.
+    /// The decay rates of the moments (AdamW, Lion).
     pub betas: (f64, f64),
-    /// The term that keeps the denominator above zero.
+    /// The constant added to the root of the second moment (AdamW).
     pub eps: f64,
-    /// The coefficient of momentum.
+    /// The momentum factor (SGD, Muon).
     pub momentum: f64,
-    /// The coefficient of weight decay; 0 for parameters without it.
+    /// The coefficient of weight decay; 0 for parameters without weight decay.
     pub weight_decay: f64,
 }
 
@@ -188,15 +191,17 @@ pub struct GroupHyperparams {
 pub struct ParamGroups {
     /// The hyper-parameters of each group.
     pub hyperparams: Vec<GroupHyperparams>,
-    /// By unit and parameter: the index of its group. The index of a frozen parameter is
-    /// meaningless.
+    /// For each unit and parameter, the index of the parameter's group. The index of a frozen
+    /// parameter is meaningless.
     pub group_indices: Vec<Vec<usize>>,
 }
 
 /// Assigns each trained parameter to a group.
 ///
 /// # Errors
-/// Fails with every invalid or unmatched pattern. The subject of each error is the pattern's key.
+///
+/// Fails if a pattern is invalid or matches no parameter, and reports every such pattern. The
+/// subject of each error is the key of the pattern.
 pub fn assign_groups(
     spec: &OptimizerSpec,
     units: &[ParamUnit],

@@ -42,7 +42,7 @@ impl ParamSpec {
     }
 }
 
-/// The owner ranks of a unit, among which it is sharded: `first`, `first + stride`, …
+/// The owner ranks of a unit, which share its elements: `first`, `first + stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerRanks {
     /// The lowest owner, which is less than `stride`.
@@ -83,7 +83,7 @@ pub struct ParamUnit {
     /// The layer and the order of the tensors if the unit contains experts.
     experts: Option<ExpertTensors>,
     offsets: Vec<usize>,
-    /// By tensor: whether it is trained.
+    /// For each tensor, whether it is trained.
     trained: Vec<bool>,
 }
 
@@ -91,12 +91,13 @@ pub struct ParamUnit {
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,
-    /// By tensor: its position among the tensors of all experts.
+    /// For each tensor, its position among the tensors of all experts.
     positions: Vec<usize>,
 }
 
 impl ParamUnit {
-    /// Creates a unit of these tensors that all ranks own and train.
+    /// Creates a unit of these tensors. All ranks own a shard of the unit, and all tensors are
+    /// trained.
     pub fn new(name: impl Into<String>, params: Vec<ParamSpec>) -> Self {
         let mut offsets = Vec::with_capacity(params.len() + 1);
         let mut end = 0;
@@ -113,6 +114,7 @@ impl ParamUnit {
     /// of all experts independently of the ranks that own them.
     ///
     /// # Panics
+    ///
     /// Panics if the number of positions differs from the number of tensors.
     pub fn new_expert_unit(
         name: impl Into<String>,
@@ -196,8 +198,8 @@ impl ParamUnit {
         self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
     }
 
-    /// Converts a vector with the layout of the flat vector to the trained vector, in place: moves
-    /// the trained tensors to its front.
+    /// Converts a vector with the layout of the flat vector to the trained vector, in place. Moves
+    /// the trained tensors to the front of `flat_vector`.
     pub fn pack_trained(&self, ops: &dyn Ops, mut flat_vector: ViewMut) {
         let mut end = 0;
         for s in self.list_trained_segments(0..self.len()) {
@@ -259,8 +261,8 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].
     pub param: usize,
-    /// The elements of the part within the tensor.
+    /// The range of the part within the elements of the tensor.
     pub elements: std::ops::Range<usize>,
-    /// The elements of the part within the unit's flat vector.
+    /// The range of the part within the unit's flat vector.
     pub flat: std::ops::Range<usize>,
 }

@@ -102,8 +102,8 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
 /// units.
 type CheckedModel = (TrainSpec, Box<dyn Model>, Vec<ParamUnit>);
 
-/// Builds the model with its adapters and experts for `world` ranks. Fails with everything that is
-/// wrong.
+/// Builds the model with its adapters and experts for `world` ranks. Fails if the model cannot be
+/// built or trained with these settings, and reports all mistakes.
 fn check_model(
     job: &JobSpec,
     train: &TrainSpec,

@@ -1,5 +1,5 @@
-//! Resumes from a checkpoint: selects it, checks that it fits the job, loads it, and reports
-//! differences from the job.
+//! Resumes from a checkpoint: selects and loads the checkpoint, checks that it fits the job, and
+//! reports differences between the job and the checkpoint.
 mod adapters;
 mod differences;
 mod external;
@@ -34,7 +34,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The checkpoint from which a run resumed, and the position in it.
+/// The checkpoint from which a run resumed, and the progress that this checkpoint records.
 pub struct ResumePoint {
     /// The directory of the checkpoint.
     pub path: PathBuf,
@@ -42,7 +42,7 @@ pub struct ResumePoint {
     pub cursor: Cursor,
     /// Whether launch wrote the checkpoint. If so, no save is needed before the first step.
     pub is_native: bool,
-    /// How often RNG streams were reseeded before the checkpoint was written.
+    /// The number of times that RNG streams were reseeded before the checkpoint was written.
     pub rng_generation: u64,
 }
 
@@ -64,7 +64,7 @@ impl ResumePoint {
     }
 }
 
-/// A callback that receives the events of resuming. The events of rank 0 are reported.
+/// A callback that receives the events of resuming. Only the events of rank 0 are reported.
 pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;
 
 /// The directories in which checkpoints are searched for.
@@ -73,7 +73,7 @@ pub struct CheckpointDirs<'a> {
     pub root: &'a Path,
     /// The working directory of the job, to which a relative `resume.from` refers.
     pub workdir: &'a Path,
-    /// Which ranks share `root`.
+    /// The assignment of ranks to the directories that they share as `root`.
     pub layout: &'a StorageTopology,
 }
 
@@ -121,8 +121,8 @@ pub fn resume_from_checkpoint(
     if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
 }
 
-/// Returns whether the error is about shards of hosts that are not part of the job. No file is
-/// damaged then.
+/// Returns whether the error is about shards of hosts that are not part of the job. Such an error
+/// does not mean that a file is damaged.
 fn is_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
@@ -153,10 +153,10 @@ fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, Vec<u64>)> {
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
-/// Why a checkpoint was not loaded.
+/// The reason why a checkpoint was not loaded.
 enum LoadError {
-    /// The bytes of the checkpoint are not those that were written. An older checkpoint may be
-    /// usable.
+    /// The checkpoint is damaged: its bytes are not those that were written. An older checkpoint
+    /// may be usable.
     Damaged(Error),
     /// The checkpoint is intact but not of this job, or the job is ending.
     Fatal(Error),
@@ -332,8 +332,8 @@ fn open_native(
     }
 }
 
-/// Exchanges the damage that each rank found, and returns that of the lowest rank with any. Every
-/// rank gets the same result.
+/// Exchanges the damage that each rank found. Every rank returns the damage of the lowest rank that
+/// found any, or `None`.
 ///
 /// Collective: every rank must call it.
 fn exchange_first_damage(ready: &UninitializedTrainer, mine: Option<Error>) -> Result<Option<Error>> {
@@ -349,8 +349,8 @@ fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
 
 /// Reads the progress that the checkpoint records.
 ///
-/// A checkpoint that was converted from another program's has none. The position is then its step
-/// times the batch size, which the returned notice reports.
+/// A checkpoint that was converted from another program's records no progress. The position is then
+/// the checkpoint's step times the batch size, which the returned notice reports.
 fn read_cursor(
     ready: &UninitializedTrainer,
     facts: &RunFacts,
@@ -378,7 +378,7 @@ fn read_cursor(
     }
 }
 
-/// Restores the loss scale that the checkpoint records. Does nothing if there is none.
+/// Restores the loss scale that the checkpoint records. Does nothing if no loss scale is recorded.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
     let invalid = || build_invalid_position_error(path, "cannot use the loss scale in its manifest");

@@ -40,10 +40,10 @@ use std::{
     sync::Arc,
 };
 
-/// The size of shared memory for one message of a rank; larger messages are sent in windows of this
-/// size.
+/// The bytes of shared memory for one message of a rank. Larger messages are sent in windows of
+/// this size.
 ///
-/// It is small because the memory of each rank includes the staging memory of every rank.
+/// The size is small because the memory of each rank includes the staging memory of every rank.
 pub const STAGING_BYTES: usize = 1 << 20;
 
 /// Runs the subcommand `launch worker`. Returns the exit code of the process.
@@ -77,8 +77,8 @@ pub fn main() -> u8 {
     }
 }
 
-/// Runs `f` and converts the panic of a failed device operation to an error. Operations return no
-/// errors; they panic with a [`DeviceError`].
+/// Runs `f` and converts the panic of a failed device operation to an error. Device operations
+/// return no errors but panic with a [`DeviceError`].
 fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     let from_panic = |panic: Box<dyn Any + Send>| match panic.downcast::<DeviceError>() {
         Ok(error) => Err(error.0.with_category(Category::Failed).into()),
@@ -103,7 +103,7 @@ pub(crate) fn silence_device_panics() {
 fn ignore_signals() {
     use nix::sys::signal::{SigHandler, Signal, signal};
     for ignored in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // SAFETY: ignoring a signal installs no handler. It does not fail for these signals.
+        // SAFETY: ignoring a signal installs no handler. The call does not fail for these signals.
         _ = unsafe { signal(ignored, SigHandler::SigIgn) };
     }
 }
@@ -137,8 +137,8 @@ fn connect_to_other_ranks(
     Ok(comm)
 }
 
-/// Takes the descriptor of the shared memory that this process inherited. Returns `None` if there
-/// is none.
+/// Takes the descriptor of the shared memory that this process inherited. Returns `None` if no
+/// shared memory was inherited.
 fn take_inherited_shared_memory() -> Result<Option<OwnedFd>> {
     take_inherited_descriptor(env::LAUNCH_SHM_FD)
 }
@@ -221,8 +221,8 @@ fn limit_threads(threads: usize) -> Result<()> {
     })
 }
 
-/// Loads the checkpoint that the job names, or initialises the model. Returns the resume point if
-/// there is one. Collective: every rank must call it.
+/// Loads the checkpoint that the job names, or initialises the model. Returns the resume point, or
+/// `None` if the run starts at step 0. Collective: every rank must call it.
 fn resume_or_initialise(
     session: &AgentSession,
     init: &WorkerInit,
@@ -238,7 +238,8 @@ fn resume_or_initialise(
     }
 }
 
-/// Reports that this rank is ready to train. The leader also sends the event.
+/// Sets the step that the next heartbeat reports. The leader also sends the event that the job is
+/// ready to train.
 fn report_ready(
     session: &AgentSession,
     running: &RunningTrainer,
@@ -257,8 +258,8 @@ fn report_ready(
 
 /// Waits until every rank has finished its last collective. Collective: every rank must call it.
 ///
-/// A GPU may still execute a collective after the call, and other ranks then read this rank's
-/// memory.
+/// A GPU may still execute a collective when the call has returned, and other ranks then read this
+/// rank's memory.
 fn wait_for_all_ranks(running: &RunningTrainer) -> Result<()> {
     let queue = running.trainer.engine.queue();
     queue.run_and_wait(|_| Ok(()))?;
@@ -267,7 +268,7 @@ fn wait_for_all_ranks(running: &RunningTrainer) -> Result<()> {
 }
 
 /// Returns the directory of checkpoints: `checkpoint.dir` in the working directory, with `{name}`
-/// replaced.
+/// replaced by the name of the job.
 fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     let dir = init.job.checkpoint.dir.to_string_lossy().replace("{name}", &init.job.name);
     init.workdir.join(dir)
@@ -366,8 +367,8 @@ fn arm_fault_point(init: &WorkerInit) -> Result<()> {
     Ok(())
 }
 
-/// For tests: appends the rank and the number of fault points that it passed to the file that
-/// `LAUNCH_FAULT_COUNT` names.
+/// For tests: appends a line to the file that `LAUNCH_FAULT_COUNT` names. The line contains the
+/// rank and the number of fault points that the rank passed.
 fn record_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());

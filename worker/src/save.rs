@@ -37,9 +37,10 @@ pub struct RunMetadata {
     pub job: JobSpec,
     /// The digest of the training data.
     pub data_digest: String,
-    /// How often RNG streams were reseeded (docs/numerics.md).
+    /// The number of times that RNG streams were reseeded (docs/numerics.md).
     pub rng_generation: u64,
-    /// How RNG streams were restored when the run resumed; null if the run started at step 0.
+    /// The decision about how RNG streams were restored when the run resumed; null if the run
+    /// started at step 0.
     pub rng_decision: Value,
 }
 
@@ -69,7 +70,8 @@ pub struct CheckpointSaver {
 
 /// Pinned host memory to which background saves copy a GPU's values.
 ///
-/// It is allocated once and in the background, because the driver takes seconds for many gigabytes.
+/// The memory is allocated once and in the background, because the driver takes seconds for many
+/// gigabytes.
 enum StagingMemory {
     NotAllocated,
     Allocating(JoinHandle<Vec<Buf>>),
@@ -90,7 +92,7 @@ struct PendingSave {
 /// The state of writing this rank's shard: finished, or running on a background thread.
 enum ShardWriteState {
     Done(ShardResult),
-    /// The thread that writes the shard. It returns the staging memory together with the result.
+    /// The thread that writes the shard, and returns the staging memory together with the result.
     Background(JoinHandle<(ShardResult, Vec<Buf>)>),
 }
 
@@ -127,9 +129,9 @@ impl CheckpointSaver {
     }
 
     /// Starts to allocate the staging memory for background saves of a GPU. Without this call, the
-    /// first save allocates it.
+    /// first save allocates the memory.
     ///
-    /// On a CPU each save allocates its own memory.
+    /// On a CPU each save allocates memory separately.
     pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         let is_gpu = !running.trainer.ops.is_host();
         if is_gpu && self.saves_in_background(running) && matches!(self.staging, StagingMemory::NotAllocated)
@@ -151,7 +153,7 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Returns whether saves run in the background.
+    /// Returns whether this run writes its checkpoints in the background.
     ///
     /// Offloaded states are written in the foreground, because a copy of them would need the memory
     /// that offloading saves.
@@ -159,7 +161,7 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Takes the notice about a fallback of this rank, if there is one.
+    /// Takes the notice that this rank fell back to pageable memory, or `None`.
     pub fn take_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
@@ -186,7 +188,7 @@ impl CheckpointSaver {
         self.last.as_deref()
     }
 
-    /// Returns whether a checkpoint was begun and not finished.
+    /// Returns whether a checkpoint was begun and is not finished.
     pub fn is_pending(&self) -> bool {
         self.pending.is_some()
     }
@@ -416,7 +418,7 @@ fn pair_labels_with_values<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> V
     labels.iter().zip(values).map(|(label, values)| label.with_values(values.view())).collect()
 }
 
-/// Starts a thread with this name. The error names the thread.
+/// Starts a thread with this name. If this fails, the error names the thread.
 fn spawn_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,

@@ -31,10 +31,10 @@ use std::{
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The longest wait for a message that the agent must send.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest wait until all ranks of the job accept connections. They start at about the same
+/// The longest wait until all ranks of the job accept connections. Ranks start at about the same
 /// time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
-/// The reason of an abort because the agent ended.
+/// The reason of the abort that follows when the agent ends.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
 /// The agent's requests to stop, save or reload, which take effect at the next step boundary.
@@ -90,7 +90,7 @@ type AbortHandler = Box<dyn Fn(&str) + Send>;
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
-    /// Why the group was aborted, or `None` before an abort.
+    /// The reason why the group was aborted, or `None` before an abort.
     reason: Option<String>,
 }
 
@@ -98,6 +98,7 @@ struct AbortHandlers {
 /// the variable is not set. Each variable may be read once.
 ///
 /// # Errors
+///
 /// Fails if the value is not the number of an open, inherited descriptor.
 pub fn take_inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
     let Some(value) = std::env::var_os(name) else { return Ok(None) };
@@ -160,7 +161,7 @@ impl AgentSession {
     }
 
     /// Starts the threads that read requests and send heartbeats. `abort` must end every
-    /// collective; it is called when the agent requests an abort or ends.
+    /// collective. The reading thread calls `abort` when the agent requests an abort or ends.
     ///
     /// The process exits when the agent ends.
     pub fn start_threads(
@@ -191,8 +192,8 @@ impl AgentSession {
         reader.map_err(|e| build_thread_start_error("session", &e))?;
         let session = self.clone();
         let heartbeat = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
-            // Ends with the process. A failed send means that the agent ended, which the reader
-            // notices.
+            // The loop ends with the process. A failed send means that the agent ended, which the
+            // reading thread notices.
             while session.send_progress().is_ok() {
                 std::thread::sleep(HEARTBEAT_INTERVAL);
             }
@@ -220,7 +221,8 @@ impl AgentSession {
     /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
     /// all ranks.
     ///
-    /// It is called before [`AgentSession::start_threads`], so it sends the heartbeats itself.
+    /// Called before [`AgentSession::start_threads`], so this function also sends the heartbeats
+    /// while it waits.
     pub fn exchange_addresses(
         &self,
         read: &mut UnixStream,
@@ -263,7 +265,7 @@ impl AgentSession {
         }
     }
 
-    /// Sets the phase of this rank and reports it.
+    /// Sets the phase of this rank, and reports the phase to the agent.
     pub fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
         self.send_progress()
@@ -285,7 +287,8 @@ impl AgentSession {
         self.send_message(&FromWorker::Event(event))
     }
 
-    /// Reports why this worker ends. If the report is lost, the exit code still has the category.
+    /// Reports the error that ends this worker to the agent. If the report is lost, the exit code
+    /// still has the category.
     pub fn report_failure(&self, e: &Error) {
         let _ = self.send_message(&FromWorker::Fatal {
             exit: e.to_worker_exit(),
@@ -301,8 +304,8 @@ impl AgentSession {
     }
 }
 
-/// Waits for data or the end of the stream, at most for the stream's read timeout. Returns whether
-/// there is something to read.
+/// Waits for data or the end of the stream, at most for the stream's read timeout. Returns false
+/// after the timeout or a signal.
 fn poll_readable(read: &UnixStream) -> Result<bool> {
     let timeout = read.read_timeout().map_err(build_connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
     let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];

@@ -56,8 +56,8 @@ pub struct ModelWithOptimizer {
     trainer: Trainer,
 }
 
-/// Stage 5: a complete trainer whose parameters have no values yet. They are loaded from a
-/// checkpoint or initialised.
+/// Stage 5: a complete trainer whose parameters have no values yet. The values are then loaded from
+/// a checkpoint or initialised.
 pub struct UninitializedTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,
@@ -88,6 +88,7 @@ pub struct Cursor {
 /// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
 ///
 /// # Errors
+///
 /// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
 /// samples. The subject of the error is the key `train.model.from`.
 pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
@@ -99,7 +100,7 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
         resolved.family = config.family.into();
         (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
     }
-    // A size is a key of the job or, with a model directory, of its config.json.
+    // A size is a key of the job or, with a model directory, of the directory's config.json.
     let too_small = |code, name: &str, why: String| match &spec.from {
         Some(directory) => {
             let message = format!("{name} in {} {why}", directory.join("config.json").display());
@@ -144,6 +145,7 @@ pub fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::
 /// `train.lora.from` names.
 ///
 /// # Errors
+///
 /// Fails if the configuration cannot be read. The subject of the error is `train.lora.from`.
 pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
@@ -157,7 +159,8 @@ pub fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSp
 }
 
 impl ResolvedSpec {
-    /// Completes the `train` section for a tokenizer with `vocab` tokens.
+    /// Completes the `train.model` and `train.lora` sections of `train`. `vocab` is the vocabulary
+    /// size of the tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve_model(&train.model, vocab, train.data.seq_len)?;
@@ -394,8 +397,8 @@ impl RunningTrainer {
         let outcome = self.trainer.accumulate_gradients(source, self.position.consumed_samples, report)?;
         let outcome = self.trainer.update_parameters(outcome, lr, self.position.step)?;
         let samples = self.trainer.global_batch();
-        // At the smallest loss scale the step is not skipped: its norm is an error, as in every
-        // precision.
+        // At the smallest loss scale the step is not skipped. The overflowed gradient norm is then
+        // an error, as in every other precision.
         let skipped = outcome.skipped && self.trainer.loss_scale.record_overflow();
         let outcome = StepOutcome { skipped, ..outcome };
         if skipped {

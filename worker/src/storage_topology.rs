@@ -1,4 +1,5 @@
-//! [`StorageTopology`]: which ranks see the same checkpoint directory, detected with probe files.
+//! [`StorageTopology`]: the groups of ranks that see the same checkpoint directory, detected with
+//! probe files.
 use crate::{
     consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
@@ -35,10 +36,11 @@ impl Drop for ProbeGuard {
     }
 }
 
-/// Which ranks see the same checkpoint directory.
+/// The groups of ranks that see the same checkpoint directory.
 #[derive(Clone)]
 pub struct StorageTopology {
-    /// By rank: the leader of its directory, which is the lowest rank that sees the directory.
+    /// For each rank, the leader of its directory, which is the lowest rank that sees the
+    /// directory.
     leaders: Vec<usize>,
     /// The hosts of the leaders, ordered by leader; empty if all ranks see one directory.
     hosts: Vec<StorageHost>,
@@ -55,19 +57,19 @@ impl StorageTopology {
         self.hosts.is_empty()
     }
 
-    /// Returns the lowest rank that sees the same directory as `rank`. That rank manages the
-    /// directory.
+    /// Returns the leader of the directory that `rank` sees: the lowest rank that sees this
+    /// directory. The leader manages the directory.
     pub fn find_directory_leader(&self, rank: usize) -> usize {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
-    /// Returns, for each checkpoint directory, the host of its leader, ordered by leader. Empty if
-    /// all ranks see one directory.
+    /// Returns, for each checkpoint directory, the host of its leader, ordered by leader. The slice
+    /// is empty if all ranks see one directory.
     pub fn hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
 
-    /// Returns, by rank, the index of its host in [`StorageTopology::hosts`].
+    /// Returns, for each rank, the index of its host in [`StorageTopology::hosts`].
     pub fn list_host_indices(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
@@ -95,9 +97,10 @@ impl StorageTopology {
 /// `host` is the name of this rank's host, and `token` differs between runs and attempts.
 ///
 /// # Errors
-/// Fails if the directory cannot be written, if only one of two hosts sees the probe file of the
-/// other, if two host-local directories have the same identifier, or if `is_required` is set and
-/// the directory is not shared.
+///
+/// Fails if the directory cannot be written, or if only one of two hosts sees the probe file of the
+/// other. Also fails if two host-local directories have the same identifier, or if `is_required` is
+/// set and the directory is not shared.
 pub fn detect_topology(
     queue: &CollectiveQueue,
     writes_probe: bool,
@@ -131,7 +134,7 @@ pub fn detect_topology(
     }
     if is_required {
         let names = all_gather_values(queue, Ok(host.to_owned()))?;
-        // No rank ends, and so aborts the others, before every rank has the names.
+        // Wait, so that no rank ends and thereby aborts the others before every rank has the names.
         _ = queue.run_and_wait(|comm| comm.barrier());
         return Err(build_not_shared_error(root, &leaders, &names).into());
     }
@@ -151,7 +154,7 @@ fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
         .with_field("path", root.display().to_string())
 }
 
-/// Builds the error of `checkpoint.require_shared`. It names two hosts that see different
+/// Builds the error of `checkpoint.require_shared`. The error names two hosts that see different
 /// directories.
 fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> Diagnostic {
     let name = |rank: usize| names.get(rank).cloned().unwrap_or_default();

@@ -1,5 +1,5 @@
 //! Tests of training on the emulated GPU: losses are close to those of the CPU and have the same
-//! bits for any number of ranks, and checkpoints move between GPU and CPU.
+//! bits for any number of ranks. Checkpoints move between GPU and CPU.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 mod emulated;
@@ -43,8 +43,8 @@ fn bf16_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size(
     }
 }
 
-/// The losses of GPU and CPU are not equal: their sums differ in the last bit, which changes the
-/// fp8 values of some operands.
+/// Losses are compared with a tolerance: sums on GPU and CPU differ in the last bit, which changes
+/// the fp8 values of some operands.
 #[test]
 fn fp8_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size() {
     let sizes = ModelSpec {
@@ -113,7 +113,7 @@ fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() 
     }
 }
 
-/// Optimizer states in host memory or in files are copied to the GPU for their update.
+/// Optimizer states are stored in host memory or in files, and copied to the GPU for each update.
 #[test]
 fn offloaded_optimizer_states_do_not_change_losses_and_checkpoints() {
     let dir = tempfile::tempdir().unwrap();

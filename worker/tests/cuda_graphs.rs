@@ -137,8 +137,8 @@ fn assert_lagging_streams_keep_losses() {
     }
 }
 
-/// Asserts that graphs make at least 60 % of the calls of two ranks. The share is lower than the
-/// share of one rank, because each collective ends a batch of calls.
+/// Asserts that at least 60 % of the calls of two ranks are in graphs. The share is lower than with
+/// one rank, because each collective ends a batch of calls.
 fn assert_graph_share_of_two_ranks() {
     USE_CUDA_GRAPHS.store(true, Relaxed);
     for (what, spec) in [

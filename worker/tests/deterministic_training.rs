@@ -66,7 +66,8 @@ fn losses_are_equal_with_sgd_and_without_prefetch() {
     });
 }
 
-/// Some or all gathered parameters stay gathered between the micro-batches of a rank.
+/// Compares runs in which some or all gathered parameters stay gathered between micro-batches with
+/// a run of one rank at stage 0.
 #[test]
 fn retaining_gathered_parameters_does_not_change_losses() {
     for live in [700, u64::MAX] {
@@ -118,7 +119,8 @@ fn bf16_losses_are_equal_with_recomputation_and_tied_embeddings() {
     assert_ne!(losses, train_new_run(&plain, 2, 1, STEPS), "bf16 and fp32 round differently");
 }
 
-/// The first loss scales overflow fp16: all ranks skip the same steps and consume their samples.
+/// The first loss scales overflow fp16. All ranks skip the same steps and consume the samples of
+/// skipped steps.
 #[test]
 fn fp16_losses_and_skipped_steps_do_not_depend_on_world_size_and_stage() {
     let spec = |stage| {

@@ -217,7 +217,7 @@ fn every_dropout_rate_of_config_json_has_an_effect() {
         assert_eq!(losses(name, &[], Some(0.1), 7), whole, "{name}: `train.model.dropout` sets all rates");
         assert_eq!(losses(name, &all_rates, Some(0.0), 7), plain, "{name}: rate 0");
     }
-    // If config.json of a GPT-2 has no rates, they are 0.1.
+    // If config.json of a GPT-2 has no dropout rates, the rates are 0.1.
     let config = read_json(&golden_model_directory("gpt2").join("config.json"));
     let dir = tempfile::tempdir().unwrap();
     let mut without_rates = config.as_object().unwrap().clone();

@@ -1,5 +1,5 @@
 //! Tests of mixture-of-experts training: losses and gradient norms have the same bits for every
-//! number of workers, ZeRO stage, expert-parallel size, placement and routing, and a resume with
+//! number of workers, ZeRO stage, expert-parallel size, placement and routing. A resume with
 //! another placement redistributes weights and optimizer states.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;

@@ -1,5 +1,5 @@
-//! Tests of FP8 training: the losses are close to those of bf16 and have the same bits for every
-//! number of workers, stage, thread count and recomputation, and unsupported models are rejected.
+//! Tests of FP8 training: losses are close to those of bf16, and have the same bits for every
+//! number of workers, stage, thread count and recomputation. Unsupported models are rejected.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;

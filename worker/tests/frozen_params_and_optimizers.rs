@@ -1,4 +1,4 @@
-//! Tests of frozen parameters, parameter groups and the optimizers Lion and Muon: results match
+//! Tests of frozen parameters, parameter groups and the optimizers Lion and Muon. Results match
 //! PyTorch (tests/golden/tuned/README.md), and losses have the same bits for any number of workers
 //! and after a resume.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
@@ -63,8 +63,8 @@ fn logits_gradients_and_steps_match_pytorch() {
 }
 
 /// Creates the `train` section of a model with about half of its parameters frozen: a whole unit,
-/// parts of other units, and some of the matrices that one matmul computes together (q of q, k and
-/// v, up of gate and up).
+/// parts of other units, and some of the matrices that one matmul computes together. These are q of
+/// the matmul for q, k and v, and up of the matmul for gate and up.
 fn create_half_frozen_spec(stage: u8) -> TrainSpec {
     let mut s = create_train_spec(create_odd_sized_model(), stage, 8, 1, 11);
     s.freeze = ["model.embed_tokens.*", "*.0.*", "*.q_proj.*", "*.2.mlp.up_proj.*", "*post_attention*"]
@@ -283,8 +283,8 @@ fn collect_params_by_name(running: &RunningTrainer) -> BTreeMap<String, Vec<f32>
     params
 }
 
-/// Freezing a parameter between runs keeps the optimizer states of the others. Unfreezing it resets
-/// its states and its update count.
+/// Freezing a parameter between runs keeps the optimizer states of the others. Unfreezing the
+/// parameter resets its states and its update count.
 #[test]
 fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     const FROZEN: &str = "model.layers.1.mlp.gate_proj.weight";

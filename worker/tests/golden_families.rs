@@ -394,7 +394,7 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     assert_eq!(*missing, serde_json::json!(["transformer.h.1.ln_2.bias"]));
 }
 
-/// Models that job.yaml describes, of the families whose configs differ most from Llama's.
+/// Trains models that job.yaml describes, of the families whose configs differ most from Llama's.
 #[test]
 fn new_models_train_with_the_same_bits_on_every_world_size() {
     for family in ["gpt2", "gemma2", "gemma3_text"] {

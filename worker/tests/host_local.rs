@@ -26,8 +26,8 @@ fn create_job_with_one_checkpoint(train: &TrainSpec, dir: &Path) -> JobSpec {
     job
 }
 
-/// Returns the checkpoint directory of this rank on host `hosts[rank]`, and which ranks share the
-/// directory. Collective: every rank of the group must call it.
+/// Returns the checkpoint directory of this rank on host `hosts[rank]`, and the detected groups of
+/// ranks that share the directory. Collective: every rank of the group must call it.
 fn detect_host_directory(queue: &CollectiveQueue, hosts: &[usize], dir: &Path) -> (PathBuf, StorageTopology) {
     let rank = queue.comm().rank();
     let root = dir.join(format!("host-{}", hosts[rank]));

@@ -197,7 +197,7 @@ fn lora_losses_have_the_same_bits_for_every_expert_parallel_size() {
     }
 }
 
-/// Trains new adapters of pretrained weights.
+/// Trains new adapters of pretrained weights in 16 bits, for several world sizes and stages.
 #[test]
 fn sixteen_bit_lora_training_has_the_same_bits_on_every_world_size_and_stage() {
     for (name, precision) in

@@ -1,5 +1,5 @@
-//! Tests of bf16 weights without fp32 master weights: small updates are not lost, losses have the
-//! same bits for any number of workers and after a resume, and checkpoints convert to and from runs
+//! Tests of bf16 weights without fp32 master weights: small updates are not lost, and losses have
+//! the same bits for any number of workers and after a resume. Checkpoints convert to and from runs
 //! with master weights.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;

@@ -33,7 +33,7 @@ fn losses_with_optimizer_states_in_files_have_the_same_bits() {
     assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none(), "files are left");
 }
 
-/// The fp32 master weights stay in memory; the optimizer states are in files.
+/// Trains with fp32 master weights in memory and optimizer states in files.
 #[test]
 fn bf16_losses_with_optimizer_states_in_files_have_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
 //! Tests of training in 16 bits: errors compared with fp32 are no larger than the errors of PyTorch
-//! in 16 bits (tests/golden/precision/README.md), and losses of every family have the same bits for
+//! in 16 bits (tests/golden/precision/README.md). Losses of every family have the same bits for
 //! every number of workers, stage and recomputation.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
@@ -97,7 +97,7 @@ fn assert_errors_match_pytorch(precision: Precision, name: &str) {
     let (mut small_tensors, mut all_ratios, mut failures) = (BTreeMap::new(), Vec::new(), Vec::new());
     for (case_name, mut case, start) in load_golden_cases() {
         case.spec.precision = precision;
-        // The loss scale of the golden files.
+        // Use the loss scale of the golden files.
         case.spec.loss_scale.initial_scale_power = 10;
         let (ours, exact) =
             (compute_results(&case, start), concatenate_experts(std::mem::take(&mut case.tensors)));

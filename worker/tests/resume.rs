@@ -1,5 +1,5 @@
 //! Tests of resuming: a run that stopped on N workers resumes on M workers at any ZeRO stage with
-//! the same bits, and notices report the settings that differ from the checkpoint.
+//! the same bits. Notices report the settings that differ from the checkpoint.
 #![allow(clippy::unwrap_used)] // a test that panics has failed
 mod common;
 use common::*;

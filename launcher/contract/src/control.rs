@@ -19,26 +19,26 @@ use std::{
     path::PathBuf,
 };
 
-/// The version of these messages. All processes run the same executable, so a different version
-/// means that two builds are mixed.
+/// The version of the control messages, which changes with every change of a message. All processes
+/// run the same executable, so a different version means that two builds are mixed.
 pub const PROTOCOL_VERSION: u32 = 5;
-/// The largest body of a frame that either side accepts, bytes.
+/// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
 /// A message from the controller to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// The first message; the agent answers with [`FromAgent::Hello`].
+    /// The first message of the controller. The agent answers with [`FromAgent::Hello`].
     Hello {
         /// The [`PROTOCOL_VERSION`] of the controller.
         version: u32,
     },
-    /// Bind the rendezvous of an attempt whose rank 0 is on this host; answered by
-    /// [`FromAgent::Bound`].
+    /// Asks the agent of rank 0's host to bind the rendezvous port of an attempt. The agent answers
+    /// with [`FromAgent::Bound`].
     Bind(RendezvousRequest),
-    /// Start the workers of the plan. Sent once per attempt.
+    /// Starts the workers that the plan lists. The controller sends this message once per attempt.
     Start(Box<HostPlan>),
-    /// Stop the workers: built-in workers save at the next step boundary and exit; programs get
+    /// Stops the workers. Built-in workers save at the next step boundary and exit. Programs get
     /// SIGTERM.
     Stop {
         /// The attempt that the message is for.
@@ -47,41 +47,44 @@ pub enum ToAgent {
         /// limit.
         deadline_ms: Option<u64>,
     },
-    /// Save a checkpoint and continue. Built-in workers save at the next step boundary. Programs
-    /// get the signal if they handle it; other programs are not signalled.
+    /// Asks the workers to save a checkpoint and continue. Built-in workers save at the next step
+    /// boundary. A program gets `signal` only if the program has a handler for this signal.
     Save {
         /// The attempt that the message is for.
         attempt: u32,
-        /// The number of the signal for programs.
+        /// The number of the signal that programs get.
         signal: i32,
     },
-    /// Use the values of the changed job file from the next step boundary.
+    /// Sends the new values of the changed job file. The agent shows the output of the ranks in
+    /// `run.logs.show`. Rank 0 of the built-in workers decides from which step on the other values
+    /// apply.
     Reload {
         /// The attempt that the message is for.
         attempt: u32,
         /// The values of all reloadable keys.
         values: ReloadValues,
     },
-    /// End all workers now: abort collectives and send SIGTERM, then send SIGKILL after the grace
-    /// period.
+    /// Ends all workers now. The agent aborts their collectives and sends SIGTERM, and sends
+    /// SIGKILL after the grace period.
     Kill {
         /// The attempt that the message is for.
         attempt: u32,
         /// The reason, which is written to the logs of the workers.
         reason: String,
-        /// The time from SIGTERM to SIGKILL, milliseconds.
+        /// The time from SIGTERM to SIGKILL, in milliseconds.
         grace_ms: u64,
-        /// Whether to write the stacks of all workers to their logs first.
+        /// Whether the stacks of all workers are written to their logs before the workers are
+        /// ended.
         stacks: bool,
     },
     /// A request of `launch check`, which the agent answers with [`FromAgent::Probed`]. Only sent
     /// before [`ToAgent::Start`].
     Probe(ProbeRequest),
-    /// The addresses of all built-in workers of the job, which the agent passes to every worker on
-    /// its host.
+    /// The addresses of all built-in workers of the job. The agent passes the addresses to every
+    /// worker on its host.
     Peers(WorkerPeers),
-    /// A sign of life of the controller. An agent ends if it receives nothing for longer than the
-    /// lease.
+    /// A sign of life of the controller. An agent ends if it receives no message for longer than
+    /// the lease.
     Heartbeat,
 }
 
@@ -90,78 +93,79 @@ pub enum ToAgent {
 pub struct RendezvousRequest {
     /// The attempt that the rendezvous is for.
     pub attempt: u32,
-    /// The address to bind.
+    /// The IP address on which the port is bound.
     pub address: IpAddr,
-    /// The port to bind; 0 for any free one.
+    /// The port to bind; 0 to bind any free port.
     pub port: u16,
     /// Whether the agent serves torch's TCPStore on the port. Otherwise the agent only holds the
     /// port until the workers start.
     pub store: bool,
-    /// The number of ranks that will connect.
+    /// The number of ranks that will connect to the port.
     pub clients: u32,
-    /// Addresses that may connect to the store, in addition to those of the host itself.
+    /// The IP addresses that may connect to the store, in addition to those of the host itself.
     pub allowed: Vec<IpAddr>,
 }
 
-/// The workers that the agent of one host is to run.
+/// The workers that the agent of one host is to run in one attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostPlan {
-    /// The job, for the built-in workers.
+    /// The job, which the agent passes to its built-in workers.
     pub job: JobSpec,
     /// The name of the run.
     pub run: String,
     /// The name of the host, as the job states it.
     pub host: String,
-    /// The run directory, absolute.
+    /// The absolute path of the run directory.
     pub run_dir: PathBuf,
     /// The number of the attempt, counted from 0.
     pub attempt: u32,
-    /// The number of workers of the job.
+    /// The number of workers of the job on all hosts.
     pub world: u32,
     /// The workers of this host, in the order of their local ranks.
     pub workers: Vec<WorkerPlan>,
-    /// The time from SIGTERM to SIGKILL, milliseconds.
+    /// The time from SIGTERM to SIGKILL, in milliseconds.
     pub grace_ms: u64,
 }
 
 /// The command, environment and CPU binding of one worker's process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerPlan {
-    /// The global rank.
+    /// The global rank of the worker.
     pub rank: Rank,
     /// The local rank: the number of the worker among those of its host.
     pub local_rank: u32,
-    /// The number of workers on its host.
+    /// The number of workers on the worker's host.
     pub local_world: u32,
     /// The program and its arguments; `None` for the built-in runtime (`launch worker`).
     pub command: Option<Vec<String>>,
-    /// Variables that are added to the environment of the agent, in order.
+    /// Variables that are added to the environment of the agent, in this order. A later variable
+    /// replaces an earlier one of the same name.
     pub env: Vec<(String, String)>,
-    /// The working directory.
+    /// The working directory of the process.
     pub workdir: PathBuf,
     /// The numbers of the CPUs that the process is bound to; empty if the process is not bound.
     pub cpus: Vec<u32>,
     /// The number of threads of the built-in runtime, at least 1.
     pub threads: u32,
-    /// The log file, absolute.
+    /// The absolute path of the worker's log file.
     pub log: PathBuf,
 }
 
 /// A message from an agent to the controller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromAgent {
-    /// The first message.
+    /// The first message of the agent, which answers [`ToAgent::Hello`].
     Hello {
         /// The [`PROTOCOL_VERSION`] of the agent.
         version: u32,
-        /// Process id of the agent.
+        /// The process id of the agent.
         pid: u32,
         /// The hardware and environment of the host.
         inventory: HostInventory,
     },
-    /// The answer to [`ToAgent::Bind`].
+    /// The answer to [`ToAgent::Bind`]: the port at which ranks can connect, or the error.
     Bound {
-        /// The attempt of the rendezvous.
+        /// The attempt that the rendezvous is for.
         attempt: u32,
         /// The bound port, or why binding failed.
         port: diagnostic::Result<u16>,
@@ -172,26 +176,27 @@ pub enum FromAgent {
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// The process id.
+        /// The process id of the worker.
         pid: u32,
     },
-    /// The process of a worker ended. Sent once per process.
+    /// The process of a worker ended. The agent sends this message once per process.
     Exited {
         /// The attempt of the worker.
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// The process id.
+        /// The process id that the worker had.
         pid: u32,
         /// The exit code or signal of the process.
         status: ExitStatus,
         /// Whether the kernel killed the process because memory was exhausted.
         oom: bool,
-        /// The last lines of the worker's log.
+        /// The last lines of the worker's log, oldest first.
         tail: Vec<String>,
         /// The failure that the program recorded in `TORCHELASTIC_ERROR_FILE`, on one line.
         error: Option<String>,
-        /// The error of the worker's GPU that the GPU driver reported; `None` if there is none.
+        /// The error that the GPU driver reported for the worker's GPU; `None` if the driver
+        /// reported none.
         gpu: Option<GpuFault>,
     },
     /// A line of a worker's output that the console may show.
@@ -203,24 +208,24 @@ pub enum FromAgent {
         /// The line without its line break.
         text: String,
     },
-    /// An event of a built-in worker.
+    /// An event that a built-in worker reported.
     Event {
         /// The attempt of the worker.
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// The event.
+        /// The event that the worker reported.
         event: Event,
     },
-    /// The progress of a built-in worker.
+    /// The activity and the step of a built-in worker.
     Progress {
         /// The attempt of the worker.
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// What the worker is doing.
+        /// The current activity of the worker.
         phase: WorkerPhase,
-        /// The number of steps that are done.
+        /// The number of optimizer steps that are done.
         step: u64,
     },
     /// A worker made no progress for `run.hang_timeout`.
@@ -229,7 +234,7 @@ pub enum FromAgent {
         attempt: u32,
         /// The rank of the worker.
         rank: Rank,
-        /// Time without progress, milliseconds.
+        /// The time without progress, in milliseconds.
         stalled_ms: u64,
         /// Whether the process is suspended (state T).
         suspended: bool,
@@ -247,10 +252,10 @@ pub enum FromAgent {
         rank: Rank,
         /// The attempt of the worker.
         attempt: u32,
-        /// The addresses of the worker, best first.
+        /// The addresses of the worker, in the order in which other workers try them.
         addresses: Vec<SocketAddr>,
     },
-    /// The final report of a built-in worker before it exits.
+    /// The final report of a built-in worker, which the worker sends before it exits.
     Fatal {
         /// The attempt of the worker.
         attempt: u32,
@@ -260,23 +265,24 @@ pub enum FromAgent {
         exit: crate::exit::WorkerExit,
         /// The error that is reported to the user.
         diagnostic: Diagnostic,
-        /// The error of the worker's GPU that the GPU driver reported; `None` if there is none.
+        /// The error that the GPU driver reported for the worker's GPU; `None` if the driver
+        /// reported none.
         gpu: Option<GpuFault>,
     },
-    /// The agent failed, or could not start or supervise a worker.
+    /// The agent itself failed, or the agent could not start or supervise a worker.
     Failed {
-        /// The attempt that failed.
+        /// The attempt in which the failure occurred.
         attempt: u32,
         /// The worker that could not be started or supervised; `None` if the agent itself failed.
         rank: Option<Rank>,
         /// The error that is reported to the user.
         diagnostic: Diagnostic,
     },
-    /// The answer to [`ToAgent::Probe`].
+    /// The answer to [`ToAgent::Probe`], a request of `launch check`.
     Probed(ProbeAnswer),
-    /// All processes of this attempt on the host have ended.
+    /// All worker processes of an attempt on the agent's host have ended.
     WorkersEnded {
-        /// The attempt.
+        /// The attempt whose workers have ended.
         attempt: u32,
     },
     /// A sign of life of the agent.
@@ -286,21 +292,22 @@ pub enum FromAgent {
 /// The hardware and environment that an agent discovered on its host when it started.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInventory {
-    /// The hostname, which is displayed but never resolved.
+    /// The hostname, which is displayed but never resolved to an address.
     pub host: String,
-    /// The numbers of the CPUs on which the agent may run, ascending.
+    /// The numbers of the CPUs on which the agent may run, in ascending order.
     pub cpus: Vec<u32>,
-    /// The limit on CPU time of the control group, in CPUs; `None` without a limit.
+    /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
+    /// limit.
     pub quota: Option<f64>,
-    /// The memory that the job may use, bytes; 0 if unknown.
+    /// The memory that the job may use, in bytes; 0 if unknown.
     pub memory: u64,
     /// The addresses of the network interfaces that are up, including the loopback.
     pub addresses: Vec<InterfaceAddress>,
-    /// The size of /dev/shm, bytes; 0 if it does not exist.
+    /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist.
     pub shm: u64,
     /// The physical cores of the CPUs in `cpus`.
     pub topology: CpuTopology,
-    /// The GPUs, in the order of their numbers.
+    /// The GPUs of the host, ordered by their device number.
     pub gpus: Vec<GpuDevice>,
     /// The variables of [`crate::env::VISIBLE_DEVICES`] in the environment of the agent, which its
     /// workers inherit.
@@ -316,33 +323,35 @@ pub struct InterfaceAddress {
     pub address: IpAddr,
 }
 
-/// The exit code of a process, or the signal that killed it.
+/// How a process ended: its exit code, or the signal that killed the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
     /// The process exited with this code.
     Code(u8),
-    /// The number of the signal that killed the process, and whether the process dumped core.
+    /// The process was killed by the signal with this number. The second field states whether the
+    /// process dumped core.
     Signal(i32, bool),
 }
 
 /// A message from an agent to a built-in worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// The first message: the identity and the job of the worker.
+    /// The first message of the agent: the identity and the job of the worker.
     Init(Box<WorkerInit>),
-    /// Save at the next step boundary and exit with `WorkerExit::Stopped`.
+    /// Asks the worker to save at the next step boundary and to exit with `WorkerExit::Stopped`.
     Stop,
-    /// Save at the next step boundary and continue.
+    /// Asks the worker to save at the next step boundary and to continue.
     Save,
-    /// Use these values from the next step boundary. Rank 0 decides when.
+    /// The new values of the reloadable keys. Only rank 0 gets this message, and decides at which
+    /// step boundary all ranks change to the values.
     Reload(ReloadValues),
-    /// A peer failed: every pending collective returns an error now.
+    /// Another worker failed. Every pending collective of the worker returns an error now.
     Abort {
-        /// Which peer failed and why.
+        /// The worker that failed, and why it failed.
         reason: String,
     },
-    /// The addresses of all workers. Sent once, when all of them listen, and only in jobs on
-    /// several hosts.
+    /// The addresses of all workers. The agent sends this message once, when all workers listen,
+    /// and only in jobs on several hosts.
     Peers(WorkerPeers),
 }
 
@@ -352,11 +361,11 @@ pub enum ToWorker {
 pub struct WorkerPeers {
     /// The attempt that the addresses belong to.
     pub attempt: u32,
-    /// The key with which the workers authenticate each other.
+    /// The secret with which the workers authenticate each other.
     pub key: JobKey,
-    /// The addresses of each worker, in the order of the ranks.
+    /// The addresses of each worker, ordered by rank.
     pub members: Vec<WorkerAddresses>,
-    /// The id of the NCCL communicator, which rank 0 creates; `None` for the CPU backend.
+    /// The id of the NCCL communicator, which rank 0 creates; `None` if workers do not use NCCL.
     pub nccl_id: Option<Vec<u8>>,
 }
 
@@ -365,15 +374,15 @@ pub struct WorkerPeers {
 pub struct WorkerAddresses {
     /// The index of the worker's host. Workers with the same index share memory.
     pub host_index: u32,
-    /// The addresses to connect to, in this order.
+    /// The addresses to connect to, in the order in which they are tried.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The most addresses of one worker.
+/// The largest number of addresses at which one worker may listen.
 pub const MAX_ADDRESSES: usize = 16;
 
-/// The secret of an attempt. Workers prove to each other that they know it. `Debug` does not print
-/// the secret.
+/// The secret of one attempt. Each worker proves that it knows the secret when it connects to
+/// another worker. `Debug` does not print the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobKey(pub [u8; 32]);
 
@@ -388,54 +397,54 @@ impl fmt::Debug for JobKey {
 pub struct WorkerInit {
     /// The [`PROTOCOL_VERSION`] of the agent.
     pub version: u32,
-    /// The global rank.
+    /// The global rank of the worker.
     pub rank: Rank,
     /// The local rank: the number of the worker among those of its host.
     pub local_rank: u32,
-    /// The number of workers of the job.
+    /// The number of workers of the job on all hosts.
     pub world: u32,
-    /// The number of workers on its host.
+    /// The number of workers on the worker's host.
     pub local_world: u32,
-    /// The number of threads to compute with, at least 1.
+    /// The number of threads that the worker computes with, at least 1.
     pub threads: u32,
     /// The number of the attempt, counted from 0.
     pub attempt: u32,
     /// The name of the run.
     pub run: String,
-    /// The run directory, absolute.
+    /// The absolute path of the run directory.
     pub run_dir: PathBuf,
-    /// The directory that relative paths of the job start at, absolute.
+    /// The absolute path of the directory at which relative paths of the job start.
     pub workdir: PathBuf,
-    /// The job.
+    /// The job, with all defaults.
     pub job: JobSpec,
 }
 
 /// A message from a built-in worker to its agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// The first message.
+    /// The first message of the worker.
     Hello {
         /// The [`PROTOCOL_VERSION`] of the worker.
         version: u32,
-        /// The process id.
+        /// The process id of the worker.
         pid: u32,
     },
-    /// A sign of life with the current phase and step. A dedicated thread sends this message at
-    /// least once a second.
+    /// A sign of life, with the current phase and step. A dedicated thread of the worker sends this
+    /// message at least once a second.
     Progress {
-        /// What the worker is doing.
+        /// The current activity of the worker.
         phase: WorkerPhase,
-        /// The number of steps that are done.
+        /// The number of optimizer steps that are done.
         step: u64,
     },
-    /// An event, which the agent passes to the controller.
+    /// An event of the run, which the agent passes to the controller.
     Event(Event),
-    /// The worker listens for the workers on other hosts.
+    /// Reports that the worker listens for connections of workers on other hosts.
     Listening {
-        /// The addresses of the worker, best first.
+        /// The addresses of the worker, in the order in which other workers try them.
         addresses: Vec<SocketAddr>,
     },
-    /// The final report before the worker exits.
+    /// The final report of the worker, which the worker sends before it exits.
     Fatal {
         /// The reason for the exit, which determines the exit code.
         exit: crate::exit::WorkerExit,

@@ -1,32 +1,32 @@
 //! Exit codes of `launch` (docs/cli.md lists them), and [`WorkerExit`].
 use serde::{Deserialize, Serialize};
 
-/// The run succeeded.
+/// The exit code of a run that succeeded.
 pub const DONE: u8 = 0;
-/// The run failed; the root cause was reported.
+/// The exit code of a run that failed. The root cause was reported.
 pub const FAILED: u8 = 1;
-/// The command line or the job file is not valid.
+/// The exit code for a command line or a job file that is not valid.
 pub const USAGE: u8 = 2;
-/// A host, device, storage or port is not available.
+/// The exit code if a host, device, storage or port is not available.
 pub const CLUSTER: u8 = 3;
-/// The checkpoint is not usable.
+/// The exit code if the checkpoint is not usable.
 pub const CHECKPOINT: u8 = 4;
-/// SIGINT stopped the run, which saved a checkpoint before.
+/// The exit code of a run that SIGINT stopped after saving a checkpoint.
 pub const INTERRUPTED: u8 = 130;
-/// SIGTERM stopped the run, which saved a checkpoint before.
+/// The exit code of a run that SIGTERM stopped after saving a checkpoint.
 pub const TERMINATED: u8 = 143;
 
 /// The reason why a built-in worker exits. The exit code of its process is
 /// [`WorkerExit::exit_code`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkerExit {
-    /// All steps are done.
+    /// Training is complete: all steps are done.
     Done,
     /// A stop was requested, and a checkpoint was saved at the step boundary.
     Stopped,
     /// Training failed, for example because the loss is NaN or the disk is full.
     Failed,
-    /// The job file contradicts the data or the model.
+    /// The job file does not fit the data or the model.
     BadJob,
     /// The cluster, a device or storage is not available.
     Cluster,
@@ -50,8 +50,8 @@ impl WorkerExit {
         }
     }
 
-    /// Returns the reason that belongs to an exit code of a built-in worker; `None` for other
-    /// codes, such as that of a panic.
+    /// Returns the reason that has this exit code. Returns `None` for a code that no reason has,
+    /// such as the code of a panic.
     pub fn from_exit_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
         [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted]

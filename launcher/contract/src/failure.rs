@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub enum FailureReason {
     /// A worker's process ended with an exit code other than 0.
     Exit {
-        /// The exit code.
+        /// The exit code of the process.
         code: u8,
         /// What the program recorded about its failure (`TORCHELASTIC_ERROR_FILE`), on one line.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -34,7 +34,7 @@ pub enum FailureReason {
     },
     /// A worker failed, and the GPU driver reported an error of the worker's GPU.
     Gpu(GpuFault),
-    /// A worker of the built-in runtime panicked, which is a bug of `launch`.
+    /// A worker of the built-in runtime panicked, which is a bug in `launch`.
     Panic,
     /// A worker of the built-in runtime reported an error.
     WorkerError {
@@ -50,7 +50,7 @@ pub enum FailureReason {
     Hang {
         /// The time without progress, in seconds.
         seconds: u64,
-        /// The ranks that were running.
+        /// The ranks whose processes were still running.
         ranks: Vec<Rank>,
     },
     /// A worker's process was suspended by a signal (state T) for `run.hang_timeout`.
@@ -77,7 +77,7 @@ pub enum FailureReason {
         /// The time for which the controller received nothing, in seconds.
         seconds: u64,
     },
-    /// An agent reported an error that keeps it from supervising workers.
+    /// An agent reported an error because of which it cannot supervise workers.
     AgentFailed {
         /// The diagnostic code of the error.
         code: Code,
@@ -90,7 +90,7 @@ pub enum FailureReason {
         /// detected at once.
         silent_s: Option<u64>,
     },
-    /// Fewer hosts are available than an attempt needs.
+    /// Fewer hosts are available than `run.min_hosts` requires for an attempt.
     TooFewHosts {
         /// The number of hosts that are available.
         available: u64,
@@ -115,7 +115,7 @@ pub enum FailureReason {
 }
 
 impl FailureReason {
-    /// Returns the diagnostic code of the reason, for `launch explain`.
+    /// Returns the diagnostic code of the reason, which `launch explain` explains.
     pub fn code(&self) -> Code {
         match self {
             FailureReason::Exit { .. } => run::WORKER_EXITED,
@@ -143,7 +143,7 @@ impl FailureReason {
     }
 }
 
-/// An error of a GPU that NVIDIA's driver reported in the kernel log (an Xid).
+/// An error of a GPU that NVIDIA's driver reported in the kernel log. NVIDIA calls such errors Xid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error(
     "NVIDIA's driver reported Xid {xid}{} on the GPU at {pci_address}",
@@ -154,7 +154,7 @@ pub struct GpuFault {
     pub xid: u32,
     /// The GPU's address on the PCI bus, such as `0000:17:00`.
     pub pci_address: String,
-    /// The meaning of the number; `None` for uncommon errors.
+    /// The meaning of the error number; `None` if this program does not know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
 }

@@ -1,14 +1,14 @@
 //! Frames of control connections: a little-endian u32 length, then a MessagePack body.
 //!
-//! Both sides write frames with [`encode_frame`]. A reader takes [`HEADER_BYTES`] bytes, passes
-//! them to [`decode_body_length`], reads the body and passes it to [`decode_body`]. A reader
-//! allocates no memory for bytes that have not arrived.
+//! Both sides write frames with [`encode_frame`]. A reader first takes [`HEADER_BYTES`] bytes, and
+//! passes them to [`decode_body_length`]. It then reads a body of that length, and passes the body
+//! to [`decode_body`]. A reader allocates no memory for bytes that have not arrived.
 use crate::control::MAX_FRAME_BYTES;
 use diagnostic::{Code, Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io;
 
-/// The size of the header of a frame, which is the length of its body, in bytes.
+/// The size of the header of a frame, in bytes. The header is the length of the body.
 pub const HEADER_BYTES: usize = 4;
 
 /// An error in the frames of a control connection, after which the connection cannot be used.
@@ -20,16 +20,16 @@ pub enum FrameError {
     /// The body is longer than [`MAX_FRAME_BYTES`].
     #[error("a control message has {bytes} bytes; the limit is {MAX_FRAME_BYTES}")]
     TooLong {
-        /// The announced or the needed length, in bytes.
+        /// The length of the body, in bytes: announced by the header, or of the message to send.
         bytes: u64,
     },
-    /// The stream ended inside a frame.
+    /// The stream ended in the middle of a frame.
     #[error("the control connection ended in the middle of a message")]
     Truncated,
     /// The message cannot be written as MessagePack.
     #[error("a control message could not be encoded")]
     Encode(#[source] rmp_serde::encode::Error),
-    /// The body is not a message of this connection.
+    /// The body cannot be decoded as a message of the expected type.
     #[error("a control message could not be decoded")]
     Decode(#[source] rmp_serde::decode::Error),
     /// The body holds more than one message.
@@ -69,7 +69,8 @@ impl From<FrameError> for Diagnostic {
     }
 }
 
-/// Encodes `message` as a whole frame: header and body.
+/// Encodes `message` as a frame, with header and body. Fails if the body is longer than
+/// [`MAX_FRAME_BYTES`].
 pub fn encode_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     let body = rmp_serde::to_vec_named(message).map_err(FrameError::Encode)?;
     let length = u32::try_from(body.len()).ok().filter(|n| *n <= MAX_FRAME_BYTES);
@@ -80,7 +81,8 @@ pub fn encode_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     Ok(frame)
 }
 
-/// Decodes a header into the length of the body, which is at most [`MAX_FRAME_BYTES`].
+/// Decodes a header into the length of the body, in bytes. Fails if the length is above
+/// [`MAX_FRAME_BYTES`].
 pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError> {
     match u32::from_le_bytes(header) {
         n if n > MAX_FRAME_BYTES => Err(FrameError::TooLong { bytes: u64::from(n) }),
@@ -88,7 +90,8 @@ pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError>
     }
 }
 
-/// Decodes the body of a frame. A body with anything but one message is an error.
+/// Decodes the body of a frame as a message of type `T`. Fails if the body is not exactly one such
+/// message.
 pub fn decode_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
     let mut rest = body;
     let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(FrameError::Decode)?;

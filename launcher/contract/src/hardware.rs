@@ -1,31 +1,33 @@
-//! The CPU cores and GPUs of a host, which its agent discovers and the controller plans with.
+//! The CPU cores and GPUs of a host. The agent discovers them, and the controller plans with them.
 use serde::{Deserialize, Serialize};
 
 /// The CPU cores of a host that a job may use, with their NUMA nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuTopology {
-    /// The cores, sorted by NUMA node and then by first CPU.
+    /// The cores, sorted by NUMA node and then by their first CPU.
     pub cores: Vec<CpuCore>,
 }
 
-/// A physical CPU core.
+/// A physical CPU core, with its hardware threads and its NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuCore {
-    /// The CPU numbers of the core's hardware threads that may be used, ascending; never empty.
+    /// The numbers of the hardware threads of the core that may be used, as the kernel numbers
+    /// CPUs. They are ascending, and there is at least one.
     pub cpus: Vec<u32>,
     /// The number of the core's NUMA node.
     pub numa_node: u32,
 }
 
 impl CpuTopology {
-    /// Creates a topology in which each CPU is a core of NUMA node 0. It replaces a real topology
-    /// that is unknown or not valid.
+    /// Creates a topology in which each CPU is a core of NUMA node 0. It is used if the topology of
+    /// a host is unknown or not valid.
     pub fn with_one_core_per_cpu(cpus: &[u32]) -> CpuTopology {
         CpuTopology { cores: cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: 0 }).collect() }
     }
 
-    /// Returns whether the cores consist of exactly these CPUs, each of them once. `cpus` must be
-    /// sorted. The inventory of an agent is untrusted input, so its topology is checked.
+    /// Returns whether the cores consist of exactly the CPUs in `cpus`, each of them once. `cpus`
+    /// must be sorted. The controller checks this because the inventory of an agent is untrusted
+    /// input.
     pub fn covers_exactly(&self, cpus: &[u32]) -> bool {
         let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
         core_cpus.sort_unstable();
@@ -33,20 +35,20 @@ impl CpuTopology {
     }
 }
 
-/// A GPU of a host.
+/// A GPU of a host, as the files of its driver describe it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuDevice {
-    /// The vendor of the GPU, whose driver lists it.
+    /// The vendor of the GPU, through whose driver the GPU was found.
     pub vendor: GpuVendor,
-    /// The address on the PCI bus, e.g. `0000:17:00.0`; `None` if unknown.
+    /// The address of the GPU on the PCI bus, e.g. `0000:17:00.0`; `None` if unknown.
     pub bus: Option<String>,
-    /// The UUID, which begins with `GPU-`; `None` if unknown.
+    /// The UUID of the GPU, which begins with `GPU-`; `None` if unknown.
     pub uuid: Option<String>,
     /// The number of the NUMA node that the GPU is attached to; `None` if unknown.
     pub numa_node: Option<u32>,
 }
 
-/// The vendor of a GPU.
+/// The vendor of a GPU, which decides the environment variable that selects GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GpuVendor {
     /// NVIDIA, whose GPUs run CUDA.

@@ -2,7 +2,8 @@
 //! and DeepSpeed's filters.
 //!
 //! The functions are pure. They convert text to hosts, or to an error with the position of the
-//! mistake. Every expansion is bounded.
+//! mistake. The number of hosts that a text can stand for is limited, so untrusted text cannot
+//! exhaust memory.
 mod error;
 mod filter;
 mod hostfile;
@@ -18,25 +19,25 @@ pub use range::expand_ranges;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The most hosts of a job.
+/// The largest number of hosts of a job.
 pub const MAX_HOSTS: usize = 16_384;
-/// The longest name of a host, bytes. DNS allows 253.
+/// The longest name of a host or user, in bytes. DNS allows 253 bytes.
 pub const MAX_NAME: usize = 255;
 
-/// A host as the user names it, with the login name and port if they are written.
+/// A host as the user writes it: its name, with the login name and the port if they are written.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostAddress {
-    /// The login name; `None` if none is written.
+    /// The login name for SSH; `None` if the text contains none.
     pub user: Option<String>,
     /// A hostname, an alias of the SSH configuration, or an IP address (IPv6 without brackets).
     pub host: String,
-    /// The port of sshd; `None` if none is written.
+    /// The port of sshd; `None` if the text contains none.
     pub port: Option<u16>,
 }
 
 impl HostAddress {
-    /// Returns the name of the host in plans, logs and filters: without the user, and with the port
-    /// if one is written.
+    /// Returns the name of the host as plans, logs and filters show it: without the login name, and
+    /// with the port if the text contains one.
     pub fn name(&self) -> String {
         match self.port {
             None => self.host.clone(),
@@ -55,8 +56,8 @@ impl fmt::Display for HostAddress {
     }
 }
 
-/// Parses `[user@]name[:port]`, or several of them separated by commas. A name may have Slurm's
-/// ranges (`n[01-03,07]`).
+/// Parses `[user@]name[:port]`, or several such hosts separated by commas. A name may have Slurm's
+/// ranges (`n[01-03,07]`). The result has at least one host and at most [`MAX_HOSTS`].
 pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     let mut hosts = Vec::new();
     let mut at = 0;
@@ -86,7 +87,8 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     Ok(hosts)
 }
 
-/// Splits `name`, `name:22`, `[::1]`, `[::1]:22` or `::1` into the name and the port.
+/// Splits `name`, `name:22`, `[::1]`, `[::1]:22` or `::1` into the name, without brackets, and the
+/// port.
 fn split_port(text: &str) -> Result<(&str, Option<u16>), HostSyntaxError> {
     let bracketed = text.strip_prefix('[').and_then(|rest| rest.split_once(']'));
     if let Some((address, rest)) = bracketed.filter(|(address, _)| address.contains(':')) {
@@ -106,14 +108,15 @@ fn split_port(text: &str) -> Result<(&str, Option<u16>), HostSyntaxError> {
     }
 }
 
-/// Parses a port from 1 to 65535. `at` is the position of `text` for the error, in bytes.
+/// Parses a port from 1 to 65535. `at` is the byte offset of `text`, which the error states.
 fn parse_port(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let port = text.parse::<u16>().ok().filter(|port| digits && *port > 0);
     port.ok_or(HostSyntaxError { at, problem: HostSyntaxProblem::PortInvalid })
 }
 
-/// Rejects login names that ssh or a shell could mistake for something else.
+/// Rejects login names that are empty, longer than [`MAX_NAME`], or that ssh or a shell could
+/// misinterpret.
 fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
@@ -124,7 +127,7 @@ fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     }
 }
 
-/// Rejects names that are neither a hostname nor an IPv6 address.
+/// Fails if a name is empty, longer than [`MAX_NAME`], or neither a hostname nor an IPv6 address.
 fn check_host_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
         return Err(HostSyntaxProblem::NameEmpty);
@@ -152,7 +155,7 @@ mod tests {
     use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    /// Creates a host address.
+    /// Creates a host address from its parts.
     fn host(user: Option<&str>, host: &str, port: Option<u16>) -> HostAddress {
         HostAddress { user: user.map(str::to_owned), host: host.to_owned(), port }
     }

@@ -1,9 +1,11 @@
 //! [`JobSpec`]: a job after parsing, defaults and validation. Every key has a value.
 //!
 //! docs/job.md documents the keys. Fields have the names of their keys, with a unit where the type
-//! has none. Checkpoint manifests contain the job as JSON. A field that was renamed later keeps its
-//! first name there by `serde(rename)`, and [`JobSpec::to_key_json`] shows the field under its
-//! present name.
+//! has none.
+//!
+//! Checkpoint manifests contain the job as JSON. A field that was renamed later keeps its first
+//! name in manifests by `serde(rename)`. [`JobSpec::to_key_json`] shows the field under its present
+//! name.
 mod check;
 pub mod checkpoint;
 pub mod cluster;
@@ -63,18 +65,19 @@ pub use train::{
 /// A whole job: the content of job.yaml with all defaults.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
-    /// `name`: the name of the job, which is part of its directories.
+    /// `name`: the name of the job, which is part of the paths of its run and checkpoint
+    /// directories.
     pub name: String,
-    /// `cluster`: the hosts and devices.
+    /// `cluster`: the hosts and devices that the job uses.
     pub cluster: ClusterSpec,
     /// `run`: the program, its environment and supervision.
     pub run: RunSpec,
-    /// `train`: the built-in training; present exactly when `run.command` is absent.
+    /// `train`: the built-in training; `None` exactly if the job has `run.command`.
     pub train: Option<TrainSpec>,
     /// `checkpoint`: when and where the built-in training saves checkpoints.
     pub checkpoint: CheckpointSpec,
-    /// `resume`: the checkpoint that the run begins with.
+    /// `resume`: the checkpoint that the run resumes from, and the policy for its RNG streams.
     pub resume: ResumeSpec,
-    /// `slurm`: the options of `launch sbatch`.
+    /// `slurm`: the options that `launch sbatch` passes to Slurm.
     pub slurm: SlurmSpec,
 }

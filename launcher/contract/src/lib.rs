@@ -1,8 +1,8 @@
 //! Crate `contract`: the data that controller, agents and workers exchange.
 //!
 //! The crate contains the job, the control messages, the events and the names of environment
-//! variables. Of our crates it depends on `diagnostic` only. All types are plain data that can be
-//! printed, compared and serialized.
+//! variables. Its only dependency among the crates of this workspace is `diagnostic`. All types are
+//! plain data that can be printed, compared and serialized.
 pub mod control;
 pub mod env;
 pub mod event;

@@ -3,16 +3,16 @@ use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// The most peers of one [`ProbeRequest::Connect`].
+/// The largest number of peers in one [`ProbeRequest::Connect`].
 pub const MAX_PEERS: usize = 64;
 
 /// A request of `launch check` to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeRequest {
-    /// Inspect the hardware, limits and directories of the host. Until the agent ends, it also
-    /// listens for its peers and keeps a nonce file in each directory.
+    /// Inspects the hardware, limits and directories of the host. Until it ends, the agent then
+    /// also listens for its peers and keeps a nonce file in each directory.
     Inspect {
-        /// The name of the nonce file: letters and digits.
+        /// The name of the nonce file, which consists of letters and digits.
         nonce: String,
         /// The absolute directories that the job writes to. If a directory does not exist, its
         /// nearest existing parent is inspected.
@@ -21,24 +21,24 @@ pub enum ProbeRequest {
         /// does not train on GPUs.
         cuda: Option<Vec<PathBuf>>,
     },
-    /// Connect to the agents of other hosts, and report which nonce files are visible in the
-    /// directories of [`ProbeRequest::Inspect`].
+    /// Connects to the agents of other hosts. Also looks for nonce files of other hosts in the
+    /// directories of [`ProbeRequest::Inspect`], which shows whether hosts share them.
     Connect {
-        /// The agents of the other hosts.
+        /// The agents of the other hosts, at most [`MAX_PEERS`].
         peers: Vec<PeerListener>,
         /// The names of the nonce files of all hosts.
         nonces: Vec<String>,
-        /// Time limit per connection, milliseconds.
+        /// The time limit for each connection, in milliseconds.
         timeout_ms: u64,
     },
 }
 
-/// The addresses at which the agent of another host listens during `launch check`.
+/// The agent of another host, and the addresses at which it listens during `launch check`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerListener {
     /// The name of the host.
     pub name: String,
-    /// The addresses to connect to, in this order.
+    /// The addresses to connect to, in the order in which they are tried.
     pub addresses: Vec<SocketAddr>,
     /// The text that the agent sends to a process that connects.
     pub greeting: String,
@@ -47,12 +47,11 @@ pub struct PeerListener {
 /// The answer of an agent to a [`ProbeRequest`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeAnswer {
-    /// The inspection of the host.
+    /// The answer to [`ProbeRequest::Inspect`].
     Inspect(Box<HostInspection>),
-    /// The peers and nonce files that the host can reach.
+    /// The answer to [`ProbeRequest::Connect`]: the reachable peers and the visible nonce files.
     Connect {
-        /// For each peer: the name, and the time to connect in milliseconds or why the connection
-        /// failed.
+        /// The name of each peer, and the time to connect to it in milliseconds or the error.
         peers: Vec<(String, diagnostic::Result<f64>)>,
         /// For each directory of [`ProbeRequest::Inspect`]: the requested nonces that are visible
         /// there.
@@ -60,37 +59,39 @@ pub enum ProbeAnswer {
     },
 }
 
-/// The inspection of one host: hardware, system limits and directories. Unknown values are `None`
-/// or empty.
+/// What `launch check` found about one host: hardware, system limits and directories. Unknown
+/// values are `None` or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostInspection {
     /// The hostname.
     pub hostname: String,
-    /// The architecture of the CPU in Rust's notation: `x86_64`, `aarch64`.
+    /// The CPU architecture in Rust's notation, e.g. `x86_64` or `aarch64`.
     pub arch: String,
     /// The release of the kernel (`uname -r`).
     pub kernel: String,
     /// The version of the launch executable.
     pub version: String,
-    /// The content hash of the launch executable.
+    /// The content hash of the launch executable, which shows whether hosts run the same build.
     pub executable: String,
     /// The number of CPUs that the agent may use.
     pub cpus: u32,
-    /// The memory that the agent may use, bytes.
+    /// The memory that the agent may use, in bytes.
     pub memory: u64,
-    /// The available part of `memory`, bytes.
+    /// The part of `memory` that is available, in bytes.
     pub memory_available: u64,
-    /// The clock of the host at the time of the answer, nanoseconds since 1970.
+    /// The clock of the host at the time of the answer, in nanoseconds since 1970.
     pub unix_time_ns: i64,
-    /// The home directory and the cache directory; for each, the error if it is not writable.
+    /// The home directory and the cache directory. Each has an error if the directory is not
+    /// writable.
     pub writable: Vec<(PathBuf, diagnostic::Result<()>)>,
     /// The directories of [`ProbeRequest::Inspect`], in the order of the request.
     pub dirs: Vec<DirectoryInspection>,
-    /// The GPUs with their driver and libraries.
+    /// The GPUs, with their driver and libraries.
     pub gpus: GpuReport,
-    /// Soft resource limits by name: `nofile`, `nproc`, `memlock` (bytes); `None` if unlimited.
+    /// The soft resource limits `nofile`, `nproc` and `memlock` (in bytes), by name. `None` stands
+    /// for no limit.
     pub limits: BTreeMap<String, Option<u64>>,
-    /// The size and the free space of /dev/shm, bytes.
+    /// The size and the free space of /dev/shm, in bytes.
     pub shm_size_and_free: Option<(u64, u64)>,
     /// The names and addresses of the network interfaces that are up, without the loopback.
     pub interfaces: Vec<(String, std::net::IpAddr)>,
@@ -100,16 +101,16 @@ pub struct HostInspection {
     pub greeting: String,
 }
 
-/// The inspection of a directory that the job writes to.
+/// What `launch check` found about a directory that the job writes to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DirectoryInspection {
-    /// The inspected directory: the requested one or its nearest existing parent.
+    /// The inspected directory: the requested directory, or its nearest existing parent.
     pub path: PathBuf,
     /// The type of the file system, e.g. `ext4`.
     pub filesystem: String,
-    /// Free space, bytes.
+    /// The free space of the file system, in bytes.
     pub free: u64,
-    /// The error if the directory is not writable.
+    /// An error if the directory is not writable.
     pub writable: diagnostic::Result<()>,
 }
 
@@ -118,7 +119,7 @@ pub struct DirectoryInspection {
 pub struct LibraryReport {
     /// The short name of the library in lower case, e.g. `cublaslt`.
     pub name: String,
-    /// Whether training on one GPU requires the library.
+    /// Whether training on a single GPU requires the library.
     pub required: bool,
     /// The version and path of the library, or why the library is not usable.
     pub result: diagnostic::Result<(String, PathBuf)>,
@@ -127,45 +128,47 @@ pub struct LibraryReport {
 /// The GPUs of a host with their driver and libraries, as its agent reports them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuReport {
-    /// The number of device nodes `/dev/nvidiaN`.
+    /// The number of device nodes `/dev/nvidiaN` on the host.
     pub devices: u32,
-    /// Why the management library (NVML) is not usable although device nodes exist.
+    /// The error because of which NVIDIA's management library (NVML) is not usable; `None` if it is
+    /// usable or there are no device nodes.
     pub error: Option<Diagnostic>,
-    /// The version of the NVIDIA driver.
+    /// The version of the NVIDIA driver; `None` if unknown.
     pub driver: Option<String>,
-    /// The GPUs by index.
+    /// The state of each GPU, ordered by index.
     pub gpus: Vec<GpuStatus>,
-    /// Path and version of libnccl.so.2.
+    /// The path and the version of libnccl.so.2; `None` if the library was not found.
     pub nccl: Option<(String, String)>,
-    /// The libraries that training on GPUs uses; empty unless they were requested.
+    /// The libraries that training on GPUs uses; empty if the request did not ask for them.
     pub libraries: Vec<LibraryReport>,
 }
 
 /// The state of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuStatus {
-    /// The model, e.g. `NVIDIA H100 80GB HBM3`.
+    /// The name of the GPU's model, e.g. `NVIDIA H100 80GB HBM3`.
     pub name: String,
-    /// The address on the PCI bus.
+    /// The address of the GPU on the PCI bus.
     pub pci_address: String,
-    /// The memory of the GPU, bytes.
+    /// The memory of the GPU, in bytes.
     pub memory: u64,
-    /// The free memory of the GPU, bytes.
+    /// The free memory of the GPU, in bytes.
     pub memory_free: u64,
     /// The process id and the memory, in bytes, of each process that computes on the GPU.
     pub processes: Vec<(u32, u64)>,
-    /// The number of memory errors since the driver was loaded that ECC could not correct; `None`
+    /// The number of memory errors that ECC could not correct since the driver was loaded; `None`
     /// if the GPU does not count them.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// Whether row remapping is pending until the next reset, and whether it has failed.
+    /// The state of row remapping, which replaces faulty memory: whether a remapping is pending
+    /// until the next reset, and whether a remapping has failed.
     pub remapped_rows: (bool, bool),
-    /// The reasons why the GPU's clocks are throttled, without idleness.
+    /// The reasons why the clocks of the GPU are throttled. Idleness is not listed.
     pub throttle_reasons: Vec<String>,
-    /// Whether the compute mode of the GPU admits at most one process.
+    /// Whether the compute mode of the GPU allows at most one process.
     pub exclusive_compute: bool,
     /// Whether the GPU is partitioned into instances (MIG).
     pub mig_enabled: bool,
-    /// The number of active NVLinks.
+    /// The number of active NVLink connections of the GPU.
     pub nvlinks: u32,
     /// The indices of GPUs whose memory this GPU cannot access directly, each with the reason.
     pub no_peer_access: Vec<(u32, String)>,

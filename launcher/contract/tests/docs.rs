@@ -3,7 +3,7 @@
 use contract::job::{DEPRECATED, KEYS, KeyDefault};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The widest table row and the widest line of prose, in characters.
+/// The largest width of a table row and of a line of prose in docs/job.md, in characters.
 const MAX_ROW: usize = 200;
 const MAX_LINE: usize = 100;
 
@@ -12,7 +12,8 @@ fn read_reference() -> String {
     fs::read_to_string(file).expect("docs/job.md")
 }
 
-/// Splits the document into its sections, by heading of the second level.
+/// Splits the document into its sections. Returns the text of each section by its second-level
+/// heading.
 fn split_sections(text: &str) -> BTreeMap<&str, &str> {
     text.split("\n## ")
         .skip(1)
@@ -21,7 +22,8 @@ fn split_sections(text: &str) -> BTreeMap<&str, &str> {
         .collect()
 }
 
-/// Parses the table rows of a section: key → [accepted values, default, meaning].
+/// Parses the table rows of a section. Returns, for each key: the accepted values, the default and
+/// the meaning.
 fn parse_rows(section: &str) -> BTreeMap<String, Vec<String>> {
     let rows = section.lines().filter(|l| l.starts_with("| `"));
     rows.map(|row| {
@@ -66,7 +68,7 @@ fn the_reference_documents_the_table_of_keys() {
     assert!(rows_by_section.is_empty(), "docs/job.md documents unknown keys: {rows_by_section:?}");
 }
 
-/// A heading of the third level that names a key is in the section of that key.
+/// Checks that each third-level heading that names a key is in the section of this key.
 #[test]
 fn key_paragraphs_name_keys_of_their_section() {
     let text = read_reference();

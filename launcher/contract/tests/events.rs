@@ -1,4 +1,4 @@
-//! Tests of the JSON form of events in both schemas, and of its documentation in docs/events.md.
+//! Tests the JSON form of events in both schemas, and checks that docs/events.md documents it.
 use contract::{
     event::{Event, EventSchema, FailureReport, TimedEvent},
     failure::{FailureReason, GpuFault},
@@ -8,7 +8,7 @@ use diagnostic::{Diagnostic, Location, codes};
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
 
-/// Returns a failure report with all fields.
+/// Returns a failure report in which every field has a value.
 fn example_failure() -> Box<FailureReport> {
     let detail = Diagnostic::error(codes::run::INTERNAL, "a detail");
     let diagnostic = Diagnostic::error(codes::run::PLAN_INVALID, "the job does not fit the hosts")
@@ -30,8 +30,8 @@ fn example_failure() -> Box<FailureReport> {
     })
 }
 
-/// Returns the event that follows this one in the list of examples. A new variant does not compile
-/// before it has an example.
+/// Returns the event that follows `event` in the list of examples; `None` after the last one. The
+/// match is exhaustive, so a new variant of [`Event`] does not compile without an example.
 fn next_event(event: Option<&Event>) -> Option<Event> {
     let path = || "/run".into();
     Some(match event {
@@ -57,9 +57,8 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         Some(Event::Sample { .. }) => Event::Checkpoint { step: 6, path: path(), bytes: 7, seconds: 0.5 },
         Some(Event::Checkpoint { .. }) => Event::Gather { step: 6, path: path(), bytes: 7 },
         Some(Event::Gather { .. }) => Event::Reload { step: 6, values: reload_values() },
-        Some(Event::Reload { .. }) => Event::new_notice(None, "line\nbreak"),
-        Some(Event::Notice { diagnostics, .. }) if diagnostics.is_empty() => {
-            Event::new_diagnostic_notice(Some(1), "text", &example_failure().diagnostics[0])
+        Some(Event::Reload { .. }) => {
+            Event::new_diagnostic_notice(None, "line\nbreak", &example_failure().diagnostics[0])
         }
         Some(Event::Notice { .. }) => {
             Event::Restart { attempt: 1, restarts_left: 2, pause_s: 1.5, failure: example_failure() }
@@ -78,7 +77,7 @@ fn reload_values() -> ReloadValues {
     ReloadValues::from_job(&contract::load_job(source, &[]).expect("a job").0)
 }
 
-/// Lists an example of every event.
+/// Returns an example of every event.
 fn list_events() -> Vec<Event> {
     let mut events: Vec<Event> = Vec::new();
     while let Some(event) = next_event(events.last()) {
@@ -87,8 +86,8 @@ fn list_events() -> Vec<Event> {
     events
 }
 
-/// Returns the reason that follows this one in the list of examples. A new variant does not compile
-/// before it has an example.
+/// Returns the reason that follows `reason` in the list of examples; `None` after the last one. The
+/// match is exhaustive, so a new variant of [`FailureReason`] does not compile without an example.
 fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
     use FailureReason as R;
     let code = codes::run::INTERNAL;
@@ -121,7 +120,7 @@ fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
     })
 }
 
-/// Lists an example of every failure reason.
+/// Returns an example of every failure reason.
 fn list_reasons() -> Vec<FailureReason> {
     let mut reasons: Vec<FailureReason> = Vec::new();
     while let Some(reason) = next_reason(reasons.last()) {
@@ -130,7 +129,7 @@ fn list_reasons() -> Vec<FailureReason> {
     reasons
 }
 
-/// Formats the example of every event, one per line.
+/// Formats the examples of all events as JSON in a schema, one per line.
 fn format_lines(schema: EventSchema) -> String {
     list_events().iter().map(|event| event.to_json(schema).expect("JSON") + "\n").collect()
 }
@@ -203,7 +202,7 @@ fn read_documentation() -> String {
     fs::read_to_string(path).expect("docs/events.md")
 }
 
-/// Returns the text of a section of the page.
+/// Returns the text of the section `title` of a page. Panics if there is no such section.
 fn find_section<'a>(page: &'a str, title: &str) -> &'a str {
     let heading = format!("\n## {title}\n");
     let start = page.find(&heading).unwrap_or_else(|| panic!("docs/events.md has no section `{title}`"));
@@ -211,8 +210,8 @@ fn find_section<'a>(page: &'a str, title: &str) -> &'a str {
     &rest[..rest.find("\n## ").unwrap_or(rest.len())]
 }
 
-/// Reads one column of the tables of a section, from the rows whose first cells are `leading`: the
-/// cell after them, without backticks.
+/// Reads one column of the tables of a section. Considers the rows whose first cells are `leading`,
+/// and returns the cell after these, without backticks.
 fn read_table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
     let cell = |cell: &str| cell.trim().trim_matches('`').to_owned();
     let rows = section.lines().filter(|line| line.starts_with("| `"));
@@ -222,7 +221,7 @@ fn read_table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns the names of the fields of an object, without those in `except`.
+/// Returns the names of the fields of a JSON object, except the names in `except`.
 fn collect_field_names(object: &Map<String, Value>, except: &[&str]) -> BTreeSet<String> {
     object.keys().filter(|name| !except.contains(&name.as_str())).cloned().collect()
 }

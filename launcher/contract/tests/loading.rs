@@ -1,5 +1,5 @@
-//! Tests of loading jobs: defaults, `--set`, locations, files, round trips, and inputs that must
-//! not panic.
+//! Tests of loading jobs: defaults, `--set`, locations, files, round trips, and arbitrary input,
+//! which must not cause a panic.
 use contract::{
     JobSource, JobSpec, SourceMap,
     job::{
@@ -13,12 +13,14 @@ use proptest::prelude::*;
 
 const TRAIN: &str = "train: {data: {files: [a.txt]}}";
 
-/// Loads a job from a text with `--set` arguments. Panics if the job is rejected.
+/// Loads a job from a text with `--set` arguments. Returns the job, the locations of its keys and
+/// the warnings. Panics if the job is rejected.
 fn load_text(text: &str, set: &[&str]) -> (JobSpec, SourceMap, Vec<Diagnostic>) {
     try_load_text(text, set).unwrap_or_else(|p| panic!("{}", render_all(&p, false)))
 }
 
-/// Loads a job from a text with `--set` arguments.
+/// Loads a job from a text with `--set` arguments. Returns the job, the locations of its keys and
+/// the warnings, or the errors.
 fn try_load_text(text: &str, set: &[&str]) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     let set: Vec<String> = set.iter().map(|s| (*s).to_owned()).collect();
     load_job(JobSource::Text { name: "dir/tiny.yaml".to_owned(), text: text.to_owned() }, &set)
@@ -242,7 +244,8 @@ fn deprecated_names_are_accepted_with_a_warning() {
     assert_eq!(errors[0].help(), ["`train.numerics` is the deprecated name of `train.deterministic`"]);
 }
 
-/// Returns the codes of the errors of a job that is rejected.
+/// Loads a job that must be rejected, and returns the codes of its errors. Panics if the job is
+/// accepted.
 fn load_error_codes(text: &str, set: &[&str]) -> Vec<Code> {
     try_load_text(text, set).expect_err("rejected").iter().map(Diagnostic::code).collect()
 }
@@ -288,7 +291,8 @@ fn settings_without_effect_on_the_result_are_warnings() {
     );
 }
 
-/// Checkpoint manifests contain the job as JSON, whose names do not change.
+/// Checks that the job in checkpoint manifests keeps the names of the first checkpoints, and that
+/// [`JobSpec::to_key_json`] shows the present names.
 #[test]
 fn the_stored_names_of_renamed_keys_stay() {
     let set = [

@@ -1,4 +1,4 @@
-//! Tests that a printed job loads to an equal job, and that every key is printed.
+//! Tests that loading a printed job gives an equal job, and that every key is printed.
 use contract::{
     JobSource, JobSpec, SourceMap,
     job::{KEYS, KeyDefault},
@@ -7,7 +7,8 @@ use contract::{
 use diagnostic::render_all;
 use proptest::prelude::*;
 
-/// Loads a job from a text with `--set` arguments. Panics if the job is rejected.
+/// Loads a job from a text with `--set` arguments. Returns the job and the locations of its keys.
+/// Panics if the job is rejected.
 fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
     match load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.to_owned() }, set) {
         Ok((job, map, _)) => (job, map),
@@ -15,7 +16,7 @@ fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
     }
 }
 
-/// Jobs that together have every key.
+/// Jobs to print. Together they contain every key of job.yaml.
 const JOBS: &[&str] = &[
     "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
@@ -81,7 +82,8 @@ fn every_key_is_printed() {
     }
 }
 
-/// GPT-2 has a tied head, and an MLP of four times the hidden size.
+/// Checks that the defaults of `intermediate_size` and `tie_word_embeddings` depend on the model
+/// family.
 #[test]
 fn defaults_follow_the_family() {
     let model = |family: &str| {

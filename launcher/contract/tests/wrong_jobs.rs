@@ -1,13 +1,14 @@
-//! Compares the errors of wrong jobs with stored texts: the job is `wrong/NAME.yaml`, the text
-//! `wrong/NAME.txt`.
+//! Compares the errors of wrong jobs with stored texts. The job is `wrong/NAME.yaml`, and the
+//! expected text `wrong/NAME.txt`.
 //!
-//! `UPDATE_EXPECTED=1 cargo test -p contract --test wrong_jobs` rewrites the texts. A line
-//! `#! path=value` of a job is a `--set` argument.
+//! `UPDATE_EXPECTED=1 cargo test -p contract --test wrong_jobs` rewrites the expected texts. A line
+//! `#! path=value` in a job is a `--set` argument.
 use contract::{JobSource, load_job};
 use diagnostic::{Diagnostic, render_all};
 use std::{fs, path::Path};
 
-/// Renders the errors of a job in the form of the terminal, each preceded by its code and subject.
+/// Loads the job `file`, and renders its errors as the terminal shows them, each preceded by its
+/// code and subject. Returns `accepted` if the job has no errors.
 fn render_errors(file: &Path) -> String {
     let text = fs::read_to_string(file).expect("case is readable");
     let overrides: Vec<String> =

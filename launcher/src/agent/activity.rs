@@ -3,23 +3,26 @@
 use super::descendants::{ProcessStat, list_processes};
 use std::collections::HashMap;
 
-/// The CPU time of one worker's process tree, and whether the worker is stopped.
+/// The measured activity of one worker: the CPU time of the worker's process tree, and whether the
+/// worker is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WorkerActivity {
-    /// CPU time in clock ticks: that of the running processes of the tree and of the children that
-    /// they waited for.
+    /// The CPU time of all running processes of the tree in clock ticks, including the CPU time of
+    /// ended children that these processes waited for.
     pub(super) ticks: u64,
-    /// Whether the first process is stopped by a signal.
+    /// Whether a signal has stopped the first process of the worker.
     pub(super) stopped: bool,
 }
 
-/// Measures the activity of several workers now. `leaders` are the pids of their first processes;
-/// the results have the same order.
+/// Measures the current activity of several workers from `/proc`.
+///
+/// `leaders` are the pids of the workers' first processes. The results have the order of `leaders`.
 pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
     sum_activity(&list_processes(), leaders)
 }
 
-/// Returns the pids of a worker's process tree, beginning with the worker's first process.
+/// Returns the pids of a worker's first process `leader` and all descendants, beginning with
+/// `leader`.
 pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     let processes = list_processes();
     let children = index_children(&processes);
@@ -28,7 +31,8 @@ pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     pids
 }
 
-/// Sums the CPU time of each leader's process tree. `processes` is a list of all processes.
+/// Sums the CPU time of the process tree below each of `leaders`, and determines whether the leader
+/// is stopped. `processes` is a list of all processes of the host.
 fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {
@@ -42,7 +46,7 @@ fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivit
     leaders.iter().map(measure).collect()
 }
 
-/// Maps each parent's pid to the indices of its children in `processes`.
+/// Maps the pid of each parent process to the indices of the parent's children in `processes`.
 fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     let mut children: HashMap<i32, Vec<usize>> = HashMap::new();
     for (index, process) in processes.iter().enumerate() {
@@ -51,7 +55,7 @@ fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     children
 }
 
-/// Calls `visit` for the leader and its descendants.
+/// Calls `visit` for the process with pid `leader` and for each of its descendants in `processes`.
 fn visit_process_tree(
     children: &HashMap<i32, Vec<usize>>,
     processes: &[ProcessStat],

@@ -16,15 +16,17 @@ use std::{
 };
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// The delay between the starts of two connection attempts (RFC 8305).
+/// The delay between the starts of connection attempts to two addresses of the controller
+/// (RFC 8305).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the invitation from standard input and connects to the controller that it names.
+/// Reads the invitation from standard input and connects to the controller that the invitation
+/// names.
 ///
 /// Returns two descriptors of the control connection, for reading and for writing. Blocks until the
-/// controller has proved itself at one address or all addresses have failed.
+/// controller has proved at one address that it has the job's key, or all addresses have failed.
 pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, OwnedFd)> {
     let invitation = Invitation::read(&mut File::from(stdin))?;
     let name = read_host_name();
@@ -38,7 +40,8 @@ pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, Owned
     Ok((stream.try_clone().map_err(cannot_start)?.into(), stream.into()))
 }
 
-/// Returns the name by which the controller knows this host: that of Slurm, or else the host name.
+/// Returns the name by which the controller knows this host: the node name of Slurm, or the host
+/// name outside of Slurm.
 fn read_host_name() -> String {
     let slurm = std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty());
     slurm.unwrap_or_else(|| {
@@ -46,9 +49,11 @@ fn read_host_name() -> String {
     })
 }
 
-/// Connects to all addresses of the controller, each [`ATTEMPT_DELAY`] later than the one before.
+/// Connects to all addresses of the controller, with a delay of [`ATTEMPT_DELAY`] from one address
+/// to the next.
+///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
-/// the others.
+/// the other connections. Fails if no address succeeds. `name` is the name of this host.
 async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagnostic::Result<TcpStream> {
     let mut attempts = JoinSet::new();
     for (i, address) in invitation.addresses.iter().copied().enumerate() {
@@ -94,13 +99,13 @@ async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagno
     .with_help("check that no firewall blocks TCP connections between the nodes"))
 }
 
-/// Removes the file of this process's executable, which was copied for this agent only. Errors are
-/// ignored.
+/// Removes the executable file of this process, which was copied for this agent only. Ignores
+/// errors.
 ///
-/// Workers are started from `/proc/self/exe`, so they do not need the file.
+/// Workers do not need the file, because they are started from `/proc/self/exe`.
 pub(super) fn remove_own_executable() {
     if let Ok(file) = fs::read_link("/proc/self/exe") {
-        // A file that stays does no harm.
+        // If the removal fails, the remaining file does no harm.
         _ = fs::remove_file(file);
     }
 }

@@ -20,26 +20,28 @@ use std::{
     time::Duration,
 };
 
-/// The interval of heartbeats to the controller.
+/// The interval at which the agent sends heartbeats to the controller.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a built-in worker may send nothing before it counts as failed. The time is long because
-/// a worker in a debugger or on a machine that swaps is silent, too.
+/// How long a built-in worker may send no message before the worker counts as failed. The time is
+/// long because a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// How long the controller may be silent after a heartbeat before the agent ends its workers.
+/// How long the controller may be silent after its first heartbeat before the agent kills its
+/// workers.
 ///
-/// A controller on the agent's machine sends no heartbeats, because the end of its stream is
-/// enough.
+/// A controller on the agent's machine sends no heartbeats, because the agent notices the end of
+/// such a controller by the end of the control connection.
 pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
 /// How long writing the stacks of hanging workers may take before the workers are killed anyway.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
-/// The interval at which the activity of workers is measured.
+/// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a worker's last output and final report are awaited after its process has ended.
+/// How long the agent waits for the last output and the final report of a worker whose process has
+/// ended.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long the report of a worker that died of SIGKILL is delayed in a Slurm step.
+/// How long an agent in a Slurm step delays the report that a worker died of SIGKILL.
 ///
 /// Slurm ends a step by killing workers and agent in any order. If the agent dies within the delay,
-/// the controller reports the end of the step, and not that of a worker.
+/// the controller reports the end of the step instead of the end of a worker.
 pub(crate) const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
 /// An event that the driver reports to the agent's state machine.
@@ -47,7 +49,7 @@ pub(crate) const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 pub(crate) enum AgentInput {
     /// A message of the controller.
     Controller(ToAgent),
-    /// The control connection to the controller ended or failed.
+    /// The connection to the controller ended or failed.
     ControllerLost,
     /// A worker's process was started; an answer to [`AgentAction::Spawn`].
     Spawned { rank: Rank, pid: u32 },
@@ -55,9 +57,11 @@ pub(crate) enum AgentInput {
     SpawnFailed { rank: Rank, diagnostic: Diagnostic },
     /// A message of a built-in worker.
     Worker { rank: Rank, message: FromWorker },
-    /// A built-in worker's final report; `gpu` is the error that the GPU driver reported for it.
+    /// The final report of a built-in worker. `gpu` is the error that the GPU driver reported for
+    /// the worker, if any.
     WorkerFatal { rank: Rank, exit: WorkerExit, diagnostic: Diagnostic, gpu: Option<GpuFault> },
-    /// A worker's control connection ended; `error` is set if it failed.
+    /// The control connection of a built-in worker ended. `error` is the reason if the connection
+    /// failed.
     WorkerConnectionEnded { rank: Rank, error: Option<Diagnostic> },
     /// A worker's process ended and was reaped, and its process group was killed.
     WorkerExited {
@@ -65,32 +69,35 @@ pub(crate) enum AgentInput {
         status: ExitStatus,
         /// Whether the kernel killed the worker because memory ran out.
         oom: bool,
-        /// The error that the GPU driver reported for the worker.
+        /// The error that the GPU driver reported for the worker, if any.
         gpu: Option<GpuFault>,
     },
     /// An answer to [`AgentAction::MeasureActivity`]: the CPU time of a worker's processes so far
     /// in clock ticks, and whether the first process is stopped by a signal.
     Activity { rank: Rank, ticks: u64, stopped: bool },
-    /// A line of output contains `run.progress_pattern`.
+    /// A line of a worker's output contains `run.progress_pattern`.
     ProgressMarker { rank: Rank },
-    /// The port of the rendezvous, or the error of binding it; the answer to [`AgentAction::Bind`].
+    /// The port on which the rendezvous of an attempt listens, or the error of opening the port.
+    /// The answer to [`AgentAction::Bind`].
     Bound { attempt: u32, port: diagnostic::Result<u16> },
-    /// The stacks are in the logs; the answer to [`AgentAction::WriteStacks`].
+    /// The stacks of the workers were written to the logs. The answer to
+    /// [`AgentAction::WriteStacks`].
     StacksWritten,
-    /// The output that a worker left in its pipes is in its log; the answer to
-    /// [`AgentAction::DrainOutput`].
+    /// The output that an ended worker left in its pipes was written to the worker's log. The
+    /// answer to [`AgentAction::DrainOutput`].
     Drained {
         rank: Rank,
-        /// The last lines of the log.
+        /// The last lines of the worker's output.
         tail: Vec<String>,
-        /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`.
+        /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`, if any.
         error: Option<String>,
     },
-    /// The answer to [`AgentAction::Sweep`]: the pids that could not be killed.
+    /// The sweep has ended. `left` are the pids of processes that did not end after SIGKILL. The
+    /// answer to [`AgentAction::Sweep`].
     Swept { left: Vec<i32> },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
-    /// Time has passed without another event.
+    /// Time has passed. The state machine checks its deadlines.
     Tick,
 }
 
@@ -99,70 +106,74 @@ pub(crate) enum AgentInput {
 pub(crate) enum AgentAction {
     /// Send a message to the controller.
     Send(FromAgent),
-    /// Set up the resources that the workers of this plan share.
+    /// Lock the host and set up the resources that the workers of this plan share.
     PrepareWorkers(Rc<HostPlan>),
-    /// Start the worker at this index of the plan; answered by [`AgentInput::Spawned`] or
+    /// Start the worker at this index of the plan. The answer is [`AgentInput::Spawned`] or
     /// [`AgentInput::SpawnFailed`].
     Spawn(usize),
     /// Send a message to a built-in worker.
     SendToWorker(Rank, ToWorker),
-    /// Forward the output lines of only these ranks to the controller from now on.
+    /// From now on, forward the output lines of these ranks, and of no others, to the controller.
     ShowOutput(Vec<Rank>),
     /// Send a signal to a worker's process group.
     Signal(Rank, GroupSignal),
-    /// Request a save by sending this signal to a program that has a handler for it.
+    /// Request a save from a program by sending this signal number. Warn instead if the program has
+    /// no handler for the signal.
     RequestSave(Rank, i32),
-    /// Bind the rendezvous; answered by [`AgentInput::Bound`].
+    /// Open the port of a rendezvous. The answer is [`AgentInput::Bound`].
     Bind(RendezvousRequest),
-    /// Measure the CPU time of all workers; answered by one [`AgentInput::Activity`] for each.
+    /// Measure the CPU time of all workers. The answer is one [`AgentInput::Activity`] per worker.
     MeasureActivity,
-    /// Write the stacks of these workers to their logs; answered by [`AgentInput::StacksWritten`].
+    /// Write the stacks of these workers to the workers' logs. The answer is
+    /// [`AgentInput::StacksWritten`].
     WriteStacks(Vec<Rank>),
-    /// Read the output that an ended worker left in its pipes; answered by [`AgentInput::Drained`].
+    /// Read the output that an ended worker left in its pipes. The answer is
+    /// [`AgentInput::Drained`].
     DrainOutput(Rank),
-    /// Kill every descendant of the agent; answered by [`AgentInput::Swept`].
+    /// Kill every descendant process of the agent. The answer is [`AgentInput::Swept`].
     Sweep,
-    /// Exit with this code.
+    /// End the agent with this exit code.
     Exit(u8),
 }
 
 /// A signal that ends the process group of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GroupSignal {
-    /// SIGTERM, and SIGCONT for stopped processes.
+    /// SIGTERM, followed by SIGCONT so that stopped processes handle SIGTERM.
     Terminate,
-    /// SIGKILL.
+    /// SIGKILL, which ends all processes of the group at once.
     Kill,
 }
 
 /// The phase of an agent's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AgentState {
-    /// Waits for the controller's hello.
+    /// The agent waits for the controller's hello, which is the first message.
     AwaitingHello,
-    /// Has no workers: before the first start, or after all have ended.
+    /// The agent has no workers, either before the first start or after all workers have ended.
     Idle,
     /// Workers run or are being started.
     Running,
-    /// All workers have ended; processes that they left are being killed.
+    /// All workers have ended, and the agent kills the processes that the workers left.
     Sweeping,
-    /// The agent exits.
+    /// The agent has requested its exit.
     Exiting,
 }
 
-/// The state of a worker of the attempt, as the agent knows it.
+/// The state of a worker of the current attempt, in the agent's state machine.
 #[derive(Debug)]
 struct WorkerState {
-    /// Whether the worker runs the built-in runtime.
+    /// Whether the worker runs the built-in runtime instead of a program.
     builtin: bool,
-    /// The worker's pid; `None` if it was never started.
+    /// The worker's pid; `None` if the process was never started.
     pid: Option<u32>,
-    /// The first message to a built-in worker, until its hello arrives.
+    /// The first message to a built-in worker. `None` after the message was sent, which happens
+    /// when the worker's hello arrives, and for a program.
     init: Option<Box<WorkerInit>>,
-    /// Messages that are held back until `init` was sent.
+    /// Messages to a built-in worker that are held back until `init` was sent.
     after_init: Vec<ToWorker>,
     last_message_at: Duration,
-    /// Whether the silence of the worker was reported.
+    /// Whether the agent has reported that the worker sent no message for [`WORKER_LEASE`].
     silence_reported: bool,
     connection_open: bool,
     status: Option<ExitStatus>,
@@ -175,50 +186,52 @@ struct WorkerState {
 }
 
 impl WorkerState {
-    /// Returns whether the process was started and has not been reaped.
+    /// Returns whether the worker's process was started and has not been reaped.
     fn is_alive(&self) -> bool {
         self.pid.is_some() && self.status.is_none()
     }
 }
 
-/// The state machine of an agent.
+/// The state machine of an agent, which decides how to start, supervise and end workers.
 pub(crate) struct AgentCore {
     pid: u32,
     inventory: HostInventory,
     state: AgentState,
     plan: Option<Rc<HostPlan>>,
     workers: BTreeMap<Rank, WorkerState>,
-    /// Workers whose end is not reported yet, in the order of their ends.
+    /// The ended workers whose end was not reported to the controller yet, in the order of their
+    /// ends.
     unreported: VecDeque<Rank>,
-    /// Index of the next worker to start.
+    /// The index in the plan of the next worker to start.
     next: usize,
     spawning: bool,
-    /// The current or the last attempt.
+    /// The number of the current attempt or, without workers, of the last attempt.
     attempt: u32,
-    /// The reason and the grace period (in ms) of the kill that follows when the stacks are
-    /// written.
+    /// The reason and the grace period in milliseconds of a kill request that is executed after the
+    /// stacks were written; `None` without such a request.
     kill_after_stacks: Option<(String, u64)>,
-    /// When the wait for the stacks ends.
+    /// The time at which the agent stops waiting for the stacks.
     stacks_deadline: Duration,
-    /// When the activity of workers is measured next.
+    /// The time of the next measurement of the workers' activity.
     activity_at: Duration,
-    /// `run.hang_timeout`.
+    /// The time without progress after which a worker counts as stalled (`run.hang_timeout`).
     hang_timeout: Option<Duration>,
-    /// When the workers are killed.
+    /// The time at which the workers are killed; `None` if no kill is scheduled.
     kill_at: Option<Duration>,
-    /// When the last message of a controller that sends heartbeats arrived.
+    /// The time at which the last message of the controller arrived; `None` if the controller has
+    /// sent no heartbeat.
     controller_heard_at: Option<Duration>,
     controller_lost: bool,
-    /// When the next heartbeat is sent.
+    /// The time at which the next heartbeat is sent to the controller.
     heartbeat_at: Duration,
-    /// Whether the agent runs in a Slurm step.
+    /// Whether the agent runs in a Slurm step; see [`STEP_KILL_DELAY`].
     in_slurm_step: bool,
     out: Vec<AgentAction>,
 }
 
 impl AgentCore {
     /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
-    /// agent's process, and `inventory` describes its host.
+    /// pid of the agent, and `inventory` describes the agent's host.
     pub(crate) fn new(pid: u32, inventory: HostInventory) -> Self {
         AgentCore {
             pid,
@@ -243,13 +256,14 @@ impl AgentCore {
         }
     }
 
-    /// Sets whether the agent runs in a Slurm step; see [`STEP_KILL_DELAY`].
+    /// Returns the state machine with a changed setting whether the agent runs in a Slurm step; see
+    /// [`STEP_KILL_DELAY`].
     pub(crate) fn with_slurm_step(self, in_slurm_step: bool) -> Self {
         AgentCore { in_slurm_step, ..self }
     }
 
-    /// Returns the latest time for the next [`AgentInput::Tick`], on the clock of
-    /// [`AgentCore::handle_input`].
+    /// Returns the time at which the driver must pass an [`AgentInput::Tick`] at the latest, on the
+    /// clock of [`AgentCore::handle_input`].
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -262,8 +276,8 @@ impl AgentCore {
             .fold(self.heartbeat_at, Duration::min)
     }
 
-    /// Handles an event and returns the actions that follow. `now` is the time since any fixed
-    /// start and never decreases.
+    /// Handles an event and returns the actions that the driver must execute. `now` is the time
+    /// since any fixed start and must never decrease.
     pub(crate) fn handle_input(&mut self, now: Duration, input: AgentInput) -> Vec<AgentAction> {
         match input {
             AgentInput::Controller(message) => self.on_controller_message(now, message),
@@ -320,7 +334,7 @@ impl AgentCore {
         self.request_exit(1);
     }
 
-    /// Requests the exit of the agent.
+    /// Requests that the driver end the agent with this exit code.
     fn request_exit(&mut self, code: u8) {
         self.state = AgentState::Exiting;
         self.out.push(AgentAction::Exit(code));
@@ -355,7 +369,7 @@ impl AgentCore {
         let is_current = |attempt: u32| attempt == self.attempt;
         match message {
             ToAgent::Hello { .. } => self.fail_and_exit(protocol_error("the controller sent a second hello")),
-            // The driver answers probes; they do not change the state.
+            // The driver answers probes, which do not change the state.
             ToAgent::Probe(_) => {}
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
             ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
@@ -368,13 +382,13 @@ impl AgentCore {
                 self.kill_workers(now, reason, grace_ms, stacks);
             }
             ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
-            // Of an attempt that has ended.
+            // The message is for an attempt that has ended.
             ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
             ToAgent::Peers(peers) => self.forward_peers(&peers),
         }
     }
 
-    /// Sends the addresses of the peers to the built-in workers of the attempt.
+    /// Sends the addresses of all ranks to the built-in workers of the current attempt.
     fn forward_peers(&mut self, peers: &WorkerPeers) {
         if self.plan.as_ref().is_none_or(|plan| plan.attempt != peers.attempt) {
             return; // of an attempt that has ended
@@ -386,8 +400,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests a save from all workers, by message from built-in ones and by `signal` from
-    /// programs.
+    /// Requests a save from all workers: from built-in workers by message, and from programs by the
+    /// signal `signal`.
     fn request_saves(&mut self, signal: i32) {
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
@@ -398,8 +412,11 @@ impl AgentCore {
         }
     }
 
-    /// Forwards the values of a changed job file to rank 0, which decides from which step on the
-    /// values apply. Updates which ranks' output is forwarded.
+    /// Applies the values of a changed job file. Updates which ranks' output is forwarded to the
+    /// controller.
+    ///
+    /// Also sends the values to rank 0, if rank 0 is a built-in worker on this host. Rank 0 decides
+    /// from which step on the values apply.
     fn forward_reload(&mut self, values: ReloadValues) {
         self.out.push(AgentAction::ShowOutput(values.log_ranks.clone()));
         if self.workers.get(&0).is_some_and(|w| w.builtin && w.is_alive()) {
@@ -407,7 +424,8 @@ impl AgentCore {
         }
     }
 
-    /// Starts the workers of a new attempt. Rejects an inconsistent plan.
+    /// Begins a new attempt and starts the first worker of the plan. Fails the agent if the plan is
+    /// inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -433,7 +451,8 @@ impl AgentCore {
         self.spawn_next();
     }
 
-    /// Starts the next worker of the plan, unless the workers are about to be killed.
+    /// Requests the start of the next worker of the plan. Does nothing if a kill of the workers is
+    /// scheduled.
     fn spawn_next(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         self.spawning = self.next < count && self.kill_at.is_none();
@@ -443,7 +462,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests all workers to stop, and kills those that run longer than `deadline_ms` from now.
+    /// Requests that all workers stop. Workers that still run `deadline_ms` milliseconds after
+    /// `now` are killed.
     fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
@@ -457,7 +477,8 @@ impl AgentCore {
         }
     }
 
-    /// Ends all workers within the grace period. With `stacks`, their stacks are written first.
+    /// Ends all workers within the grace period of `grace_ms` milliseconds. With `stacks`, first
+    /// writes the stacks of the workers to their logs.
     fn kill_workers(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
         let living = self.running_ranks();
         if stacks && self.kill_after_stacks.is_none() && !living.is_empty() {
@@ -477,9 +498,11 @@ impl AgentCore {
         }
     }
 
-    /// Ends all workers now, and kills those that are left after the grace period. Built-in workers
-    /// that are initialized get an abort message, and all others get SIGTERM. Without a grace
-    /// period, all workers are killed immediately.
+    /// Ends all workers now, and schedules a kill of the workers that still run after `grace_ms`
+    /// milliseconds.
+    ///
+    /// Initialized built-in workers get an abort message, and all others get SIGTERM. With a grace
+    /// period of 0, all workers are killed immediately instead.
     fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
         self.schedule_kill(now + Duration::from_millis(grace_ms));
         if grace_ms == 0 {
@@ -487,8 +510,8 @@ impl AgentCore {
         }
         for rank in self.running_ranks() {
             let worker = &self.workers[&rank];
-            // A built-in worker that is initialized exits by itself when its collectives are
-            // aborted.
+            // An initialized built-in worker exits by itself after an abort message aborts its
+            // collectives.
             if worker.builtin && worker.init.is_none() {
                 self.send_to_worker(rank, ToWorker::Abort { reason: reason.to_owned() });
             } else {
@@ -497,7 +520,8 @@ impl AgentCore {
         }
     }
 
-    /// Sets the time at which workers are killed, unless an earlier one is set.
+    /// Schedules a kill of the workers at the time `at`. Keeps an earlier time that is already
+    /// scheduled.
     fn schedule_kill(&mut self, at: Duration) {
         if self.state == AgentState::Running {
             self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));
@@ -531,7 +555,8 @@ impl AgentCore {
             self.on_controller_lost();
         }
         if self.state == AgentState::Running && self.kill_at.is_some_and(|at| now >= at) {
-            // Repeated, so that a worker that was being started meanwhile is killed, too.
+            // The kill is repeated, so that a worker that was being started meanwhile is killed,
+            // too.
             let kills: Vec<_> =
                 self.running_ranks().into_iter().map(|r| AgentAction::Signal(r, GroupSignal::Kill)).collect();
             self.out.extend(kills);
@@ -548,7 +573,8 @@ impl AgentCore {
         }
     }
 
-    /// Reports each built-in worker whose lease has run out, once.
+    /// Reports each built-in worker that has sent no message for [`WORKER_LEASE`] as failed to the
+    /// controller, once per worker.
     fn report_silent_workers(&mut self, now: Duration) {
         let mut silent = Vec::new();
         for (rank, worker) in &mut self.workers {
@@ -575,7 +601,8 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a measurement of a worker's CPU time, and reports a worker that makes no progress.
+    /// Handles a measurement of a worker's CPU time. Reports a stall to the controller if the
+    /// worker has made no progress for `run.hang_timeout`.
     fn on_activity(&mut self, now: Duration, rank: Rank, ticks: u64, stopped: bool) {
         let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
         let has_pattern = plan.job.run.progress_pattern.is_some();
@@ -593,7 +620,8 @@ impl AgentCore {
         }
     }
 
-    /// Records progress of a worker. Reports the recovery if a stall of the worker was reported.
+    /// Records that a worker made progress at `now`. If a stall of the worker was reported, reports
+    /// the recovery to the controller.
     fn on_progress(&mut self, now: Duration, rank: Rank) {
         if self.workers.get_mut(&rank).is_some_and(|w| w.progress.record_progress(now)) {
             self.send_to_controller(FromAgent::Recovered { attempt: self.attempt, rank });
@@ -606,7 +634,8 @@ fn protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }
 
-/// Returns whether the loss of a message would change what the job does or reports.
+/// Returns whether a message to the controller must not be dropped, because its loss would change
+/// the course or the result of the job.
 pub(crate) fn is_critical(message: &FromAgent) -> bool {
     match message {
         FromAgent::Line { .. }

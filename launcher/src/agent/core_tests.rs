@@ -2,7 +2,8 @@ use super::*;
 use contract::{control::WorkerPlan, event::WorkerPhase};
 use proptest::prelude::*;
 
-/// Returns a plan with one worker for each element. `true` is a built-in worker, `false` a program.
+/// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a
+/// built-in worker, `false` for a program.
 fn make_plan(builtin: &[bool]) -> HostPlan {
     let world = builtin.len() as u32;
     let workers = builtin.iter().enumerate().map(|(rank, builtin)| WorkerPlan {
@@ -32,7 +33,7 @@ const fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// A state machine with a fake driver, in which every spawn succeeds at once.
+/// An agent's state machine with a fake driver, in which every spawn succeeds at once.
 struct TestAgent {
     core: AgentCore,
     now: Duration,
@@ -40,7 +41,7 @@ struct TestAgent {
 }
 
 impl TestAgent {
-    /// Starts an agent and the workers of a plan.
+    /// Creates an agent, and starts the workers of a plan from [`make_plan`].
     fn start(builtin: &[bool]) -> TestAgent {
         let mut agent =
             TestAgent { core: AgentCore::new(7, HostInventory::default()), now: ms(0), next_pid: 100 };
@@ -49,8 +50,8 @@ impl TestAgent {
         agent
     }
 
-    /// Handles an input and the answers to the spawns and drains that follow from it. Returns all
-    /// requested actions.
+    /// Passes an input to the state machine, and answers the spawns and drains that the state
+    /// machine requests. Returns all requested actions.
     fn feed_input(&mut self, input: AgentInput) -> Vec<AgentAction> {
         let mut actions = Vec::new();
         let mut inputs = VecDeque::from([input]);
@@ -75,18 +76,20 @@ impl TestAgent {
         actions
     }
 
-    /// Delivers a message of the controller and returns the requested actions.
+    /// Passes a message of the controller to the state machine and returns the requested actions.
     fn receive_message(&mut self, message: ToAgent) -> Vec<AgentAction> {
         self.feed_input(AgentInput::Controller(message))
     }
 
-    /// Advances the clock to `now` and returns the requested actions.
+    /// Advances the clock to `now`, passes a tick to the state machine, and returns the requested
+    /// actions.
     fn advance_to(&mut self, now: Duration) -> Vec<AgentAction> {
         self.now = now;
         self.feed_input(AgentInput::Tick)
     }
 
-    /// Ends a worker's process and control connection, and returns the requested actions.
+    /// Reports the end of a worker's process and control connection to the state machine. Returns
+    /// the requested actions.
     fn end_worker(&mut self, rank: Rank, status: ExitStatus) -> Vec<AgentAction> {
         let mut actions = self.feed_input(AgentInput::WorkerConnectionEnded { rank, error: None });
         actions.extend(self.feed_input(AgentInput::WorkerExited { rank, status, oom: false, gpu: None }));
@@ -94,7 +97,7 @@ impl TestAgent {
     }
 }
 
-/// Returns the messages to the controller, without heartbeats.
+/// Returns the messages to the controller among the requested actions, without heartbeats.
 fn select_controller_messages<'a>(commands: &'a [AgentAction]) -> Vec<&'a FromAgent> {
     let send = |c: &'a AgentAction| match c {
         AgentAction::Send(message) if *message != FromAgent::Heartbeat => Some(message),
@@ -103,7 +106,7 @@ fn select_controller_messages<'a>(commands: &'a [AgentAction]) -> Vec<&'a FromAg
     commands.iter().filter_map(send).collect()
 }
 
-/// Returns the messages to workers with their ranks.
+/// Returns the messages to workers among the requested actions, each with the rank of the worker.
 fn select_worker_messages(commands: &[AgentAction]) -> Vec<(Rank, &ToWorker)> {
     commands
         .iter()
@@ -111,7 +114,7 @@ fn select_worker_messages(commands: &[AgentAction]) -> Vec<(Rank, &ToWorker)> {
         .collect()
 }
 
-/// Returns the signals to workers with their ranks.
+/// Returns the signals to workers among the requested actions, each with the rank of the worker.
 fn select_signals(commands: &[AgentAction]) -> Vec<(Rank, GroupSignal)> {
     commands
         .iter()
@@ -123,7 +126,7 @@ fn has_sweep(commands: &[AgentAction]) -> bool {
     commands.iter().any(|c| matches!(c, AgentAction::Sweep))
 }
 
-/// Returns the exit code if the agent exits.
+/// Returns the exit code if the exit of the agent is among the requested actions.
 fn find_exit_code(commands: &[AgentAction]) -> Option<u8> {
     commands.iter().find_map(|c| if let AgentAction::Exit(code) = c { Some(*code) } else { None })
 }
@@ -282,7 +285,7 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
     agent.end_worker(2, ExitStatus::Signal(15, false));
     assert!(select_signals(&agent.advance_to(ms(209))).is_empty());
     assert_eq!(select_signals(&agent.advance_to(ms(210))), [(0, GroupSignal::Kill), (1, GroupSignal::Kill)]);
-    // A second order with a shorter grace period takes effect at once.
+    // A second kill request with a shorter grace period takes effect immediately.
     let mut agent = TestAgent::start(&[false]);
     agent.receive_message(ToAgent::Kill {
         attempt: 0,
@@ -306,7 +309,7 @@ fn exits_are_reported_in_order_after_the_final_reports() {
         rank: 0,
         message: FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 },
     });
-    // Rank 0 ends first, but its connection has not been read to the end yet.
+    // Rank 0 ends first, but the rank's control connection has not been read to the end yet.
     assert!(
         select_controller_messages(&agent.feed_input(AgentInput::WorkerExited {
             rank: 0,
@@ -349,7 +352,8 @@ fn the_wait_for_a_final_report_is_limited() {
     assert!(has_sweep(&commands));
 }
 
-/// Slurm kills the agent of a step a moment after a worker, so the report of the worker is delayed.
+/// Checks that the report of a SIGKILL is delayed in a Slurm step, where Slurm may kill the agent a
+/// moment after the worker.
 #[test]
 fn in_a_slurm_step_the_report_of_a_sigkill_is_delayed() {
     for (in_slurm_step, status, oom, delay) in [
@@ -456,7 +460,7 @@ fn a_restart_resets_the_state_of_the_agent() {
     assert!(select_signals(&agent.advance_to(ms(60_000))).is_empty());
 }
 
-/// An event of the property test.
+/// A randomly chosen event of the test that all orders of events end cleanly.
 #[derive(Clone, Debug)]
 enum RandomEvent {
     Tick(u16),
@@ -487,8 +491,8 @@ fn random_event_strategy() -> impl Strategy<Value = RandomEvent> {
 }
 
 proptest! {
-    /// In every order of events each process has one exit report, and one sweep follows the last
-    /// exit.
+    /// Checks that in every order of events the end of each process is reported once, and that one
+    /// sweep follows the last exit.
     #[test]
     fn every_order_of_events_ends_cleanly(builtin in proptest::collection::vec(any::<bool>(), 1..4), events in proptest::collection::vec(random_event_strategy(), 0..40)) {
         let mut agent = TestAgent::start(&builtin);
@@ -572,7 +576,7 @@ fn a_changed_job_file_reaches_the_console_and_rank_0() {
         commands.iter().filter(|c| matches!(c, AgentAction::ShowOutput(_))).count()
     };
     let mut agent = TestAgent::start(&[true, true]);
-    // Not initialized yet: the values follow the initialization.
+    // The worker is not initialized yet, so the values follow the initialization.
     let commands = agent.receive_message(ToAgent::Reload { attempt: 0, values: values.clone() });
     assert_eq!((shows(&commands), select_worker_messages(&commands).len()), (1, 0));
     let pid = agent.core.workers[&0].pid.unwrap_or(0);

@@ -1,26 +1,28 @@
-//! Finds and kills the processes that a job left behind. This process is their subreaper, so they
-//! are its descendants, whatever session or group they moved to.
+//! Finds and kills the processes that a job left behind.
+//!
+//! The calling process must be the subreaper of the job's processes. These processes are then its
+//! descendants in whatever session or process group they are.
 use nix::{errno::Errno, sys::signal::Signal, unistd::Pid};
 use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
-/// The state of a process from `/proc/PID/stat`.
+/// The state of a process that was read from `/proc/PID/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProcessStat {
     pub(super) pid: i32,
     pub(super) parent: i32,
-    /// The start time in clock ticks since boot. With the pid it identifies a process uniquely.
+    /// The start time in clock ticks since boot. Start time and pid identify a process uniquely.
     pub(super) start_time: u64,
-    /// CPU time of the process and of the children that it waited for, in clock ticks.
+    /// The CPU time of the process and of the children that the process waited for, in clock ticks.
     pub(super) ticks: u64,
-    /// Whether the process is stopped by a signal (not by a debugger).
+    /// Whether a signal has stopped the process. `false` if a debugger has stopped the process.
     pub(super) stopped: bool,
 }
 
-/// Sends SIGKILL to every descendant of this process, except `spared` processes and their
-/// descendants. Returns the pids of the killed processes.
+/// Sends SIGKILL to every descendant of this process, except for the processes `spared` and their
+/// descendants. Returns the pids of the signalled processes.
 ///
-/// Descendants may start processes meanwhile, so the caller must repeat the call until no process
-/// is left.
+/// Descendants may start other processes meanwhile. The caller must therefore repeat the call until
+/// no descendant is left.
 pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
     for process in list_processes() {
@@ -42,13 +44,13 @@ pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     killed
 }
 
-/// Returns the pids of the children of this process, without zombies.
+/// Returns the pids of the child processes of this process, without zombies.
 pub(crate) fn list_children() -> Vec<u32> {
     let parent = Pid::this().as_raw();
     list_processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
 }
 
-/// Reads the states of all processes in `/proc`, without zombies.
+/// Reads the state of every process in `/proc`, except for zombies.
 pub(super) fn list_processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries
@@ -58,18 +60,21 @@ pub(super) fn list_processes() -> Vec<ProcessStat> {
         .collect()
 }
 
-/// Reads the state of a process; `None` if it does not exist or has ended.
+/// Reads the state of the process with this pid. Returns `None` if there is no such process or the
+/// process is a zombie.
 fn read_process_stat(pid: i32) -> Option<ProcessStat> {
     parse_process_stat(pid, &fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses `/proc/PID/stat`; `None` for a zombie or an invalid line. The process name, in
-/// parentheses, may contain any characters, also parentheses.
+/// Parses the content `stat` of `/proc/PID/stat`. Returns `None` for a zombie or an invalid line.
+///
+/// The process name in the line is in parentheses and may contain any characters, including
+/// parentheses.
 fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     let parent = fields.next()?.parse().ok()?;
-    // utime, stime, cutime, cstime
+    // The four fields are utime, stime, cutime and cstime.
     let mut times = fields.by_ref().skip(9).take(4);
     let mut ticks = 0u64;
     for _ in 0..4 {
@@ -81,8 +86,8 @@ fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Kills a process, unless its pid belongs to another process by now. Returns whether a signal was
-/// sent.
+/// Sends SIGKILL to a process if the process with this pid still has the expected start time.
+/// Returns whether the signal was sent.
 fn kill_if_unchanged(process: ProcessStat) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };
@@ -137,7 +142,7 @@ mod tests {
     fn the_test_process_is_listed_with_its_parent() {
         let process = read_process_stat(Pid::this().as_raw()).unwrap();
         assert_eq!(process.parent, Pid::parent().as_raw());
-        // Its CPU time increases meanwhile.
+        // The CPU time of the process may increase between two readings and is not compared.
         let is_same = |p: &ProcessStat| {
             (p.pid, p.parent, p.start_time) == (process.pid, process.parent, process.start_time)
         };

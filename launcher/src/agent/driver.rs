@@ -43,37 +43,40 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// How long killed processes may take to end before they are reported as unkillable.
+/// How long processes may take to end after SIGKILL before the agent reports them as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches for processes that are left.
+/// The longest pause between two searches for remaining processes during a sweep.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
-/// How long the last messages may take to reach the controller before the agent exits.
+/// How long an exiting agent waits until its last messages are written to the control connection.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
-/// The capacity of each channel to the event loop.
+/// The number of messages that fit into each channel to the event loop.
 const CHANNEL_CAPACITY: usize = 256;
 
-/// The options of the hidden command `launch agent`.
+/// The options of the internal command `launch agent`.
 #[derive(Clone)]
 pub struct AgentOptions {
-    /// The agent prints this text and ` agent` as its first line, which separates its output from
-    /// that of the login shell.
+    /// The text that the agent prints first, followed by ` agent` on the same line. The line
+    /// separates the output of the login shell from the output of the agent. `None` if the agent
+    /// was not started over SSH.
     pub marker: Option<String>,
     /// Whether standard input holds an invitation to connect to the controller over TCP. Otherwise
     /// standard input and output are the control connection.
     pub join: bool,
-    /// Whether to remove the executable's file after the start, because the file was copied for
-    /// this agent only.
+    /// Whether the agent removes its executable file after the start, because the file was copied
+    /// for this agent only.
     pub remove_executable: bool,
-    /// The preflight checks, which inspect the libraries that training needs.
+    /// The preflight checks of crate `worker`, which inspect the libraries that training on GPUs
+    /// needs.
     pub preflight: &'static dyn Preflight,
 }
 
-/// Runs an agent until its controller ends the connection. Returns the exit code.
+/// Runs an agent until its controller ends the connection, and returns the exit code. With a
+/// marker, forks first, and this process becomes the watchdog of the agent.
 pub fn main(options: AgentOptions) -> u8 {
     if options.remove_executable {
         connect_back::remove_own_executable();
     }
-    // An agent with a marker was started by sshd, so no other process of launch is above it.
+    // An agent with a marker was started by sshd, so no other process of launch watches the agent.
     if options.marker.is_some() {
         match super::watchdog::fork_below_watchdog() {
             Ok(None) => {}
@@ -92,7 +95,8 @@ pub fn main(options: AgentOptions) -> u8 {
     run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
 }
 
-/// Sets up the control connection and runs the event loop. Returns the exit code.
+/// Sets up the agent's control connection and runs the event loop. Returns the exit code of the
+/// agent.
 fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(codes::host::AGENT_START_FAILED, "cannot start the agent").with_cause(&error)
@@ -105,20 +109,22 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     runtime.block_on(run_on_connection(streams.0, streams.1, options.preflight)).map_err(cannot_start)
 }
 
-/// Prints an error to stderr, for use before the control connection exists. Returns the exit code.
+/// Prints an error of starting the agent to stderr, because the control connection does not exist
+/// yet. Returns the exit code 1.
 fn report_start_failure(error: &Diagnostic) -> u8 {
     _ = writeln!(io::stderr(), "launch agent: {error} (`launch agent` is started by launch, not by hand)");
     1
 }
 
-/// Takes standard input and output for the control connection, and replaces them by `/dev/null` and
-/// stderr, so that no other code writes to the connection. Prints the marker first.
+/// Returns standard input and output for use as the control connection, after printing the marker.
+/// Replaces stdin by `/dev/null` and stdout by stderr, so that no other code writes to the
+/// connection.
 ///
 /// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
-/// operator may send to every process of the job, because the controller handles them.
+/// operator may send to every process of the job, because the controller handles these signals.
 fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
     if let Some(marker) = marker {
-        // The last line of the login shell's output may have no line end.
+        // The marker begins with a line end, because the login shell's output may end without one.
         io::stdout().write_all(format!("\n{marker} agent\n").as_bytes())?;
         io::stdout().flush()?;
     }
@@ -137,7 +143,8 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     Ok((input, output))
 }
 
-/// Runs the agent on a control connection until it exits. Returns the exit code.
+/// Runs the event loop of the agent on a control connection, read from `input` and written to
+/// `output`, until the agent exits. Returns the exit code.
 async fn run_on_connection(
     input: OwnedFd,
     output: OwnedFd,
@@ -166,8 +173,8 @@ fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// The rank and the pid of a worker. The pid differs between attempts, so that late messages of an
-/// earlier attempt are recognized.
+/// The rank and the pid of a worker. The pid of a rank differs between attempts and reveals late
+/// messages of an earlier attempt.
 type WorkerId = (Rank, u32);
 
 /// The agent's connections to a worker's process.
@@ -177,14 +184,17 @@ struct WorkerHandle {
     pump: Option<OutputPump>,
 }
 
-/// The queue of messages from the controller; `Ok(None)` is the end of the connection.
+/// The receiver of the queue of messages from the controller. `Ok(None)` is the end of the control
+/// connection.
 type ControllerInbox = mpsc::Receiver<((), Result<Option<ToAgent>, FrameError>)>;
-/// The sender and the receiver of a channel.
+/// The sender and the receiver of one channel to the event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
-/// A message of a worker, the end of its control connection (`Ok(None)`), or an error.
+/// A message of a worker, the end of the worker's control connection (`Ok(None)`), or a read error
+/// of the connection.
 type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
-/// Executes the actions of the agent's state machine.
+/// Executes the actions that the agent's state machine (`core`) requests, and reports events to the
+/// state machine.
 struct AgentDriver {
     core: AgentCore,
     clock: RunningClock,
@@ -194,36 +204,40 @@ struct AgentDriver {
     children: SignalStream,
     pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
     worker_messages: ChannelEnds<WorkerMessage>,
-    /// Receives the number of each attempt whose stacks were written.
+    /// Delivers the number of an attempt after the stacks of the attempt's workers were written.
     stacks_written: ChannelEnds<u32>,
-    /// Messages of the rendezvous store for the user.
+    /// Delivers messages of the rendezvous store to the user.
     store_messages: ChannelEnds<String>,
     rendezvous: Option<BoundRendezvous>,
-    /// The rendezvous store, which serves the workers of all hosts while they run.
+    /// The rendezvous store, which serves the workers of all hosts while the workers run. `None` if
+    /// another agent has the store.
     store: Option<crate::controller::StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,
     /// The lock that this agent holds while it runs; see [`AgentDriver::lock_host`].
     host_lock: Option<UnixListener>,
-    /// The attempt in which a missing signal handler was reported.
+    /// The last attempt in which the agent warned that a program has no handler for the save
+    /// signal.
     missing_handler_reported: Option<u32>,
     plan: Option<Rc<HostPlan>>,
     shm: Option<OwnedFd>,
     file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
-    /// Pids of workers that have not been reaped.
+    /// The pids and ranks of the workers that have not been reaped.
     leaders: HashMap<u32, Rank>,
-    /// When the sweep began.
+    /// The time at which the current sweep began; `None` if no sweep is running.
     sweep_started_at: Option<Duration>,
-    /// Events that were dropped because the controller did not read in time.
+    /// The number of events that were dropped because the controller did not read in time, and that
+    /// were not reported yet.
     dropped_events: u64,
-    /// The exit code, once the core has ended.
+    /// The exit code of the agent; `None` until the core requests the exit.
     exit: Option<u8>,
     prober: Prober,
 }
 
 impl AgentDriver {
-    /// Inspects the host, starts the watches and raises the limit of open files. Starts no worker.
+    /// Creates a driver without workers. Reads the inventory of the host, starts the watches for
+    /// OOM kills and GPU errors, and raises the limit of open files.
     fn new(outbox: Outbox<FromAgent>, controller: ControllerInbox, prober: Prober) -> io::Result<Self> {
         let inventory = crate::discover::local::discover_local()?;
         let mut clock = RunningClock::start();
@@ -258,7 +272,7 @@ impl AgentDriver {
         })
     }
 
-    /// Runs the event loop until the core ends. Returns the exit code.
+    /// Runs the event loop until the core requests the exit of the agent. Returns the exit code.
     async fn run_event_loop(&mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
@@ -337,7 +351,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns the path of the file in which a program may record its error.
+    /// Returns the path of the file in which the program of a rank may record its error
+    /// (`TORCHELASTIC_ERROR_FILE`). Returns `None` for a worker without the variable.
     fn find_error_file(&self, rank: Rank) -> Option<PathBuf> {
         let worker = self.plan.as_ref()?.workers.iter().find(|w| w.rank == rank)?;
         let variable = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
@@ -353,7 +368,7 @@ impl AgentDriver {
             }
             Ok(Some(message)) => AgentInput::Worker { rank, message },
             Ok(None) => AgentInput::WorkerConnectionEnded { rank, error: None },
-            // A killed worker's socket may reset instead of ending.
+            // The connection of a killed worker may be reset instead of ended.
             Err(FrameError::Io(_)) => AgentInput::WorkerConnectionEnded { rank, error: None },
             Err(error) => {
                 let message = "cannot read a control message of the worker";
@@ -363,7 +378,8 @@ impl AgentDriver {
         }
     }
 
-    /// Passes an input to the core and executes the actions that follow, until no input is left.
+    /// Passes an input to the core and executes the requested actions. Passes the answers of the
+    /// actions to the core, too, until there are no more answers.
     fn handle_input(&mut self, input: AgentInput) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
@@ -374,15 +390,15 @@ impl AgentDriver {
         }
     }
 
-    /// Reaps all children that have ended, and reports the workers among them to the core.
+    /// Reaps all child processes that have ended, and reports the ends of workers to the core.
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
         process::reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
         for (pid, status) in ended {
             if let Some(rank) = self.leaders.remove(&pid) {
-                // Checked before the next process is reaped, because each OOM kill explains one
-                // process.
+                // Checked once for each worker that died of SIGKILL, because each OOM kill explains
+                // the end of one process.
                 let oom = matches!(status, ExitStatus::Signal(libc::SIGKILL, _))
                     && self.oom.attribute_oom_kill(pid);
                 let gpu = (status != ExitStatus::Code(0)).then(|| self.gpu_faults.find_fault(pid)).flatten();
@@ -391,8 +407,11 @@ impl AgentDriver {
         }
     }
 
-    /// During a sweep: kills and reaps descendants. Reports the end of the sweep to the core when
-    /// no process is left or [`SWEEP_TIMEOUT`] has passed.
+    /// Kills and reaps descendants of the agent during a sweep. Does nothing if no sweep is
+    /// running.
+    ///
+    /// Reports the end of the sweep to the core when no process is left or [`SWEEP_TIMEOUT`] has
+    /// passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
         let children_left = process::reap_children(|_| false, |_, _| ());
@@ -405,7 +424,7 @@ impl AgentDriver {
 
     // ---- actions of the core ----
 
-    /// Executes an action. Returns the answer if there is one at once.
+    /// Executes an action of the core. Returns the answer if the action has an immediate answer.
     fn execute_action(&mut self, command: AgentAction) -> Option<AgentInput> {
         match command {
             AgentAction::Send(message) => self.send_to_controller(message),
@@ -447,14 +466,14 @@ impl AgentDriver {
         if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }
     }
 
-    /// Returns the pid of a worker; `None` if the worker has been reaped, because another process
-    /// may have the pid by then.
+    /// Returns the pid of a worker that has not been reaped. Returns `None` for a reaped worker,
+    /// because another process may have got the pid.
     fn find_unreaped_pid(&self, rank: Rank) -> Option<u32> {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    /// Sends the save signal to a program that has a handler for it. Otherwise returns a warning,
-    /// once per attempt.
+    /// Sends the save signal to a program if the program has a handler for the signal. Otherwise
+    /// returns a warning, but only once per attempt.
     fn request_save(&mut self, rank: Rank, signal: i32) -> Option<AgentInput> {
         let attempt = self.plan.as_ref()?.attempt;
         if process::signal_if_handled(self.find_unreaped_pid(rank)?, signal)
@@ -470,9 +489,11 @@ impl AgentDriver {
         Some(AgentInput::Warning { rank, message })
     }
 
-    /// Binds the rendezvous of an attempt, after closing that of an earlier one.
+    /// Opens the port of the rendezvous of a new attempt, after closing the rendezvous of the
+    /// earlier attempt. Returns the port or the error as the answer for the core.
     fn bind_rendezvous(&mut self, bind: &RendezvousRequest) -> AgentInput {
-        // The rendezvous of an earlier attempt is closed first, because the port may be the same.
+        // The rendezvous of the earlier attempt must be closed first, because both may use one
+        // port.
         (self.rendezvous, self.store) = (None, None);
         let opened = BoundRendezvous::bind(bind, &self.store_messages.0);
         let port = opened.map(|rendezvous| {
@@ -483,7 +504,7 @@ impl AgentDriver {
         AgentInput::Bound { attempt: bind.attempt, port }
     }
 
-    /// Measures the activity of all workers and reports it to the core.
+    /// Measures the activity of all workers and reports each measurement to the core.
     fn measure_activity(&mut self) {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
@@ -496,7 +517,8 @@ impl AgentDriver {
         }
     }
 
-    /// Starts a thread that writes the stacks of workers to their logs.
+    /// Starts a thread that writes the stacks of these workers to the workers' logs. Does not
+    /// block.
     fn start_writing_stacks(&mut self, ranks: &[Rank]) {
         let Some(plan) = self.plan.clone() else { return };
         let subject = |rank: &Rank| {
@@ -510,12 +532,12 @@ impl AgentDriver {
             // An error means that the driver has stopped waiting.
             _ = written.blocking_send(attempt);
         };
-        // If the thread cannot be started, the core stops waiting after its timeout.
+        // If the thread cannot be started, the core stops waiting after a timeout.
         _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
     }
 
-    /// Queues a message to the controller. If events were dropped because the queue was full, a
-    /// notice with their number precedes the message.
+    /// Queues a message to the controller. If the queue is full, drops messages that are not
+    /// critical. A notice with the number of dropped events precedes the next message.
     fn send_to_controller(&mut self, message: FromAgent) {
         let priority = match &message {
             FromAgent::Event { .. } => MessagePriority::Normal,
@@ -537,8 +559,10 @@ impl AgentDriver {
         }
     }
 
-    /// Locks the host and creates the shared memory for the workers of a plan. Returns a failed
-    /// spawn if that is not possible.
+    /// Prepares the start of the workers of a plan: locks the host, hands the rendezvous over to
+    /// the workers, and creates the shared memory of built-in workers.
+    ///
+    /// Returns [`AgentInput::SpawnFailed`] if the lock or the shared memory is not available.
     fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
         self.workers.clear();
         self.shm = None;
@@ -547,7 +571,8 @@ impl AgentDriver {
             self.plan = None; // no worker is started
             return Some(AgentInput::SpawnFailed { rank, diagnostic });
         }
-        // The store serves until the next start, because ranks of other hosts may need it longer.
+        // The store serves until the next start, because ranks of other hosts may need the store
+        // longer than the ranks of this host.
         self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.hand_over_to_workers().1);
         self.plan = Some(plan.clone());
         let builtin = plan.workers.iter().find(|w| w.command.is_none())?;
@@ -563,12 +588,12 @@ impl AgentDriver {
         None
     }
 
-    /// Locks this host for the workers of this agent. Fails if another agent of the run has the
+    /// Locks this host for the workers of this agent. Fails if another agent of the run holds the
     /// lock.
     ///
-    /// While an earlier agent of the run is alive (disconnected, or frozen until now), its workers
-    /// may be alive, too. The lock is an abstract socket, which the kernel frees however the agent
-    /// ends.
+    /// If an earlier agent of the run is still alive (disconnected or frozen), the earlier agent's
+    /// workers may be alive, too. The lock is an abstract socket, which the kernel releases however
+    /// the agent ends.
     fn lock_host(&mut self, plan: &HostPlan) -> diagnostic::Result<()> {
         if self.host_lock.is_some() {
             return Ok(());
@@ -591,7 +616,8 @@ impl AgentDriver {
         Ok(())
     }
 
-    /// Starts the worker at this index of the plan. Returns the answer for the core.
+    /// Starts the worker at this index of the current plan. Returns the answer for the core:
+    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
         let plan = self.plan.clone()?;
         let worker = plan.workers.get(index)?;
@@ -602,8 +628,11 @@ impl AgentDriver {
         }
     }
 
-    /// Opens the log of a worker, starts its process, its output pump and its control connection.
-    /// Returns the pid. Kills the process if the pump or the connection cannot be started.
+    /// Opens the log of a worker, and starts the worker's process, output pump and control
+    /// connection. Returns the pid of the process.
+    ///
+    /// Fails if one of them cannot be started. Kills the process if the pump or the connection
+    /// fails.
     fn start_worker_process(&mut self, plan: &HostPlan, index: usize) -> diagnostic::Result<u32> {
         let worker = &plan.workers[index];
         let logs = &plan.job.run.logs;
@@ -644,8 +673,8 @@ impl AgentDriver {
     }
 }
 
-/// Starts the tasks that read and write a worker's control connection. Received messages are sent
-/// to `inbox`. Returns the queue of messages to the worker.
+/// Starts the tasks that read and write the control connection `stream` of a worker. Received
+/// messages are sent to `inbox`. Returns the queue of messages to the worker.
 fn start_worker_connection(
     id: WorkerId,
     stream: std::os::unix::net::UnixStream,

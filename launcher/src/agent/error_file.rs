@@ -5,15 +5,15 @@
 use serde_json::Value;
 use std::{fs::OpenOptions, io::Read, os::unix::fs::OpenOptionsExt, path::Path};
 
-/// The largest file that is read, in bytes. It may contain a whole traceback.
+/// The number of bytes of an error file that are read. The file may contain a whole traceback.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The longest message, in characters.
+/// The length in characters to which an error message is truncated.
 const MAX_MESSAGE_CHARS: usize = 500;
 
-/// Reads the error message that a program recorded in `file`, joined to one line; `None` if there
-/// is no valid file.
+/// Reads the error message that a program recorded in `file`, and joins the message to one line.
+/// Returns `None` if the file is missing or invalid.
 pub(super) fn read_error_message(file: &Path) -> Option<String> {
-    // Opening a named pipe would block, and a link could lead to any file.
+    // Without these flags, opening a named pipe would block, and a link could lead to any file.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(file).ok()?;
     let metadata = file.metadata().ok()?;
@@ -25,8 +25,8 @@ pub(super) fn read_error_message(file: &Path) -> Option<String> {
     parse_error_message(&text)
 }
 
-/// Parses the content of an error file and returns its message, joined to one line and truncated;
-/// `None` if the content is invalid or the message is empty.
+/// Parses the content of an error file. Returns the error message, joined to one line and
+/// truncated, or `None` if the content is invalid or the message is empty.
 fn parse_error_message(text: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(text).ok()?;
     let message = value.get("message")?;

@@ -1,13 +1,14 @@
-//! Computes the content hash of the running executable, by which hosts identify their cached copy.
+//! Computes the content hash of the running executable, by which a host's cached copy of the
+//! executable is identified.
 use std::{
     fs::File,
     io::{self, Read, Write},
 };
 
-/// The number of bytes that are hashed at once.
+/// The number of bytes of the executable that are read and hashed at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Computes the BLAKE3 hash of the running executable, in hexadecimal.
+/// Computes the BLAKE3 hash of the file of the running executable, in hexadecimal.
 pub(crate) fn hash_executable() -> io::Result<String> {
     hash_file(&mut File::open("/proc/self/exe")?)
 }
@@ -27,7 +28,7 @@ pub(crate) fn print_executable_hash() -> u8 {
     }
 }
 
-/// Computes the BLAKE3 hash of a file from its current position on, in hexadecimal.
+/// Computes the BLAKE3 hash of a file from the current read position to the end, in hexadecimal.
 fn hash_file(file: &mut File) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
     let mut chunk = vec![0; CHUNK_BYTES];

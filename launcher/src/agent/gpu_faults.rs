@@ -3,13 +3,13 @@
 use super::kernel_log::KernelLog;
 use contract::failure::GpuFault;
 
-/// The number of faults that are kept.
+/// The largest number of faults that a [`GpuFaultWatch`] keeps. Later faults are dropped.
 const MAX_FAULTS: usize = 1000;
 
-/// The Xid of the cleanup after a process has ended. It follows other faults and is ignored.
+/// The Xid of the cleanup after a process has ended. This Xid follows other faults and is ignored.
 const XID_CLEANUP: u32 = 45;
 
-/// Descriptions of common Xids, from NVIDIA's list of Xid errors.
+/// The most common Xids with descriptions from NVIDIA's list of Xid errors.
 const XID_DESCRIPTIONS: [(u32, &str); 5] = [
     (31, "GPU memory page fault"),
     (43, "the GPU stopped processing"),
@@ -36,13 +36,16 @@ pub(super) struct GpuFaultWatch {
 }
 
 impl GpuFaultWatch {
-    /// Opens the kernel log at its end. A watch without access to the log finds no faults.
+    /// Starts the watch: opens the kernel log at its end. If this process may not read the kernel
+    /// log, the watch finds no faults.
     pub(super) fn start() -> Self {
         GpuFaultWatch { log: KernelLog::open(), faults: Vec::new() }
     }
 
-    /// Reads the new records of the log. Returns the first fault of this process, or else the first
-    /// fault without a pid.
+    /// Reads the new records of the kernel log, and finds the GPU error that explains the end of
+    /// the process `pid`.
+    ///
+    /// Returns the first fault with this pid, else the first fault without a pid, else `None`.
     pub(super) fn find_fault(&mut self, pid: u32) -> Option<GpuFault> {
         if let Some(log) = &mut self.log {
             log.read_new_records(|record| {
@@ -58,8 +61,9 @@ impl GpuFaultWatch {
     }
 }
 
-/// Parses a record such as `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`; `None` if
-/// the record does not report a GPU error.
+/// Parses a record of the kernel log such as
+/// `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`. Returns `None` if the record does
+/// not report a GPU error.
 fn parse_fault(record: &str) -> Option<LoggedFault> {
     let (_, rest) = record.split_once("NVRM: Xid (PCI:")?;
     let (pci_address, rest) = rest.split_once("):")?;

@@ -5,9 +5,9 @@ use std::{
     os::unix::fs::OpenOptionsExt,
 };
 
-/// The largest record, in bytes.
+/// The size of the buffer for one record of the kernel log, in bytes.
 const MAX_RECORD_BYTES: usize = 8 << 10;
-/// The number of records that are read at once.
+/// The largest number of records that one call of [`KernelLog::read_new_records`] reads.
 const MAX_RECORDS: usize = 10_000;
 
 /// The kernel log, open for reading.
@@ -15,21 +15,22 @@ const MAX_RECORDS: usize = 10_000;
 pub(super) struct KernelLog(File);
 
 impl KernelLog {
-    /// Opens the log at its end; `None` if this process may not read it.
+    /// Opens the kernel log at its end. Returns `None` if this process may not read the kernel log.
     pub(super) fn open() -> Option<KernelLog> {
         let mut log = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg").ok()?;
         log.seek(SeekFrom::End(0)).ok()?;
         Some(KernelLog(log))
     }
 
-    /// Reads the records that were added since the last call, and passes each to `on_record`.
+    /// Reads the records that were added since the last call, and passes each record to
+    /// `on_record`. Does not block.
     pub(super) fn read_new_records(&mut self, mut on_record: impl FnMut(&str)) {
         let mut bytes = [0; MAX_RECORD_BYTES];
         for _ in 0..MAX_RECORDS {
             match self.0.read(&mut bytes) {
                 Ok(n @ 1..) => on_record(&String::from_utf8_lossy(&bytes[..n])),
-                // Records were overwritten before they were read; the next read returns the oldest
-                // one.
+                // Records were overwritten before they were read. The next read returns the oldest
+                // record that is left.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 _ => return,
             }

@@ -1,4 +1,4 @@
-//! Records when the lines of a log were written.
+//! Records when the lines of a log were written, for `launch logs --since`.
 //!
 //! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
 //! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and
@@ -10,15 +10,16 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between two pairs.
+/// The shortest time between two pairs that are written.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-/// The size of a pair, in bytes.
+/// The size of a pair of time and log size, in bytes.
 const PAIR_BYTES: usize = 16;
-/// The largest size of a file of times, in bytes: enough for twelve days with output every second.
+/// The largest size of a file of times, in bytes. The size is enough for twelve days with output
+/// every second.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Records the growth of one log: appends pairs of time and size to the log's file of times. Write
-/// errors end the recording, but do not affect the log.
+/// Records the growth of one log by appending pairs of time and log size to the log's file of
+/// times. Write errors end the recording, but do not affect the log.
 #[derive(Debug)]
 pub(super) struct LogTimesWriter {
     file: Option<File>,
@@ -38,8 +39,10 @@ impl LogTimesWriter {
         LogTimesWriter { file, size, last: None }
     }
 
-    /// Records that the log has `bytes` bytes now. The caller must call this before it writes to
-    /// the log.
+    /// Records that the log has `bytes` bytes now. Does nothing within [`MIN_INTERVAL`] of the last
+    /// recorded size.
+    ///
+    /// The caller must call this function before each write to the log.
     pub(super) fn record_size(&mut self, bytes: u64) {
         if self.last.is_some_and(|last| last.elapsed() < MIN_INTERVAL) || self.size >= MAX_FILE_BYTES {
             return;
@@ -56,7 +59,7 @@ impl LogTimesWriter {
     }
 }
 
-/// Returns the current time in milliseconds since 1970.
+/// Reads the system clock and returns the time in milliseconds since 1970.
 pub(crate) fn read_unix_time_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
@@ -65,8 +68,8 @@ pub(crate) fn read_unix_time_ms() -> u64 {
 /// Returns the offset of the first byte of a log that was written at or after `since_ms`
 /// (milliseconds since 1970), accurate to about a second.
 ///
-/// Returns 0 if no times are recorded. Returns `end`, the size of the log, if the whole log is
-/// older.
+/// Returns 0 if no times are recorded. Returns `end`, which must be the size of the log, if the
+/// whole log was written before `since_ms`.
 pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
     let read = File::open(log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
@@ -85,7 +88,8 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
         }
         last = at;
     }
-    // Bytes that were written up to a second after a pair count as written at its time.
+    // All pairs are older than `since_ms`, but the bytes after the last pair may have been written
+    // at any time until the log was last modified.
     let modified = fs::metadata(log).and_then(|m| m.modified()).ok();
     let modified = modified.and_then(|t| t.duration_since(SystemTime::UNIX_EPOCH).ok());
     let newest = modified.map_or(last, |d| d.as_millis() as u64);
@@ -96,7 +100,7 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     }
 }
 
-/// Decodes the size of the log, the second number of a pair.
+/// Decodes the second number of a pair: the size of the log in bytes.
 fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }

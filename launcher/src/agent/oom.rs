@@ -1,38 +1,41 @@
 //! Detects processes that the kernel killed because memory ran out.
 //!
-//! The control group counts OOM kills. Where the counter is not readable, the kernel log has the
-//! pids of killed processes.
+//! The detection uses the control group's counter of OOM kills. If the counter is not readable, the
+//! detection uses the pids of killed processes in the kernel log.
 use super::kernel_log::KernelLog;
 use crate::discover::read_oom_kill_count;
 use std::path::Path;
 
-/// Detects OOM kills that happen after the start of the watch.
+/// Detects the OOM kills of workers that happen after the start of the watch.
 #[derive(Debug)]
 pub(super) struct OomWatch {
-    /// The number of OOM kills of this control group that were attributed to a process or happened
-    /// before the start; `None` if the counter is not readable.
+    /// The number of OOM kills of this control group that happened before the start of the watch or
+    /// were attributed to a process. `None` if the counter is not readable.
     known_kills: Option<u64>,
     log: Option<KernelLog>,
-    /// Pids of killed processes in the kernel log.
+    /// The pids of OOM-killed processes that the kernel log reported since the start of the watch.
     killed_pids: Vec<u32>,
 }
 
 impl OomWatch {
-    /// Reads the current number of OOM kills, or opens the kernel log at its end.
+    /// Starts the watch: reads the current number of OOM kills of the control group or, if the
+    /// counter is not readable, opens the kernel log at its end.
     pub(super) fn start() -> Self {
         let known_kills = read_oom_kill_count(Path::new("/"));
         let log = if known_kills.is_none() { KernelLog::open() } else { None };
         OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// Returns whether a process of this control group that died of SIGKILL was killed because
-    /// memory ran out, and attributes one counted OOM kill to it. The caller must call this once
-    /// for each process that died of SIGKILL.
+    /// Returns whether a process that died of SIGKILL was killed because memory ran out. Attributes
+    /// one counted OOM kill to the process.
+    ///
+    /// The process must belong to this control group. The caller must call this function once for
+    /// each process that died of SIGKILL.
     pub(super) fn attribute_oom_kill(&mut self, pid: u32) -> bool {
         match &mut self.known_kills {
             Some(known) => {
                 let is_new = read_oom_kill_count(Path::new("/")).is_some_and(|count| count > *known);
-                // Each kill accounts for one process.
+                // Each OOM kill explains the end of one process.
                 *known += u64::from(is_new);
                 is_new
             }
@@ -46,8 +49,9 @@ impl OomWatch {
     }
 }
 
-/// Parses the pid in a record such as `… Out of memory: Killed process 123 (name) …`; `None` if the
-/// record does not report an OOM kill.
+/// Parses the pid in a record of the kernel log such as
+/// `… Out of memory: Killed process 123 (name) …`. Returns `None` if the record does not report an
+/// OOM kill.
 fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
     let is_oom = before.to_ascii_lowercase().contains("out of memory");

@@ -1,6 +1,7 @@
-//! Copies a worker's output from its pipes to its log, on one thread per rank.
+//! [`OutputPump`]: copies a worker's output from the worker's pipes to the log of the rank, on one
+//! thread per rank.
 //!
-//! The pump also keeps the last lines and forwards the lines of shown ranks to the controller. If
+//! The pump also keeps the last lines, and forwards the lines of shown ranks to the controller. If
 //! the controller reads slowly, lines are not forwarded, so that the worker is never blocked.
 use super::log_times::LogTimesWriter;
 use crate::connection::{MessagePriority, Outbox};
@@ -26,27 +27,29 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The number of last lines of each rank that are kept.
+/// The number of last output lines (the tail) that are kept of each rank, for failure reports.
 pub(crate) const TAIL_LINES: usize = 20;
-/// The length in bytes to which lines are truncated on the console and in the tail. The log has the
-/// whole lines.
+/// The length in bytes to which lines are truncated on the console and in the tail. The log
+/// contains the whole lines.
 pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
-/// The time without more output after which an unfinished line is written to the log, in
-/// milliseconds.
+/// The time in milliseconds without further output after which a line without a line end is written
+/// to the log.
 const UNFINISHED_LINE_MS: u16 = 200;
-/// The number of bytes that are read at once, and the longest unfinished line that is held back.
+/// The number of bytes that are read at once from a pipe. Also the length in bytes above which a
+/// line without a line end is written to the log.
 const CHUNK_BYTES: usize = 64 << 10;
-/// The shortest time between two reports of progress.
+/// The shortest time between two reports that a worker's output contains the progress pattern.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// An event that a pump reports to the agent.
+/// An event that the output pump of a worker reports to the agent.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
-    /// The last lines; the answer to [`OutputPump::request_drain`].
+    /// The pipes were drained. Contains the last lines of output. The answer to
+    /// [`OutputPump::request_drain`].
     Drained(Vec<String>),
-    /// A line contains the progress pattern. Reported about once a second at most.
+    /// A line contains the progress pattern. Reported at most once per [`PROGRESS_INTERVAL`].
     Progress,
-    /// The warning that the log cannot be written any more. The worker continues.
+    /// The log cannot be written any more. Contains the warning for the user. The worker continues.
     LogFailed(Diagnostic),
 }
 
@@ -54,29 +57,33 @@ pub(crate) enum PumpEvent {
 #[derive(Clone, Debug)]
 pub(crate) struct PumpOptions {
     pub(crate) rank: Rank,
-    /// Whether the lines are forwarded to the controller.
+    /// Whether output lines are forwarded to the controller from the start.
     pub(crate) show: bool,
-    /// The text of lines that count as progress (`run.progress_pattern`).
+    /// The text that marks a line of output as progress (`run.progress_pattern`); `None` if output
+    /// does not count as progress.
     pub(crate) progress_pattern: Option<String>,
 }
 
-/// The handle of a pump thread; dropping it ends the thread.
+/// The handle of the thread that copies a worker's output. Dropping the handle ends the thread.
 #[derive(Debug)]
 pub(crate) struct OutputPump {
     command: Arc<(AtomicU8, EventFd)>,
     show: Arc<AtomicBool>,
 }
 
-/// Command to a pump thread: continue.
+/// The command to a pump thread to continue copying output.
 const COMMAND_CONTINUE: u8 = 0;
-/// Command to a pump thread: write what is left in the pipes, and report the last lines.
+/// The command to a pump thread to copy the remaining output in the pipes and to report the last
+/// lines.
 const COMMAND_DRAIN: u8 = 1;
-/// Command to a pump thread: end.
+/// The command to a pump thread to end.
 const COMMAND_QUIT: u8 = 2;
 
 impl OutputPump {
-    /// Starts the thread that copies `stdout` and `stderr` of a worker. `events` receives the rank,
-    /// the worker's pid and the event.
+    /// Starts the thread that copies the pipes `stdout` and `stderr` of a worker to `log`.
+    ///
+    /// `console` is the queue of lines to the controller. Each event is sent to `events` with the
+    /// rank and the pid of the worker.
     pub(crate) fn start(
         options: PumpOptions,
         pid: u32,
@@ -109,18 +116,20 @@ impl OutputPump {
         Ok(OutputPump { command, show })
     }
 
-    /// Sets whether lines are forwarded to the controller from now on.
+    /// Sets whether output lines are forwarded to the controller from now on.
     pub(crate) fn set_shown(&self, show: bool) {
         self.show.store(show, Ordering::Relaxed);
     }
 
-    /// Requests that the thread write what is left in the pipes to the log and report the last
-    /// lines ([`PumpEvent::Drained`]). Called after the worker has ended. Does not block.
+    /// Requests that the thread copy the remaining output in the pipes to the log and report the
+    /// last lines ([`PumpEvent::Drained`]). Does not block.
+    ///
+    /// The agent calls this method after the worker has ended.
     pub(crate) fn request_drain(&self) {
         self.send_command(COMMAND_DRAIN);
     }
 
-    /// Sets the command of the thread and wakes the thread.
+    /// Sends a command to the pump thread and wakes the thread.
     fn send_command(&self, command: u8) {
         self.command.0.store(command, Ordering::Release);
         _ = self.command.1.write(1);
@@ -133,12 +142,12 @@ impl Drop for OutputPump {
     }
 }
 
-/// One of the worker's output pipes.
+/// One of a worker's two output streams, with the pipe from which the stream is read.
 struct OutputStream {
-    /// `None` after the end of the stream.
+    /// The read end of the pipe; `None` after the end of the stream.
     pipe: Option<File>,
     stderr: bool,
-    /// Bytes after the last line end.
+    /// The bytes that were read after the last line end.
     unfinished: Vec<u8>,
 }
 
@@ -147,8 +156,10 @@ impl OutputStream {
         OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads once without blocking. Returns the number of bytes, or `None` if no output is
-    /// available. Closes the pipe at the end of the stream and returns 0.
+    /// Reads output from the pipe into `buffer` without blocking. Returns the number of bytes, or
+    /// `None` if no output is available or the stream has ended before.
+    ///
+    /// At the end of the stream, closes the pipe and returns 0.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
         let pipe = self.pipe.as_mut()?;
         match pipe.read(buffer) {
@@ -163,7 +174,7 @@ impl OutputStream {
     }
 }
 
-/// The state of a pump's thread.
+/// The state of the thread of an [`OutputPump`].
 struct PumpThread {
     command: Arc<(AtomicU8, EventFd)>,
     streams: [OutputStream; 2],
@@ -171,7 +182,7 @@ struct PumpThread {
 }
 
 impl PumpThread {
-    /// Copies output until the command [`COMMAND_QUIT`] arrives.
+    /// Copies the worker's output until the command [`COMMAND_QUIT`] arrives.
     fn run(mut self) {
         let mut buffer = vec![0; CHUNK_BYTES];
         loop {
@@ -195,8 +206,8 @@ impl PumpThread {
         }
     }
 
-    /// Waits for output or a command. Returns `false` if a line is unfinished and no more output
-    /// came within [`UNFINISHED_LINE_MS`].
+    /// Blocks until output or a command arrives. Returns `false` if a line without a line end is
+    /// waiting and nothing arrived within [`UNFINISHED_LINE_MS`].
     fn wait_for_output(&self) -> bool {
         let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
@@ -208,8 +219,8 @@ impl PumpThread {
         ready
     }
 
-    /// Reads the output that the worker left in the pipes, and reports the last lines. Does not
-    /// wait for descendants of the worker that keep a pipe open.
+    /// Copies the output that an ended worker left in the pipes, and reports the last lines to the
+    /// agent. Does not wait for descendants of the worker that keep a pipe open.
     fn drain_pipes(&mut self, buffer: &mut [u8]) {
         for stream in &mut self.streams {
             let size = stream.pipe.as_ref().and_then(|p| fcntl(p, FcntlArg::F_GETPIPE_SZ).ok());
@@ -224,7 +235,7 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Distributes the unfinished lines of both streams.
+    /// Distributes the lines without a line end of both streams.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);
@@ -232,7 +243,8 @@ impl PumpThread {
     }
 }
 
-/// Distributes the output of a worker to the log, the tail and the console.
+/// Distributes the output of a worker to the log, to the tail (the last lines), and to the console
+/// through the controller.
 struct OutputSink {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -241,14 +253,15 @@ struct OutputSink {
     console: Outbox<FromAgent>,
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
-    /// Lines that were not sent to the console.
+    /// The number of lines that were not forwarded to the controller because the queue was full,
+    /// and that were not reported yet.
     dropped_lines: u64,
     progress_reported_at: Option<Instant>,
 }
 
 impl OutputSink {
-    /// Distributes the whole lines of new bytes, and keeps the rest in the stream until its line is
-    /// complete.
+    /// Distributes the complete lines of newly read bytes. Keeps the bytes after the last line end
+    /// in `stream` until the line is complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -268,7 +281,7 @@ impl OutputSink {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Distributes an unfinished line as if it had ended.
+    /// Distributes the bytes after the last line end of a stream as if the line were complete.
     fn finish_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
@@ -276,7 +289,8 @@ impl OutputSink {
         }
     }
 
-    /// Distributes whole lines of one stream, and looks for the progress pattern in them.
+    /// Distributes complete lines of one stream to the log, the controller and the tail. Reports
+    /// progress if the lines contain the progress pattern.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
         if let Some(error) = self.log.append(bytes) {
             self.send_event(PumpEvent::LogFailed(error));
@@ -297,20 +311,20 @@ impl OutputSink {
         }
     }
 
-    /// Reports progress if the bytes contain the progress pattern, at most once per
-    /// [`PROGRESS_INTERVAL`].
+    /// Reports progress to the agent if `bytes` contain the progress pattern. Reports at most once
+    /// per [`PROGRESS_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
         let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL);
         if is_due && bytes.windows(pattern.len()).any(|part| part == pattern) {
             self.progress_reported_at = Some(Instant::now());
-            // If the agent is busy, the next line reports the progress.
+            // If the queue to the agent is full, a later line reports the progress.
             _ = self.events.try_send((self.options.rank, self.pid, PumpEvent::Progress));
         }
     }
 
-    /// Forwards a line to the controller, after a notice about dropped lines if there are any.
-    /// Counts the line as dropped if the queue is full.
+    /// Forwards a line to the controller. If lines were dropped before, a notice with their number
+    /// precedes the line. If the queue is full, the line is dropped and counted.
     fn forward_text(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
         if self.dropped_lines > 0
@@ -325,7 +339,8 @@ impl OutputSink {
         }
     }
 
-    /// Returns the notice that names the log for the lines that were not forwarded.
+    /// Returns a notice with the number of lines that were not forwarded and the log that contains
+    /// the lines.
     fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
             1 => format!("[1 line is only in {}]", self.log.path),
@@ -334,7 +349,8 @@ impl OutputSink {
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 
-    /// Forwards a notice about dropped lines, and reports the last lines to the agent.
+    /// Reports to the agent that the pipes were drained, with the last lines. If lines were
+    /// dropped, first forwards a notice with their number to the controller.
     fn report_drained(&mut self) {
         if self.dropped_lines > 0
             && self.console.send_message(MessagePriority::Normal, self.format_dropped_lines_notice())
@@ -346,13 +362,13 @@ impl OutputSink {
     }
 
     fn send_event(&self, event: PumpEvent) {
-        // The agent reads events at once; an error means that it has ended.
+        // The agent reads events immediately. An error means that the agent has ended.
         _ = self.events.blocking_send((self.options.rank, self.pid, event));
     }
 }
 
-/// Returns a line as a terminal shows it: the text after the last carriage return, as valid UTF-8,
-/// truncated to [`MAX_LINE_BYTES`].
+/// Converts a line of output to the text that a terminal would show: the part after the last
+/// carriage return, as valid UTF-8 and truncated to [`MAX_LINE_BYTES`].
 fn format_display_line(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let line = line.rsplit(|b| *b == b'\r').next().unwrap_or(line);
@@ -363,7 +379,7 @@ fn format_display_line(line: &[u8]) -> String {
     text
 }
 
-/// The log file of a rank, up to a maximum size.
+/// The log file of a rank, to which output is appended up to a maximum size.
 #[derive(Debug)]
 pub(crate) struct RankLog {
     file: File,
@@ -376,7 +392,8 @@ pub(crate) struct RankLog {
 }
 
 impl RankLog {
-    /// Opens the log for appending. Creates it and its directory if they do not exist.
+    /// Opens the log at `path` for appending. Creates the file and its directory if necessary.
+    /// `max_size` is the maximum size of the log in bytes.
     pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory)?;
@@ -387,8 +404,10 @@ impl RankLog {
         Ok(RankLog { file, path: path.display().to_string(), size, max_size, times, closed: false })
     }
 
-    /// Appends bytes to the log. A full log ends with a notice, and later bytes are dropped.
-    /// Returns a warning when writing fails for the first time.
+    /// Appends bytes to the log. When the log reaches the maximum size, appends a notice and drops
+    /// all later bytes.
+    ///
+    /// Returns a warning when writing fails for the first time, and `None` otherwise.
     fn append(&mut self, bytes: &[u8]) -> Option<Diagnostic> {
         if self.closed {
             return None;

@@ -1,7 +1,8 @@
 use super::*;
 use std::os::fd::IntoRawFd;
 
-/// A running pump with the worker's ends of the pipes and the receivers of its events and lines.
+/// A running output pump, with the worker's ends of the pipes and the receivers of the pump's
+/// events and forwarded lines.
 struct PumpHarness {
     stdout: File,
     stderr: File,
@@ -12,7 +13,8 @@ struct PumpHarness {
     _dir: tempfile::TempDir,
 }
 
-/// Starts a pump for rank 0 with pid 1, whose log has at most `max_size` bytes.
+/// Starts an output pump for rank 0 with pid 1, whose log has at most `max_size` bytes. With
+/// `show`, the pump forwards lines to the controller.
 fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("deep/er/rank-0.log");
@@ -27,7 +29,7 @@ fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
 }
 
 impl PumpHarness {
-    /// Drains the pump and returns the last lines.
+    /// Requests a drain, waits for the answer of the pump, and returns the last lines.
     fn drain_tail(&mut self) -> Vec<String> {
         self.pump.request_drain();
         match self.events.blocking_recv() {
@@ -40,7 +42,8 @@ impl PumpHarness {
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
     }
 
-    /// Returns the forwarded lines, each with whether it is from stderr.
+    /// Removes and returns the lines that the pump has forwarded, each with whether the line is
+    /// from stderr.
     fn take_console_lines(&mut self) -> Vec<(bool, String)> {
         let mut lines = Vec::new();
         while let Ok(FromAgent::Line { stderr, text, .. }) = self.lines.try_recv() {
@@ -161,9 +164,9 @@ fn dropping_the_pump_ends_its_thread() {
     let harness = start_pump_harness(1 << 20, false);
     let PumpHarness { stdout, pump, mut events, .. } = harness;
     drop(pump);
-    // The thread owns the other end of `events`; it closes when the thread is gone.
+    // The thread owns the sender of `events`, which closes when the thread has ended.
     assert!(events.blocking_recv().is_none());
-    // The pipe has no reader any more (Rust programs ignore SIGPIPE).
+    // The pipe has no reader any more, so a write fails (Rust programs ignore SIGPIPE).
     let fd = stdout.into_raw_fd();
     // SAFETY: a valid descriptor of ours and one byte.
     assert_eq!(unsafe { libc::write(fd, b"x".as_ptr().cast(), 1) }, -1);

@@ -18,13 +18,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The prefix of the names of nonce files.
+/// The prefix of the names of nonce files, by which `launch check` detects shared directories.
 const NONCE_PREFIX: &str = ".launch-check-";
-/// The number of addresses of one peer that are tried.
+/// The largest number of addresses of one peer that are tried.
 const MAX_PEER_ADDRESSES: usize = 8;
-/// The longest greeting that is read, in bytes.
+/// The number of bytes that are read of a peer's greeting.
 const MAX_GREETING_BYTES: u64 = 256;
-/// The time limit for sending the greeting to one peer.
+/// The time limit for sending the greeting to one connected peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest connection timeout that a probe may request, in milliseconds.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
@@ -39,9 +39,9 @@ pub(super) struct Prober {
 /// The nonce files and directories of earlier probes. Dropping the state removes the nonce files.
 #[derive(Debug, Default)]
 struct ProbeState {
-    /// The directories of [`ProbeRequest::Inspect`] in which nonce files may be.
+    /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
     dirs: Vec<PathBuf>,
-    /// The nonce files of this host.
+    /// The nonce files that this prober has written.
     nonce_files: Vec<PathBuf>,
 }
 
@@ -50,13 +50,13 @@ impl Prober {
         Prober { preflight, state: Arc::default() }
     }
 
-    /// Locks the state, also after a panic of another thread.
+    /// Locks the state of the prober, even if another thread has panicked with the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProbeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a thread that answers a probe and passes the answer to `send`. Fails if the thread
-    /// cannot be started.
+    /// Starts a thread that answers a probe and passes the answer to `send`. Does not block. Fails
+    /// if the thread cannot be started.
     pub(super) fn start_answering(
         &self,
         probe: ProbeRequest,
@@ -66,7 +66,10 @@ impl Prober {
         thread::Builder::new().name("probe".into()).spawn(move || send(prober.answer_probe(probe))).map(drop)
     }
 
-    /// Answers a probe. Blocks until the inspection or all connections have ended.
+    /// Inspects the host or connects to peers, as the probe requests, and returns the answer.
+    /// Blocks until the inspection or all connections have ended.
+    ///
+    /// An inspection also writes nonce files and opens a TCP port for peers.
     fn answer_probe(&self, probe: ProbeRequest) -> ProbeAnswer {
         match probe {
             ProbeRequest::Inspect { nonce, dirs, cuda } => {
@@ -88,8 +91,8 @@ impl Prober {
         }
     }
 
-    /// Writes a nonce file into each of the directories that is writable, and stores the
-    /// directories.
+    /// Writes a file named after `nonce` to each writable directory of `dirs`. Stores `dirs` for
+    /// [`Prober::find_visible_nonces`].
     fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
         let mut state = self.lock_state();
         for dir in dirs {
@@ -102,10 +105,11 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns, for each stored directory, the nonces whose files are visible in it.
+    /// Returns for each stored directory those of `nonces` whose files this host sees in the
+    /// directory.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
-        // Listing the directory makes NFS clients refresh their cache.
+        // The directory is listed because a listing makes NFS clients refresh their cache.
         let list = |dir: &PathBuf| {
             let entries = fs::read_dir(dir).into_iter().flatten().flatten();
             entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
@@ -127,7 +131,7 @@ impl Drop for ProbeState {
 }
 
 /// Opens a TCP port and starts a thread that sends a greeting to every process that connects.
-/// Returns port and greeting; `None` if the port cannot be opened.
+/// Returns the port and the greeting, or `None` if the port or the thread is not available.
 fn serve_greeting(nonce: &str) -> Option<(u16, String)> {
     let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))];
     let listener = TcpListener::bind(&any[..]).ok()?;
@@ -145,13 +149,16 @@ fn serve_greeting(nonce: &str) -> Option<(u16, String)> {
     Some((port, greeting))
 }
 
-/// Removes all characters of a nonce that are not safe in a file name, and truncates it.
+/// Removes all characters from a nonce that are not safe in a file name, and truncates the nonce to
+/// 64 characters.
 fn sanitize_nonce(nonce: &str) -> String {
     nonce.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect()
 }
 
-/// Connects to all peers at once. Returns the name of each peer with the time of the connection in
-/// milliseconds or its error. Blocks until all connections have ended.
+/// Connects to all peers at once and blocks until all connections have ended. `timeout` limits the
+/// connection to each address.
+///
+/// Returns the name of each peer with the duration of connecting in milliseconds or the error.
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {
     let connect = |peer: &PeerListener| {
         let start = Instant::now();
@@ -168,8 +175,8 @@ fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, d
     })
 }
 
-/// Connects to the addresses of a peer, one after another, until one answers with the peer's
-/// greeting. Returns the error of the last address if all fail.
+/// Connects to the addresses of a peer, one after another, until one address answers with the
+/// peer's greeting. Fails with the error of the last address if all addresses fail.
 fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result<()> {
     let mut last_error = Diagnostic::error(host::PEER_ADDRESS_MISSING, "the host has no address");
     for address in peer.addresses.iter().take(MAX_PEER_ADDRESSES) {
@@ -185,7 +192,8 @@ fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result
     Err(last_error.with_subject(&peer.name))
 }
 
-/// Connects to an address and reads the text that it sends until the end of the stream.
+/// Connects to an address and reads the text that the peer sends until the end of the stream.
+/// `timeout` limits the connection and each read.
 fn read_greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
     let stream = TcpStream::connect_timeout(&address, timeout)?;
     stream.set_read_timeout(Some(timeout))?;
@@ -199,7 +207,7 @@ mod tests {
     use super::*;
     use contract::{job::JobSpec, preflight::PreflightReport, probe::LibraryReport};
 
-    /// Preflight checks that report one missing library.
+    /// A fake of the preflight checks that reports one missing library.
     struct FakePreflight;
 
     impl Preflight for FakePreflight {
@@ -217,7 +225,8 @@ mod tests {
         }
     }
 
-    /// Has the prober inspect the host.
+    /// Sends an inspection request to the prober and returns the inspection. Panics for another
+    /// answer.
     fn run_inspect_probe(
         prober: &Prober,
         nonce: &str,

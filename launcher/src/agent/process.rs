@@ -1,7 +1,8 @@
 //! Starts, signals and reaps worker processes. No other module of the agent starts processes.
 //!
-//! Each worker leads a separate process group. `PR_SET_PDEATHSIG` kills it when the thread that
-//! started it ends, so workers are started from the agent's main thread only.
+//! Each worker leads a separate process group. Because of `PR_SET_PDEATHSIG`, the kernel kills a
+//! worker when the thread that started the worker ends. The agent therefore starts workers only
+//! from its main thread.
 use super::core::GroupSignal;
 use crate::discover::topology::find_common_numa_node;
 use contract::{
@@ -34,25 +35,27 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// A worker's process, and the agent's ends of its streams.
+/// A started worker process, with the agent's ends of the process's output pipes and control
+/// connection.
 #[derive(Debug)]
 pub(crate) struct SpawnedWorker {
     pub(crate) pid: u32,
     pub(crate) stdout: OwnedFd,
     pub(crate) stderr: OwnedFd,
-    /// The control connection of a built-in worker.
+    /// The agent's end of the control connection to a built-in worker; `None` for a program.
     pub(crate) control: Option<UnixStream>,
 }
 
-/// Makes this process the subreaper of its descendants: orphans become its children instead of
-/// those of init.
+/// Makes this process the subreaper of its descendants. Orphaned descendants then become children
+/// of this process instead of init.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Forks this process. Returns the child's pid in the parent, and `None` in the child.
+/// Forks this process. Returns the child's pid in the parent process, and `None` in the child
+/// process.
 ///
-/// The caller must not have started a second thread.
+/// The process must have only one thread.
 pub(super) fn fork_process() -> io::Result<Option<Pid>> {
     // SAFETY: with one thread no lock can be held by a thread that the new process lacks.
     match unsafe { nix::unistd::fork()? } {
@@ -62,12 +65,13 @@ pub(super) fn fork_process() -> io::Result<Option<Pid>> {
 }
 
 /// Creates an empty memory file (memfd) that the built-in workers of the host share. The workers
-/// set its size.
+/// set the size of the file.
 pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// Returns the numbers of the CPUs on which this process may run; empty if they cannot be read.
+/// Returns the numbers of the CPUs on which this process may run, in ascending order. Returns no
+/// numbers if the CPU affinity cannot be read.
 pub(super) fn read_allowed_cpus() -> Vec<u32> {
     nix::sched::sched_getaffinity(Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
@@ -79,7 +83,7 @@ pub(super) fn read_allowed_cpus() -> Vec<u32> {
 }
 
 /// Sets the close-on-exec flag of every open descriptor above 2, so that workers do not inherit the
-/// descriptors. Descriptors that are opened later have the flag from the start.
+/// descriptors. Descriptors that the agent opens later have the flag from the start.
 pub(super) fn set_cloexec_on_all() {
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")
         .map(|d| d.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
@@ -90,20 +94,23 @@ pub(super) fn set_cloexec_on_all() {
     }
 }
 
-/// The soft and the hard limit of open files with which the agent was started.
+/// The soft and the hard limit of open files with which the agent was started. Workers get these
+/// limits, too.
 pub(super) type OpenFileLimits = (u64, u64);
 
-/// Raises the agent's soft limit of open files to the hard limit, because the agent needs four
-/// files for each worker. Returns the previous limits, which workers get.
+/// Raises the agent's soft limit of open files to the hard limit, because the agent opens about
+/// four files for each worker. Returns the previous limits, which are set for the workers.
 pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok((soft, hard))
 }
 
-/// Starts the process of a worker with its CPU affinity, preferred NUMA node and environment. A
-/// built-in worker inherits `shm` as its shared memory. `(soft, hard)` are the worker's limits of
-/// open files.
+/// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment of the
+/// plan.
+///
+/// A built-in worker inherits `shm`, the memory that the workers of the host share. `(soft, hard)`
+/// are the worker's limits of open files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
     shm: Option<BorrowedFd<'_>>,
@@ -157,8 +164,11 @@ pub(super) fn spawn_worker_process(
     Ok(SpawnedWorker { pid: child.id(), stdout: stdout.into(), stderr: stderr.into(), control })
 }
 
-/// Returns the command of a worker: the program of the plan, or `launch worker` for a built-in
-/// worker. stdin is `/dev/null`, and stdout and stderr are pipes.
+/// Returns the command that starts a worker: the program of the plan, or `launch worker` for a
+/// built-in worker.
+///
+/// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
+/// pipes.
 fn build_worker_command(plan: &WorkerPlan) -> Command {
     let mut command = match plan.command.as_deref() {
         Some([program, arguments @ ..]) => {
@@ -166,7 +176,8 @@ fn build_worker_command(plan: &WorkerPlan) -> Command {
             command.args(arguments);
             command
         }
-        // The file that this process runs, even if it was replaced meanwhile.
+        // This path is the executable that this process runs, even if the file was replaced
+        // meanwhile.
         None | Some([]) => {
             let mut command = Command::new("/proc/self/exe");
             command.arg0("launch").arg("worker");
@@ -179,8 +190,10 @@ fn build_worker_command(plan: &WorkerPlan) -> Command {
     command
 }
 
-/// Returns the CPUs of the plan as a CPU set; `None` if the plan does not bind the worker. Fails if
-/// the agent may not use one of the CPUs.
+/// Returns the CPUs to which the plan binds a worker as a CPU set. Returns `None` if the plan does
+/// not bind the worker to CPUs.
+///
+/// Fails if the agent may not run on one of the CPUs.
 fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
     if plan.cpus.is_empty() {
         return Ok(None);
@@ -202,11 +215,12 @@ fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::Cpu
     Ok(Some(set))
 }
 
-/// A set of NUMA nodes in the kernel's format.
+/// A set of NUMA nodes as a bit mask in the kernel's format, for nodes 0 to 1023.
 struct NumaNodeMask([libc::c_ulong; 16]);
 
 impl NumaNodeMask {
-    /// Returns the set of one node; `None` if the number is out of range.
+    /// Returns the set that contains one NUMA node. Returns `None` if the number of the node is
+    /// 1024 or more.
     fn with_node(node: u32) -> Option<NumaNodeMask> {
         let mut mask = NumaNodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
@@ -214,18 +228,19 @@ impl NumaNodeMask {
     }
 }
 
-/// Makes the calling process prefer memory of these NUMA nodes. Async-signal-safe. Errors are
-/// ignored.
+/// Makes the calling process prefer memory of the NUMA nodes `nodes`. Async-signal-safe. Ignores
+/// errors.
 ///
-/// Where a container forbids the system call, memory comes from the node of the thread that touches
-/// the memory first. For threads that are bound to a node, that is the preferred node.
+/// If a container forbids the system call, memory comes from the node of the thread that touches
+/// the memory first. If the threads are bound to the CPUs of one node, this is the preferred node.
 fn prefer_numa_memory(nodes: &NumaNodeMask) {
     let bits = 8 * size_of_val(&nodes.0);
     // SAFETY: the kernel reads `bits` bits at the address; the mask has that many.
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-/// Returns the error of a worker that could not be started, with the code of its likely reason.
+/// Converts the error of starting a worker's process to a diagnostic. The code of the diagnostic
+/// names the likely reason, such as a missing program.
 fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let program = plan.command.as_ref().and_then(|c| c.first()).map_or("launch worker", String::as_str);
     let workdir = plan.workdir.display();
@@ -253,7 +268,8 @@ fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
         .with_remedy()
 }
 
-/// Resets all signals to their default actions and unblocks them. Async-signal-safe.
+/// Resets all signals of the calling process to their default actions and unblocks all signals.
+/// Async-signal-safe.
 fn reset_signals() {
     // The kernel's structure for an action; all zero is the default action. glibc's `signal` does
     // not reset the two signals that glibc reserves, which are inherited as ignored, too.
@@ -265,7 +281,7 @@ fn reset_signals() {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null_mut::<u64>(), 8)
         };
     }
-    // SAFETY: an initialised empty set, no old set wanted.
+    // SAFETY: `set` is an initialized, empty set, and a null pointer requests no previous set.
     unsafe {
         let mut set = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&mut set);
@@ -273,11 +289,13 @@ fn reset_signals() {
     }
 }
 
-/// Sends a signal to the process group of a worker. The worker must not have been reaped, because
-/// its pid could belong to another process then.
+/// Sends a signal to the process group of the worker with this pid. Ignores errors.
+///
+/// The worker must not have been reaped, because the pid of a reaped worker may belong to another
+/// process.
 pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     let group = Pid::from_raw(pid as i32);
-    // An error means that the group has ended meanwhile.
+    // An error means that the process group has ended meanwhile.
     match ending {
         GroupSignal::Kill => _ = killpg(group, Signal::SIGKILL),
         GroupSignal::Terminate => {
@@ -288,9 +306,10 @@ pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
     }
 }
 
-/// Sends a signal to a worker's first process if the process has a handler for the signal. Returns
-/// whether the signal was sent. Without a handler the default action would kill the process or have
-/// no effect.
+/// Sends a signal to the process with this pid if the process has a handler for the signal. Returns
+/// whether the signal was sent.
+///
+/// Without a handler, the default action of the signal would kill the process or have no effect.
 pub(super) fn signal_if_handled(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Ok(signal) = Signal::try_from(signal) else { return false };
@@ -305,10 +324,11 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// Runs `py-spy dump` and returns up to `max_bytes` of the Python stack of a process.
+/// Runs `py-spy dump` and returns about `max_bytes` of the Python stacks of the process `pid` at
+/// most.
 ///
-/// Blocks for up to `limit`. Returns `None` if py-spy is not installed. The text is empty if py-spy
-/// does not answer in time or the process is not Python.
+/// Blocks for up to `limit`. Returns `None` if py-spy cannot be started. Returns an empty text if
+/// py-spy prints nothing in time, for example because the process does not run Python.
 pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: usize) -> Option<String> {
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use std::{io::Read, os::fd::AsFd, time::Instant};
@@ -333,11 +353,11 @@ pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: u
     Some(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Reaps every child that has ended, and calls `on_exit` with the pid and the exit status of each.
-/// Returns whether children are left.
+/// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status
+/// of each. Returns whether children are left. Does not block.
 ///
-/// If `is_leader` returns `true` for a pid, the process group of that child is killed first, while
-/// the zombie prevents the reuse of the group's number.
+/// If `is_leader` returns `true` for the pid of an ended child, first kills the process group of
+/// the child. Until the child is reaped, no other group can have the number of the group.
 pub(crate) fn reap_children(
     is_leader: impl Fn(u32) -> bool,
     mut on_exit: impl FnMut(u32, ExitStatus),
@@ -368,7 +388,7 @@ pub(crate) fn reap_children(
     }
 }
 
-/// Decodes a wait status of `waitpid` as an exit code or a signal.
+/// Decodes the wait status that `waitpid` returned to an exit code or a signal.
 pub(crate) fn decode_wait_status(status: i32) -> ExitStatus {
     let status = std::process::ExitStatus::from_raw(status);
     match status.signal() {

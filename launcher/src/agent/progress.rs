@@ -3,58 +3,62 @@
 use contract::event::WorkerPhase;
 use std::time::Duration;
 
-/// The least CPU time between two measurements that counts as progress, in clock ticks (10 ms on
-/// Linux). A process that waits in a poll loop uses less.
+/// The least change of a worker's CPU time between two measurements that counts as progress, in
+/// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
 /// The time of one worker's last progress, and whether a stall was reported since then.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
-    /// When the worker last made progress.
+    /// The time at which the worker last made progress.
     last_at: Duration,
-    /// The last phase and step that the built-in runtime reported.
+    /// The last phase and step that the built-in runtime reported; `None` before the first report.
     reported: Option<(WorkerPhase, u64)>,
-    /// The CPU time at the last measurement.
+    /// The worker's CPU time at the last measurement, in clock ticks.
     ticks: u64,
-    /// Whether the process was stopped when a stall was last reported; `None` if no stall was
-    /// reported since the last progress.
+    /// Whether the worker was stopped by a signal when a stall was last reported. `None` if no
+    /// stall was reported since the last progress.
     stall_reported: Option<bool>,
 }
 
 impl WorkerProgress {
-    /// Creates the state of a worker that starts at `now`.
+    /// Creates the progress state of a worker that starts at `now`. The start counts as progress.
     pub(super) fn new(now: Duration) -> Self {
         WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
     }
 
-    /// Records the phase and step that the built-in runtime reported. Returns whether they changed,
-    /// which counts as progress.
+    /// Records the phase and step that the built-in runtime reported. Returns whether phase or step
+    /// changed, which counts as progress.
     pub(super) fn record_runtime_report(&mut self, phase: WorkerPhase, step: u64) -> bool {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
 
-    /// Records the CPU time of all processes of the worker so far, in clock ticks. Returns whether
-    /// the change counts as progress.
+    /// Records the total CPU time of all processes of the worker, in clock ticks. Returns whether
+    /// the change since the last call counts as progress.
     ///
-    /// CPU time does not count where a better sign exists: `run.progress_pattern` for a program,
-    /// steps for the built-in runtime while it trains.
+    /// CPU time does not count for a program with `run.progress_pattern`, or for the built-in
+    /// runtime during training. The pattern and the steps are better signs of progress.
     pub(super) fn record_cpu_time(&mut self, ticks: u64, builtin: bool, has_pattern: bool) -> bool {
-        // The ticks of processes that end are subtracted, so a decrease is progress, too.
+        // The ticks of an ended process are missing from the sum, so a decrease is progress, too.
         let used = ticks.abs_diff(self.ticks) >= MIN_PROGRESS_TICKS;
         self.ticks = ticks;
         let training = matches!(self.reported, Some((WorkerPhase::Training, _)));
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records progress at `now`. Returns whether a stall had been reported before.
+    /// Records that the worker made progress at `now`. Returns whether a stall was reported since
+    /// the last progress.
     pub(super) fn record_progress(&mut self, now: Duration) -> bool {
         self.last_at = now;
         self.stall_reported.take().is_some()
     }
 
-    /// Checks for a stall after a measurement without progress. Returns the duration of the stall
-    /// in milliseconds and `stopped` if the stall is to be reported now, and records that it is
-    /// reported.
+    /// Checks for a stall after a measurement without progress. A stall is a time without progress
+    /// of at least `timeout`.
+    ///
+    /// If a stall must be reported now, records the report and returns the duration of the stall in
+    /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same
+    /// `stopped` was already reported.
     pub(super) fn take_stall_report(
         &mut self,
         now: Duration,

@@ -1,5 +1,5 @@
-//! Writes the stacks of hanging workers to their logs: the state and kernel stack of every thread
-//! from `/proc`, and the Python stack if py-spy is installed.
+//! Writes the stacks of hanging workers to the workers' logs: the state and kernel stack of every
+//! thread from `/proc`, and the Python stack if py-spy is installed.
 use super::{activity, process};
 use std::{
     fmt::Write as _,
@@ -9,27 +9,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time limit of one run of py-spy.
+/// The time limit of one run of py-spy, for one process.
 const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit of all runs of py-spy together.
+/// The time limit of all runs of py-spy together, for all workers of the host.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
 /// The largest number of processes of a worker, of threads of a process, and of frames of a thread
 /// that are written.
 const MAX_ITEMS: usize = 64;
-/// The number of bytes that are used of one `/proc` file and of one dump of py-spy.
+/// The number of bytes to which one `/proc` file and one dump of py-spy are truncated.
 const MAX_BYTES: usize = 64 << 10;
 
-/// A worker whose stacks are to be written, and the log to append them to.
+/// A worker whose stacks are to be written, and the log to which the stacks are appended.
 #[derive(Clone, Debug)]
 pub(super) struct StackTarget {
     pub(super) pid: u32,
     pub(super) log: PathBuf,
 }
 
-/// Appends the stacks of each worker to its log. Blocks for little more than [`TOTAL_TIMEOUT`].
-/// Parts that cannot be read or written are left out.
+/// Appends the stacks of each worker to the worker's log. Omits parts that cannot be read or
+/// written. Blocks for little more than [`TOTAL_TIMEOUT`] at most.
 pub(super) fn write_stacks(workers: &[StackTarget]) {
-    // Reading /proc is fast, so it is done for all workers first.
+    // Reading /proc is fast, so the kernel's information about all workers is written first.
     for worker in workers {
         let text: String = activity::list_process_tree(worker.pid)
             .into_iter()
@@ -54,7 +54,8 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
     }
 }
 
-/// Describes every thread of a process by its state, wait channel, system call and kernel stack.
+/// Formats the state, wait channel, system call and kernel stack of every thread of a process as
+/// text.
 fn describe_threads(pid: i32) -> String {
     let root = PathBuf::from(format!("/proc/{pid}"));
     let command = read_truncated(&root.join("cmdline")).replace('\0', " ");
@@ -85,15 +86,16 @@ fn describe_threads(pid: i32) -> String {
     text
 }
 
-/// Reads a file and truncates its text to [`MAX_BYTES`]; empty if the file cannot be read.
+/// Reads a file and truncates the text to [`MAX_BYTES`]. Returns an empty text if the file cannot
+/// be read.
 fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_BYTES)]).trim_end().to_owned()
 }
 
-/// Appends text and a line end to a log. Errors are ignored.
+/// Appends text and a line end to an existing log with one write. Ignores errors.
 fn append_to_log(log: &Path, text: &str) {
-    // The output pump appends to the log, too. One write keeps lines whole.
+    // The output pump appends to the log, too. A single write keeps lines whole.
     let file = OpenOptions::new().append(true).open(log);
     _ = file.and_then(|mut file| file.write_all(format!("{}\n", text.trim_end()).as_bytes()));
 }

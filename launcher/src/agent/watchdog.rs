@@ -1,9 +1,9 @@
-//! The watchdog above an agent on another host.
+//! The watchdog: the parent process of an agent that was started over SSH.
 //!
-//! When the agent is killed, its workers die with it, but processes that the workers started in
-//! other sessions do not. Therefore the process that sshd started is a watchdog, and the agent is
-//! its child. The watchdog waits for the end of the agent and then kills every process that is
-//! left. On the controller's machine the controller does this.
+//! If the agent is killed, its workers are killed, too, but processes that the workers started in
+//! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
+//! the child of the watchdog. The watchdog waits for the end of the agent and then kills every
+//! process that is left. On the controller's machine, the controller kills these processes.
 use super::{
     descendants::kill_descendants,
     process::{become_subreaper, fork_process, reap_children},
@@ -22,9 +22,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the watchdog waits for killed processes to end.
+/// How long the watchdog kills remaining processes and waits for their end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches for processes that are left.
+/// The pause between two searches of the watchdog for remaining processes.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 /// The signals that the watchdog ignores, because a terminal, a batch system or an operator may
 /// send them to the whole process group.
@@ -32,8 +32,9 @@ const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::S
 
 /// Forks this process. The parent becomes the watchdog, and the child continues as the agent.
 ///
-/// Returns `None` in the agent at once. In the watchdog, blocks until the agent has ended and no
-/// process is left, and returns the agent's exit code. The caller must have only one thread.
+/// In the agent, returns `None` immediately. In the watchdog, blocks until the agent has ended and
+/// the remaining processes are killed, and returns the agent's exit code. The process must have
+/// only one thread when it calls this function.
 pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     become_subreaper()?;
     match fork_process()? {
@@ -42,14 +43,14 @@ pub(super) fn fork_below_watchdog() -> io::Result<Option<u8>> {
     }
 }
 
-/// Blocks until the agent has ended, and then kills the processes that it left. Returns the agent's
-/// exit code. Closes the standard streams.
+/// Blocks until the agent has ended, and then kills the processes that the agent left. Returns the
+/// agent's exit code. Replaces the standard streams of this process by `/dev/null`.
 fn watch_agent(agent: Pid) -> io::Result<u8> {
     for number in IGNORED_SIGNALS {
         // SAFETY: ignoring a signal installs no handler.
         unsafe { signal(number, SigHandler::SigIgn)? };
     }
-    // Only the agent keeps the streams open, so that they end when the agent ends.
+    // Only the agent may keep the streams open, so that the streams end when the agent ends.
     let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
     dup2_stdin(&null)?;
     dup2_stdout(&null)?;
@@ -67,7 +68,8 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
     Ok(exit_like_agent(status))
 }
 
-/// Kills descendants until none is left or [`SWEEP_TIMEOUT`] has passed.
+/// Kills and reaps the descendants of this process until no descendant is left or [`SWEEP_TIMEOUT`]
+/// has passed.
 fn sweep_descendants() {
     let start = Instant::now();
     loop {
@@ -79,8 +81,8 @@ fn sweep_descendants() {
     }
 }
 
-/// Returns the exit code of an agent that ended with `status`. If a signal killed the agent, this
-/// process kills itself with the same signal instead, so that sshd reports the signal.
+/// Returns the exit code of an agent that ended with `status`. If a signal killed the agent, sends
+/// the same signal to this process instead, so that sshd reports the signal.
 fn exit_like_agent(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,

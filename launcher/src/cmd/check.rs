@@ -34,7 +34,7 @@ pub(crate) fn run(args: &JobArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.has_failed() { exit::CLUSTER } else { code })
 }
 
-/// The results of all checks.
+/// The results of all checks of one `launch check`.
 #[derive(Debug)]
 struct CheckReport {
     /// The name of the job.
@@ -45,27 +45,27 @@ struct CheckReport {
 }
 
 impl CheckReport {
-    /// Returns whether a check of any host or of the job failed.
+    /// Returns whether a check failed, either of a single host or of all hosts together.
     fn has_failed(&self) -> bool {
         let mut checks = self.hosts.iter().flat_map(|h| &h.checks).chain(&self.checks);
         checks.any(|c| c.level == CheckLevel::Fail)
     }
 }
 
-/// The results of one host.
+/// The results of `launch check` for one host.
 #[derive(Debug)]
 struct HostReport {
     /// The name that the job gives the host.
     name: String,
     /// What the agent of the host reported; `None` if no agent answered.
     inspection: Option<HostInspection>,
-    /// By how many seconds the clock of the host is ahead of this machine's, and the uncertainty of
-    /// that in seconds.
+    /// The time by which the host's clock is ahead of this machine's clock, and the uncertainty of
+    /// this time, both in seconds. `None` if no agent answered.
     clock_skew_s: Option<(f64, f64)>,
     checks: Vec<CheckResult>,
 }
 
-/// The result of one check.
+/// The result of one check, such as `dns` or `gpu memory`.
 #[derive(Clone, Debug, PartialEq)]
 struct CheckResult {
     /// The name of the check, as docs/cli.md lists it.
@@ -73,29 +73,29 @@ struct CheckResult {
     level: CheckLevel,
     /// The observed value or the error, on one line.
     found: String,
-    /// The code of a failure or warning.
+    /// The diagnostic code of a failure or warning; `None` if the check passed or was skipped.
     code: Option<Code>,
-    /// The advice for a failure or warning.
+    /// The advice for a failure or warning; `None` if the check passed or was skipped.
     help: Option<String>,
-    /// Values for programs, under the names that the diagnostic of the code uses.
+    /// Values for programs that read the JSON report, by the names of the diagnostic's fields.
     fields: Map<String, Value>,
-    /// Whether `found` names the host.
+    /// Whether the text in `found` already names the host.
     names_host: bool,
 }
 
 impl CheckResult {
-    /// Returns a passed check.
+    /// Returns the result of a passed check. `found` is the observed value.
     fn ok(name: &'static str, found: impl Into<String>) -> CheckResult {
         let (found, fields) = (found.into(), Map::new());
         CheckResult { name, level: CheckLevel::Ok, found, code: None, help: None, fields, names_host: false }
     }
 
-    /// Returns a check that was not run because an earlier one failed.
+    /// Returns the result of a check that was not run because an earlier check failed.
     fn skipped(name: &'static str) -> CheckResult {
         CheckResult { level: CheckLevel::Skipped, ..CheckResult::ok(name, "") }
     }
 
-    /// Returns a check with a problem that does not prevent the job from starting.
+    /// Returns a warning: the result of a check that found a problem with which the job can start.
     fn warn(
         name: &'static str,
         code: Code,
@@ -106,7 +106,8 @@ impl CheckResult {
         CheckResult { level, code: Some(code), help, ..CheckResult::ok(name, found) }
     }
 
-    /// Returns a check with a problem that prevents the job from starting.
+    /// Returns a failure: the result of a check that found a problem with which the job cannot
+    /// start.
     fn failed(
         name: &'static str,
         code: Code,
@@ -116,37 +117,39 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Fail, ..CheckResult::warn(name, code, found, help) }
     }
 
-    /// Sets a value for programs.
+    /// Adds a value to `fields`, for programs that read the JSON report.
     fn with_field(mut self, name: &str, value: impl Into<Value>) -> CheckResult {
         self.fields.insert(name.to_owned(), value.into());
         self
     }
 }
 
-/// How a check ended.
+/// The outcome of a check: passed, warning, failed or skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CheckLevel {
-    /// Nothing is wrong.
+    /// The check found no problem.
     Ok,
-    /// The job may start.
+    /// The check found a problem with which the job can start.
     Warn,
-    /// The job would not start.
+    /// The check found a problem with which the job cannot start.
     Fail,
-    /// An earlier check failed, so this one was not run.
+    /// The check was not run because an earlier check failed.
     Skipped,
 }
 
-/// A host with the agent that was started on it, or the error of the start. Dropping it kills an
-/// agent that is a child process.
+/// A host, with the agent that was started there or the error of starting the agent. If the agent
+/// is a child process, dropping this value kills and reaps the agent.
 struct StartedAgent {
     name: String,
     agent: diagnostic::Result<AgentProcess>,
-    /// The progress of the SSH connection; `None` for this machine and the nodes of Slurm.
+    /// The progress of the SSH connection to the host. `None` if the host is this machine or a node
+    /// of Slurm, or if the connection could not be started.
     progress: Option<Arc<ssh::ConnectionProgress>>,
 }
 
-/// Starts an agent on every host of the job, has all of them inspect their hosts, and evaluates the
-/// answers. Fails if the job is invalid or its hosts cannot be determined.
+/// Starts an agent on every host of the job, requests an inspection from each agent, and evaluates
+/// the answers. Blocks until all hosts have answered or timed out. Fails if the job is invalid or
+/// the hosts cannot be determined.
 fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     let file = args.job.display().to_string();
     let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
@@ -177,7 +180,7 @@ fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     })
 }
 
-/// Starts an agent on this machine.
+/// Starts an agent as a child process on this machine. A failed start is part of the result.
 fn start_local_agent() -> StartedAgent {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned();
     let agent = LocalTransport.start_agents(std::slice::from_ref(&name)).pop().unwrap_or_else(|| {
@@ -187,7 +190,8 @@ fn start_local_agent() -> StartedAgent {
     StartedAgent { name, agent, progress: None }
 }
 
-/// Starts an agent on each of these hosts over SSH.
+/// Starts an agent on each of these hosts over SSH. A failed start on one host is part of the
+/// result of the host.
 fn start_ssh_agents(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<Vec<StartedAgent>> {
     let ssh = super::targets::create_ssh_transport(job, hosts)?;
     let start = |host: &ClusterHost| {
@@ -200,8 +204,8 @@ fn start_ssh_agents(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<
     Ok(hosts.iter().map(start).collect())
 }
 
-/// Collects the directories that the job writes to and, if the job trains on GPUs, the directories
-/// in which CUDA libraries are searched first.
+/// Collects the absolute paths of the directories that the agents inspect: working, log and
+/// checkpoint directory. For built-in training on GPUs, adds `cluster.cuda_library_paths`.
 fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     let workdir = &job.run.workdir;
     let logs = workdir.join(job.run.logs.dir.replace("{name}", &job.name));
@@ -215,14 +219,14 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     }
 }
 
-/// Returns the time limit for a TCP connection between two hosts, in milliseconds: that of SSH, but
-/// at most 5 s.
+/// Returns the time limit for a TCP connection between two hosts, in milliseconds: the connection
+/// timeout of SSH (`cluster.ssh`), but at most 5 s.
 fn limit_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// Returns text that differs from one run of `launch check` to the next, made from the process ID
-/// and the time.
+/// Creates a text from the process ID and the time that differs from one `launch check` to the
+/// next. The names of the nonce files contain the text.
 fn create_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())
@@ -233,7 +237,7 @@ impl Drop for StartedAgent {
         if let Ok(agent) = &self.agent
             && let transport::AgentHandle::Child(pid) = agent.handle
         {
-            // The agent exits when its stream is closed; a blocked one is killed.
+            // An agent exits when its control connection is closed, but a blocked agent does not.
             let pid = nix::unistd::Pid::from_raw(pid as i32);
             _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
             _ = nix::sys::wait::waitpid(pid, None);

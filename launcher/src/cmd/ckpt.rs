@@ -1,7 +1,7 @@
 //! `launch ckpt`: inspects, verifies, converts and repairs checkpoints.
 //!
-//! Only this module and its children read checkpoints in the launcher. Results go to stdout,
-//! messages to stderr.
+//! No other module of the launcher reads checkpoints. Results are written to stdout, and messages
+//! to stderr.
 mod convert;
 mod describe;
 mod diff;
@@ -112,7 +112,8 @@ impl From<DtypeOption> for Dtype {
     }
 }
 
-/// Runs `launch ckpt …` and returns the exit code.
+/// Runs a subcommand of `launch ckpt` and returns the exit code. With `json`, the subcommand prints
+/// its result as JSON.
 pub(crate) fn run(args: CkptArgs, json: bool) -> diagnostic::Result<u8> {
     match args.command {
         CkptCommand::Inspect { dir } => run_inspect(&dir, json),
@@ -129,18 +130,18 @@ pub(crate) fn run(args: CkptArgs, json: bool) -> diagnostic::Result<u8> {
     }
 }
 
-/// Writes a line to stderr.
+/// Writes a message and a line end to stderr.
 fn log_line(line: fmt::Arguments<'_>) {
     command_output::write_message(&format!("{line}\n"));
 }
 
-/// Writes a result to stdout.
+/// Writes the result of a subcommand to stdout. Fails if the write fails.
 fn print_result(text: &str) -> diagnostic::Result<()> {
     command_output::write_data(text).map_err(|error| output_error(&error))
 }
 
 /// Opens the checkpoint at a path or, if the path is a directory of checkpoints, the newest usable
-/// one. Logs the chosen checkpoint, the skipped ones and the warnings about it.
+/// one. Logs the chosen checkpoint, its warnings, and newer checkpoints that are unusable.
 fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
     let found = ckpt::open_checkpoint(path)?;
     match &found {
@@ -165,7 +166,8 @@ fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
     Ok(found)
 }
 
-/// Runs `launch ckpt inspect`: prints the contents of a checkpoint.
+/// Runs `launch ckpt inspect`: prints the properties and tensors of a checkpoint, without the
+/// values.
 fn run_inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
     let text = match (open_checkpoint(dir)?, json) {
         (OpenedCheckpoint::Native(newest), true) => {
@@ -181,8 +183,11 @@ fn run_inspect(dir: &Path, json: bool) -> diagnostic::Result<u8> {
     Ok(exit::DONE)
 }
 
-/// Runs `launch ckpt verify`: verifies the checkpoints at a path and prints the result. Returns
-/// exit code 4 if one is damaged or, with `strict`, if there are warnings.
+/// Runs `launch ckpt verify`: verifies the checkpoint, or all checkpoints in the directory, at
+/// `path` and prints the result.
+///
+/// With `values`, NaN and infinite values are counted. Returns exit code 4 if a checkpoint is
+/// damaged or, with `strict`, if there are warnings.
 fn run_verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic::Result<u8> {
     let report = ckpt::verify_checkpoints_with(path, ckpt::VerifyOptions { values })?;
     let sound = report.is_sound() && (!strict || report.warnings.is_empty());
@@ -203,7 +208,8 @@ fn run_verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
 
-/// Formats a report with one line for each checkpoint and each problem.
+/// Formats the report of a verification as text, with one line for each checkpoint and each
+/// problem.
 fn format_verify_report(report: &VerifyReport) -> String {
     let mut text = String::new();
     for c in &report.checkpoints {
@@ -227,7 +233,7 @@ fn format_verify_report(report: &VerifyReport) -> String {
     text
 }
 
-/// Formats a count with its noun: `1 file`, `2 files`.
+/// Formats a count with the singular or plural of a noun: `1 file`, `2 files`.
 fn format_count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
@@ -272,8 +278,8 @@ fn run_gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> di
     Ok(exit::DONE)
 }
 
-/// A line on a terminal that shows the progress of an operation in bytes. It is redrawn at most ten
-/// times a second, and not drawn if stderr is not a terminal.
+/// A line on stderr that shows the progress of an operation in bytes. The line is redrawn at most
+/// ten times a second. Draws nothing if stderr is not a terminal.
 struct ProgressLine {
     action: &'static str,
     drawn: Option<Instant>,
@@ -281,13 +287,14 @@ struct ProgressLine {
 }
 
 impl ProgressLine {
-    /// Creates a line that is not drawn yet. `action` is a present participle, such as
-    /// `converting`.
+    /// Creates a progress line that is not drawn yet. `action` names the operation as a present
+    /// participle, such as `converting`.
     fn new(action: &'static str) -> ProgressLine {
         ProgressLine { action, drawn: None, on_terminal: command_output::stderr_is_terminal() }
     }
 
-    /// Draws the progress in bytes if the line was not drawn within the last 100 ms.
+    /// Redraws the line with `done` of `total` bytes. Does nothing within 100 ms of the last
+    /// drawing.
     fn update(&mut self, done: u64, total: u64) {
         let due = self.drawn.is_none_or(|t| t.elapsed() >= Duration::from_millis(100));
         if self.on_terminal && due {
@@ -297,7 +304,7 @@ impl ProgressLine {
         }
     }
 
-    /// Erases the line from the terminal.
+    /// Erases the progress line from the terminal if the line was drawn.
     fn clear(&self) {
         if self.drawn.is_some() {
             command_output::write_message("\r\x1b[K");
@@ -305,7 +312,8 @@ impl ProgressLine {
     }
 }
 
-/// Parses a size with an optional unit, such as `5GB`, `1.5 MiB` or `4096`. Returns bytes.
+/// Parses a size with an optional unit, such as `5GB`, `1.5 MiB` or `4096`. Returns the size in
+/// bytes. Fails if the size is less than 1 byte or not less than 10¹⁸ bytes.
 fn parse_size(text: &str) -> Result<u64, OptionValueError> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number: f64 = text[..digits].parse().map_err(|_| OptionValueError::Size)?;
@@ -334,7 +342,7 @@ mod tests {
     use ckpt::TensorRole;
     use serde_json::json;
 
-    /// Returns the exit code of a result without reporting an error.
+    /// Returns the exit code of a command's result. Does not print the error of a failed command.
     fn take_exit_code(result: diagnostic::Result<u8>) -> u8 {
         result.unwrap_or_else(|error| error.category().exit_code())
     }
@@ -349,7 +357,8 @@ mod tests {
         }
     }
 
-    /// Saves a checkpoint of step 3 with one weight of 4 elements and no optimizer state.
+    /// Saves a checkpoint of step 3 in the directory `root` and returns the path of the checkpoint.
+    /// The checkpoint has one weight of 4 elements and no optimizer state.
     pub(super) fn save_sample_checkpoint(root: &Path) -> PathBuf {
         let staging = ckpt::StagingDir::create(root, 3, 16).expect("begun");
         let piece = ckpt::TensorPiece {
@@ -371,7 +380,7 @@ mod tests {
         ckpt::commit_save(staging, facts, vec![report]).expect("complete").path
     }
 
-    /// Returns the command `launch ckpt verify PATH`.
+    /// Returns the parsed command `launch ckpt verify PATH` without options.
     fn verify_command(path: PathBuf) -> CkptCommand {
         CkptCommand::Verify { path, values: false, strict: false }
     }
@@ -420,7 +429,7 @@ mod tests {
         };
         assert_eq!(run(gather), exit::DONE);
         assert!(out.join("model.safetensors").exists());
-        // A tag without its files.
+        // A tag that lacks most of its files.
         std::fs::create_dir(dir.path().join("global_step1")).expect("made");
         let lone = dir.path().join("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt");
         std::fs::write(lone, "nothing").expect("written");
@@ -442,7 +451,8 @@ mod tests {
         }
     }
 
-    /// Contradicting options and impossible limits are rejected before anything is read or written.
+    /// Checks that contradicting options and impossible limits are rejected before a file is read
+    /// or written.
     #[test]
     fn contradicting_or_impossible_options_are_rejected() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -1,4 +1,4 @@
-//! `launch events`: the events of a run, from its journal.
+//! `launch events`: prints the events of a run from the run's journal.
 use super::{OutputFormat, output_error, ps::resolve_run};
 use crate::{
     cli::EventsArgs,
@@ -10,14 +10,15 @@ use contract::event::TimedEvent;
 use diagnostic::{Diagnostic, codes::command};
 use serde::Deserialize;
 
-/// Runs `launch events`: prints the journal of a run.
+/// Runs `launch events`: prints the journal of a run and returns the exit code.
 pub(crate) fn run(args: &EventsArgs, format: OutputFormat) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     print_journal(&run, args.follow, format)?;
     Ok(contract::exit::DONE)
 }
 
-/// Prints the journal of a run. With `follow`, continues until the controller has ended.
+/// Prints the journal of a run. With `follow`, also prints new events until the controller has
+/// ended. Returns early if the reader of stdout closes the pipe.
 fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
     let file = run.record.run_dir.join("events.jsonl");
     let unreadable = |e: std::io::Error| {
@@ -28,7 +29,7 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
     };
     let mut lines = LineFollower::open(file.clone(), 0).map_err(unreadable)?;
     loop {
-        // Checked before reading, so that everything written before the end is read.
+        // Checked before reading, so that everything written before the controller's end is read.
         let may_grow = follow && run.record.controller.is_alive();
         let mut text = String::new();
         let more = lines.read_lines(&mut |line| {
@@ -51,8 +52,8 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
     }
 }
 
-/// Converts a line of the journal to the requested schema. Returns a line that this version cannot
-/// read, such as half a line after a crash, unchanged.
+/// Converts a line of the journal to the event schema in `format`, and adds a line end. A line that
+/// this version cannot read, such as half a line after a crash, stays unchanged.
 fn convert_json_line(line: &str, format: OutputFormat) -> String {
     #[derive(Deserialize)]
     struct StoredEvent {
@@ -69,19 +70,21 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
     format!("{}\n", converted.as_deref().unwrap_or(line))
 }
 
-/// Returns the schema of journals that do not record it, which earlier releases wrote.
+/// Returns 1, the schema of journal lines without a schema number, which earlier releases wrote.
 fn default_schema() -> u8 {
     1
 }
 
-/// Formats a line of the journal as text: the time since the start of the run, and the event.
+/// Formats a line of the journal as text: the time since the start of the run, and the event. A
+/// line that cannot be parsed is printed without a time.
+///
 /// `began_ms` is the start of the run in milliseconds since 1970.
 fn format_event_line(line: &str, began_ms: u64) -> String {
     let (since, text) = match TimedEvent::from_json(line) {
         Ok(TimedEvent { event, time }) => {
             (format_clock((time - began_ms as f64 / 1000.0).max(0.0)), format_event(&event))
         }
-        // Half a line after a crash, or an event of a later version.
+        // The line is incomplete after a crash, or has an event of a later version.
         Err(_) => (String::new(), line.to_owned()),
     };
     format!("{since:>8}  {}\n", replace_control_characters(&text))

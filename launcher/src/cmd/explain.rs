@@ -1,11 +1,11 @@
-//! `launch explain`: the explanations of the diagnostic codes.
+//! `launch explain`: prints the explanations of diagnostic codes.
 use crate::cli::ExplainArgs;
 use diagnostic::{Code, Diagnostic, codes};
 use serde_json::{Value, json};
 
-/// The number of codes that are suggested for a misspelled one.
+/// The largest number of codes that are suggested for a misspelled code.
 const MAX_SUGGESTIONS: usize = 3;
-/// The least Jaro-Winkler similarity of a suggested code.
+/// The least Jaro-Winkler similarity, from 0 to 1, between a misspelled code and a suggestion.
 const MIN_SIMILARITY: f64 = 0.75;
 
 /// Runs `launch explain`: prints the explanation of one code, or the list of all codes.
@@ -23,14 +23,14 @@ pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
     super::print_output(&text)
 }
 
-/// Formats the explanation of a diagnostic code as text. Its first line is the name of the code,
+/// Formats the explanation of a diagnostic code as text. The first line is the name of the code,
 /// without the `###` of a Markdown heading.
 fn format_for_terminal(code: Code) -> String {
     let entry = diagnostic::render_code_entry(code);
     format!("{}\n", entry.trim_start_matches('#').trim())
 }
 
-/// Returns the explanation of a code as JSON.
+/// Returns the explanation of a diagnostic code as a JSON object.
 fn code_to_json(code: Code) -> Value {
     let info = code.info();
     json!({
@@ -43,8 +43,8 @@ fn code_to_json(code: Code) -> Value {
     })
 }
 
-/// Finds a code by its name, in which upper case and underscores are accepted as well. The error
-/// for an unknown name suggests similar codes.
+/// Finds the diagnostic code with this name. Upper case and underscores are accepted, too. The
+/// error for an unknown name suggests similar codes.
 fn find_code(name: &str) -> diagnostic::Result<Code> {
     let normalized = name.trim().to_ascii_lowercase().replace('_', "-");
     Code::from_name(&normalized).ok_or_else(|| {
@@ -59,8 +59,8 @@ fn find_code(name: &str) -> diagnostic::Result<Code> {
     })
 }
 
-/// Returns the names of the codes that are most similar to a misspelled one, the most similar
-/// first.
+/// Returns the names of the diagnostic codes that are most similar to a misspelled name, sorted by
+/// decreasing similarity. Returns at most [`MAX_SUGGESTIONS`] names.
 fn find_similar_codes(name: &str) -> Vec<&'static str> {
     let similarity = |code: Code| (strsim::jaro_winkler(code.name(), name), code.name());
     let mut near: Vec<(f64, &str)> = codes::all_codes().map(similarity).collect();

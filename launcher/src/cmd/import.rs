@@ -1,5 +1,5 @@
-//! `launch import`: prints a job.yaml made from another launcher's configuration, and notes about
-//! it.
+//! `launch import`: converts another launcher's configuration to a job.yaml and prints the job.yaml
+//! with notes about the conversion.
 use crate::{
     cli::{ImportArgs, ImportCommand},
     discover::cluster_hosts::{parse_hostfile_entries, read_hostfile},
@@ -11,7 +11,8 @@ use diagnostic::{Category, Diagnostic, codes::command};
 use serde_json::json;
 use std::path::Path;
 
-/// Runs `launch import`: prints the imported job to stdout and the notes about it to stderr.
+/// Runs `launch import`: prints the imported job to stdout and the notes about the conversion to
+/// stderr. With `as_json`, prints both as one JSON object to stdout.
 pub(crate) fn run(args: &ImportArgs, as_json: bool) -> diagnostic::Result<u8> {
     let ImportedJob { job, notes } = import_job(&args.from)?;
     if as_json {
@@ -54,13 +55,14 @@ fn import_job(from: &ImportCommand) -> diagnostic::Result<ImportedJob> {
     }
 }
 
-/// Reads and parses a configuration file.
+/// Reads and parses a configuration file in JSON or YAML.
 fn read_document(file: &Path, syntax: DocumentSyntax) -> diagnostic::Result<Document> {
     let name = file.display().to_string();
     Document::read(file, syntax).map_err(|error| invalid_config_error(&name, vec![error]))
 }
 
-/// Returns one error for a configuration, with each of the mistakes as a detail.
+/// Combines the mistakes in the configuration `name` into one error, which has each mistake as a
+/// detail.
 fn invalid_config_error(name: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
     let message = format!("{name} has {} {noun}; no job was written", mistakes.len());
@@ -70,8 +72,8 @@ fn invalid_config_error(name: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
     mistakes.into_iter().fold(summary, Diagnostic::with_detail)
 }
 
-/// Reads the hostfile of `--hostfile` and returns its text; `None` without the option. Fails if the
-/// hostfile is invalid.
+/// Reads the file that `--hostfile` names, and returns the text of the file. Returns `None` without
+/// the option. Fails if the hostfile is unreadable or invalid.
 fn read_valid_hostfile(file: Option<&Path>) -> diagnostic::Result<Option<String>> {
     let Some(file) = file else { return Ok(None) };
     let as_option = |error: Diagnostic| error.with_subject("--hostfile").with_category(Category::Usage);

@@ -1,4 +1,4 @@
-//! `launch logs`: the output of the ranks, from their log files.
+//! `launch logs`: prints the output of the ranks of a run from the log files.
 use super::{output_error, ps::resolve_run};
 use crate::{
     agent::log_times::{find_offset_at, read_unix_time_ms},
@@ -16,16 +16,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The help text for a missing log.
+/// The help text for a rank whose log is not on this host.
 const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
 /// The file name prefix of the copies of console output that the controller keeps for ranks whose
 /// logs are on other hosts.
 const STREAMED_PREFIX: &str = "streamed-";
-/// The number of bytes that are collected before they are written to stdout.
+/// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
 
-/// Runs `launch logs`: prints the logs of a run.
+/// Runs `launch logs`: prints the logs of a run and returns the exit code.
 pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     LogViewer::new(&run, args)?.show_logs()?;
@@ -41,17 +41,17 @@ struct LogViewer<'a> {
     pattern: Option<Regex>,
     since_ms: u64,
     follow: bool,
-    /// Whether lines begin with their rank.
+    /// Whether each printed line begins with the rank that wrote the line.
     prefix: bool,
     followers: BTreeMap<Rank, LineFollower>,
     out: String,
-    /// Whether the reader of stdout has ended.
+    /// Whether the process that reads the stdout of `launch logs` has closed the pipe.
     reader_gone: bool,
 }
 
 impl<'a> LogViewer<'a> {
-    /// Creates a viewer without open files. Rejects an invalid pattern and a rank that the run does
-    /// not have.
+    /// Creates a viewer for a run, without open log files. Fails if the pattern of `--grep` is
+    /// invalid, or if the run does not have a rank of `--rank`.
     fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
         let pattern = pattern.map_err(|e| {
@@ -84,12 +84,13 @@ impl<'a> LogViewer<'a> {
         })
     }
 
-    /// Prints the logs of the selected ranks. With `--follow`, continues until the controller has
-    /// ended. Returns early if the reader of stdout has ended.
+    /// Prints the logs of the selected ranks. With `--follow`, also prints new lines until the
+    /// controller has ended. Returns early if the reader of stdout closes the pipe.
     fn show_logs(mut self) -> diagnostic::Result<()> {
         let mut opened: Vec<Rank> = Vec::new();
         loop {
-            // Checked before reading, so that everything written before the end is read.
+            // Checked before reading, so that everything written before the controller's end is
+            // read.
             let may_grow = self.follow && self.run.record.controller.is_alive();
             for (rank, files) in self.list_log_files() {
                 if !opened.contains(&rank) {
@@ -115,7 +116,7 @@ impl<'a> LogViewer<'a> {
         }
     }
 
-    /// Returns the error of a run without any logs.
+    /// Returns the error of a run whose log directory on this host has no log of a selected rank.
     fn missing_logs_error(&self) -> Diagnostic {
         let (run, directory) = (&self.run.record.run, self.directory.display().to_string());
         Diagnostic::error(command::RUN_LOGS_MISSING, format!("run {run} has no logs in {directory}"))
@@ -125,7 +126,8 @@ impl<'a> LogViewer<'a> {
             .with_help(LOGS_ON_OTHER_HOSTS)
     }
 
-    /// Prints a note with the number of selected ranks whose logs are not on this host.
+    /// Prints a note to stderr with the number of selected ranks whose logs are not on this host.
+    /// Prints nothing if all of them are in `opened`.
     fn report_missing_logs(&self, opened: &[Rank]) {
         let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();
@@ -143,7 +145,8 @@ impl<'a> LogViewer<'a> {
     }
 
     /// Lists the log files of each selected rank, the oldest first: `rank-0.log.2`, `rank-0.log.1`,
-    /// `rank-0.log`. A rank whose log is on another host has only the copy of its console output.
+    /// `rank-0.log`. If the log of a rank is on another host, lists the copy of the rank's console
+    /// output instead.
     fn list_log_files(&self) -> BTreeMap<Rank, Vec<PathBuf>> {
         let mut logs: BTreeMap<Rank, Vec<(u32, PathBuf)>> = BTreeMap::new();
         let mut copies: BTreeMap<Rank, PathBuf> = BTreeMap::new();
@@ -166,7 +169,8 @@ impl<'a> LogViewer<'a> {
         logs.into_iter().map(|(rank, files)| (rank, sorted(files))).collect()
     }
 
-    /// Prints the rotated log files of a rank, and opens the newest file, which may still grow.
+    /// Prints the rotated log files of a rank, and opens the newest file for reading, which may
+    /// still grow. `files` are sorted from the oldest to the newest.
     fn print_rotated_and_open_newest_log(&mut self, rank: Rank, files: &[PathBuf]) -> diagnostic::Result<()> {
         for file in files {
             let end = fs::metadata(file).map_or(0, |m| m.len());
@@ -181,8 +185,8 @@ impl<'a> LogViewer<'a> {
         Ok(())
     }
 
-    /// Reads the next lines of a rank's log, filters them and collects them for stdout. Returns
-    /// whether there may be more lines.
+    /// Reads the next lines of a rank's open log, and collects the lines that match `--grep` for
+    /// stdout. Returns whether there may be more lines.
     fn collect_lines(&mut self, rank: Rank) -> diagnostic::Result<bool> {
         let Some(follower) = self.followers.get_mut(&rank) else { return Ok(false) };
         let (out, pattern, prefix) = (&mut self.out, &self.pattern, self.prefix);
@@ -206,7 +210,8 @@ impl<'a> LogViewer<'a> {
         Ok(more && !self.reader_gone)
     }
 
-    /// Writes the collected text when there is enough of it, or everything with `flush`.
+    /// Writes the collected text to stdout if it has at least [`WRITE_BATCH_BYTES`] or if `flush`
+    /// is set. Records a closed pipe in `reader_gone`.
     fn write_collected(&mut self, flush: bool) -> diagnostic::Result<()> {
         if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());

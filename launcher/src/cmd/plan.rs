@@ -16,13 +16,14 @@ use diagnostic::{Diagnostic, Location};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Runs `launch plan`: prints the plan of a job.
+/// Runs `launch plan`: prints the plan of a job and returns the exit code.
 pub(crate) fn run(args: &JobArgs, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
     let request = JobRequest { source: JobSource::File(args.job.clone()), set: args.set.clone() };
     print_plan(&prepare_job(&request, &placeholder_run_id(), preflight)?, json, false)
 }
 
-/// Runs `launch run --dry-run`: prints the plan, and as text also the job with all defaults.
+/// Runs `launch run --dry-run`: prints the plan of a job and the job with all defaults. Returns the
+/// exit code.
 pub(crate) fn run_dry(request: &JobRequest, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
     print_plan(&prepare_job(request, &placeholder_run_id(), preflight)?, json, true)
 }
@@ -32,8 +33,8 @@ fn placeholder_run_id() -> RunId {
     RunId("{run}".to_owned())
 }
 
-/// Prints warnings to stderr and the plan to stdout. With `with_job`, the text also has the job
-/// with all defaults.
+/// Prints the warnings about a job to stderr and the plan to stdout. With `with_job`, the text
+/// output ends with the job with all defaults.
 fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
     super::print_warnings(&prepared.warnings);
     if json {
@@ -46,7 +47,7 @@ fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic:
     super::print_output(&text)
 }
 
-/// Returns the plan as the JSON object that `--json` prints. Secrets are redacted.
+/// Returns the plan of a job as the JSON object that `--json` prints. Secrets are redacted.
 pub(crate) fn render_json(p: &PreparedJob) -> Value {
     let memory = |rank: u32| p.preflight.iter().flat_map(|v| &v.memory).find(|m| m.rank == rank);
     let devices = collect_device_names(p);
@@ -92,8 +93,8 @@ fn env_to_json(env: &[(String, String)]) -> Map<String, Value> {
     env.iter().map(|(name, value)| (name.clone(), Value::from(redact_secret_value(name, value)))).collect()
 }
 
-/// Returns a warning as JSON: the members of the diagnostic, and `path`, `file`, `line`, `column`
-/// and `hint` as in schema 1.
+/// Returns a warning as a JSON object with the members of the diagnostic. The object also has
+/// `path`, `file`, `line`, `column` and `hint`, which schema 1 had.
 fn warning_to_json(warning: &Diagnostic) -> Value {
     let mut object = warning.to_json();
     object["path"] = json!(warning.subject());
@@ -104,8 +105,8 @@ fn warning_to_json(warning: &Diagnostic) -> Value {
     object
 }
 
-/// Formats the plan as text: a summary, a table of ranks, their environment and the memory
-/// estimate.
+/// Formats the plan of a job as text: a summary, a table of ranks, the environment of the workers
+/// and, for built-in training, the memory estimate.
 pub(crate) fn render_text(p: &PreparedJob) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
@@ -143,7 +144,7 @@ fn list_workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
     p.plan.host_plans.iter().flat_map(|n| &n.workers)
 }
 
-/// Returns every worker with the name of its host, in the order of ranks.
+/// Returns the host name and the plan of every worker, in the order of ranks.
 fn list_workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &WorkerPlan)> {
     let hosts = p.plan.host_names.iter().zip(&p.plan.host_plans);
     hosts.flat_map(|(name, plan)| plan.workers.iter().map(move |w| (name.as_str(), w)))
@@ -158,12 +159,12 @@ fn collect_device_names(p: &PreparedJob) -> Vec<String> {
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
 }
 
-/// Returns the path of the checkpoint directory; `None` for a job that runs a program.
+/// Returns the path of the job's checkpoint directory, or `None` for a job that runs a program.
 fn resolve_checkpoint_dir(p: &PreparedJob) -> Option<std::path::PathBuf> {
     p.job.train.as_ref().map(|_| p.job.run.workdir.join(&p.job.checkpoint.dir))
 }
 
-/// Returns the rows of the table of ranks, the first with the column names.
+/// Returns the rows of the table of ranks: a row with the column names, then a row for each rank.
 fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     let head = ["rank", "host", "local rank", "device", "cpus", "threads", "memory"];
     let columns = if p.preflight.is_some() { head.len() } else { head.len() - 1 };
@@ -186,7 +187,7 @@ fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     rows
 }
 
-/// Formats rows as a table, in which each column is padded to its widest cell.
+/// Formats rows as a table with aligned columns, which are two spaces apart.
 pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -199,8 +200,8 @@ pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Formats the environment of the workers. Values that differ between ranks are shown as
-/// `(by rank)`, and secrets only by their source.
+/// Formats the environment variables of the workers as text. A value that differs between ranks is
+/// shown as `(by rank)`. A secret is shown only by its source.
 fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
     let workers: Vec<&WorkerPlan> = list_workers(p).collect();
@@ -228,13 +229,17 @@ fn format_environment(p: &PreparedJob) -> String {
     text
 }
 
-/// Returns the value of an environment variable, redacted if the name looks secret.
+/// Returns the value of an environment variable, or a placeholder if the name of the variable looks
+/// secret.
 fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
     if contract::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// Formats the memory estimate of the rank that needs most, with its parts, and the sum over all
-/// ranks. `installed` is the memory of this machine in bytes, or 0 to leave it out.
+/// Formats the memory estimate of the rank that needs the most memory, with the parts of the
+/// estimate, and the sum over all ranks.
+///
+/// `kind` is `memory` or `GPU memory`. `installed` is the memory of this machine in bytes; 0 omits
+/// it from the text.
 fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
@@ -256,7 +261,8 @@ fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u6
     text
 }
 
-/// Joins the words of a command, quoted for a POSIX shell.
+/// Joins the words of a command with spaces, and quotes words with special characters for a POSIX
+/// shell.
 pub(crate) fn quote_shell_words(words: &[String]) -> String {
     let simple =
         |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
@@ -267,7 +273,7 @@ pub(crate) fn quote_shell_words(words: &[String]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// Formats ascending CPU numbers as ranges: `0-3,8`.
+/// Formats CPU numbers in ascending order as ranges: `0-3,8`.
 fn format_cpu_ranges(cpus: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &cpu in cpus {

@@ -1,5 +1,5 @@
-//! [`prepare_job`]: the common part of `launch run` and `launch plan`. Loads the job, inspects this
-//! machine, makes the plan and runs the preflight checks.
+//! [`prepare_job`]: loads a job, inspects this machine, makes the plan and runs the preflight
+//! checks, for `launch run` and `launch plan`.
 use super::{
     invalid_job_error,
     targets::{self, JobHostsError},
@@ -21,16 +21,16 @@ use diagnostic::{
     codes::{host, job as job_codes},
 };
 
-/// A job that is to be loaded, with overrides.
+/// A request to load a job, with overrides.
 #[derive(Debug)]
 pub(crate) struct JobRequest {
-    /// Where the job is read from.
+    /// The file or text from which the job is read.
     pub(crate) source: JobSource,
-    /// The `--set` arguments.
+    /// The overrides from the command line (`--set path=value`).
     pub(crate) set: Vec<String>,
 }
 
-/// A job that passed its checks, with everything that the start needs.
+/// A job that passed all checks on this machine, with the plan and inputs for the controller.
 #[derive(Debug)]
 pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
@@ -38,8 +38,8 @@ pub(crate) struct PreparedJob {
     pub(crate) inventory: Inventory,
     /// The hosts in the order of their ranks.
     pub(crate) hosts: Vec<HostTarget>,
-    /// The plan, made from what the job declares about other hosts. The controller makes the final
-    /// plan from the inventories that the agents report.
+    /// The preliminary plan, which relies on the job's declarations about other hosts. The
+    /// controller makes the final plan from the inventories that the agents report.
     pub(crate) plan: Plan,
     pub(crate) secrets: SecretVariables,
     /// The preflight report of built-in training; `None` for a job that runs a program.
@@ -47,8 +47,12 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// Loads, checks and plans a job. Reads files but writes none. The mistakes of an invalid job are
-/// returned as the details of one error.
+/// Loads a job, checks it and makes its plan. Writes no files.
+///
+/// # Errors
+///
+/// Fails if the job is invalid, with one error that has each mistake as a detail. Also fails if the
+/// hosts, the secrets or the GPUs of this machine are not available.
 pub(crate) fn prepare_job(
     request: &JobRequest,
     run: &RunId,
@@ -107,13 +111,14 @@ pub(crate) fn prepare_job(
     Ok(PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings })
 }
 
-/// Adds file, line and column to diagnostics whose subject is a key of the job.
+/// Returns the diagnostics, with file, line and column added to each one whose subject is a key of
+/// the job.
 fn locate_diagnostics(map: &SourceMap, diagnostics: &[Diagnostic]) -> Vec<Diagnostic> {
     diagnostics.iter().map(|d| map.add_location(d.clone())).collect()
 }
 
-/// Returns an error for each of `cluster.use_hosts` and `run.min_hosts` that exceeds the number of
-/// hosts.
+/// Returns an error for `cluster.use_hosts` if it exceeds the number of hosts, and an error for
+/// `run.min_hosts` if it exceeds the number of used hosts.
 fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
     let min_hosts = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };

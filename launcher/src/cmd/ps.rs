@@ -9,10 +9,10 @@ use crate::{
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::{Value, json};
 
-/// The number of past runs that are shown without `--all`.
+/// The largest number of past runs that `launch ps` shows without `--all`.
 const MAX_PAST_RUNS: usize = 20;
 
-/// Runs `launch ps`: prints the runs of this user.
+/// Runs `launch ps`: prints a table of the user's active and past runs.
 pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
     let mut runs = runs::list_runs(&std::path::absolute(".").unwrap_or_default());
     if !args.show_all {
@@ -47,7 +47,8 @@ fn run_to_json(run: &Run) -> Value {
     })
 }
 
-/// Returns the name of a state. Exit codes 130 and 143 mean that a signal stopped the run.
+/// Returns the word for the state of a run: `running`, `done`, `stopped`, `failed`, `elsewhere` or
+/// `lost`. Exit codes 130 and 143 mean that a signal stopped the run.
 fn format_state(state: RunState) -> &'static str {
     match state {
         RunState::Running => "running",
@@ -59,7 +60,8 @@ fn format_state(state: RunState) -> &'static str {
     }
 }
 
-/// Formats runs as a table. `now_ms` is the current time in milliseconds since 1970.
+/// Formats runs as a table with a row for each run. `now_ms` is the current time in milliseconds
+/// since 1970.
 pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
     let head = ["run", "job", "state", "workers", "step", "began", "took", "host", "files"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
@@ -87,7 +89,8 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
     format_table(&rows)
 }
 
-/// Formats the time since the start of a run in the largest fitting unit: `5 min ago`.
+/// Formats the time since the start of a run, given in seconds, in the largest fitting unit:
+/// `5 min ago`.
 fn format_age(seconds: f64) -> String {
     match seconds as u64 {
         s @ 0..120 => format!("{s} s ago"),
@@ -97,8 +100,8 @@ fn format_age(seconds: f64) -> String {
     }
 }
 
-/// Finds the run that an argument names, either by its directory or by a name that
-/// [`runs::select_run`] resolves. The error lists the candidates if several runs match.
+/// Finds the run that a command-line argument names: a run directory, or a name for
+/// [`runs::select_run`]. If several runs match, the error lists the candidates.
 pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
     let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
     if let Some(directory) = name.filter(is_path) {

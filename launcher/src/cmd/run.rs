@@ -1,4 +1,4 @@
-//! `launch run`: prepares a job and passes it to the controller.
+//! `launch run`: prepares a job and runs the job's controller.
 use super::{
     OutputFormat,
     prepare::{JobRequest, PreparedJob, prepare_job},
@@ -29,8 +29,10 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Runs `launch run`: starts the job, detaches it or prints its plan. Returns the exit code.
-/// `command_line` is the whole command line, for the run record.
+/// Runs `launch run`: runs a job in this process, starts a detached run or, with `--dry-run`,
+/// prints the plan. Prints errors and returns the exit code.
+///
+/// `command_line` is the command line of this process, which the run record stores.
 pub(crate) fn run(
     args: &RunArgs,
     format: OutputFormat,
@@ -45,7 +47,7 @@ pub(crate) fn run(
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
-            // The events replace the object that other commands print for an error.
+            // The events replace the JSON object that other commands print for an error.
             print_failure_events(&error, began.elapsed(), format);
             super::report_error(&error, OutputFormat::default())
         }
@@ -53,8 +55,8 @@ pub(crate) fn run(
     }
 }
 
-/// Returns a request for the job file or, without one, for a job that runs the program of the
-/// command line.
+/// Returns a request to load the job file or, without a job file, a job that runs the program of
+/// the command line.
 fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
     let set = args.set.clone();
     if let Some(job) = &args.job {
@@ -69,7 +71,8 @@ fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
     Ok(JobRequest { source: JobSource::Text { name: "the command line".to_owned(), text }, set })
 }
 
-/// Returns the text of a job.yaml that runs a program on this machine.
+/// Returns the text of a job.yaml that runs the command `words` as `workers` processes on this
+/// machine.
 fn format_program_job(words: &[&str], workers: u32) -> String {
     let quoted: Vec<String> = words.iter().map(|word| quote_yaml_string(word)).collect();
     let (name, command) = (derive_job_name(words), quoted.join(", "));
@@ -79,8 +82,8 @@ fn format_program_job(words: &[&str], workers: u32) -> String {
     )
 }
 
-/// Derives the name of the job from its command: the name of the script for interpreters
-/// (`python -u train.py` → `train`), else that of the program.
+/// Derives the name of a job from the command `words`: the name of the program or, if the program
+/// is an interpreter, the name of the script (`python -u train.py` → `train`).
 fn derive_job_name(words: &[&str]) -> String {
     let stem = |word: &str| Path::new(word).file_stem().map(|s| s.to_string_lossy().into_owned());
     let program = words.first().and_then(|word| stem(word)).unwrap_or_default();
@@ -94,7 +97,7 @@ fn derive_job_name(words: &[&str]) -> String {
     if name.is_empty() { "program".to_owned() } else { name.to_owned() }
 }
 
-/// Quotes a text as a double-quoted YAML scalar in ASCII.
+/// Quotes a text as a double-quoted YAML scalar, with all characters outside of ASCII escaped.
 fn quote_yaml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
@@ -107,8 +110,10 @@ fn quote_yaml_string(text: &str) -> String {
     quoted + "\""
 }
 
-/// Starts a controller in a separate session and waits until its workers run or it has ended.
-/// Returns the exit code of a controller that has ended.
+/// Starts a controller in a separate session, and blocks until the workers run or the controller
+/// has ended. Prints the run ID.
+///
+/// Returns 0, or the exit code of a controller that ended before the workers ran.
 fn start_detached(
     args: &RunArgs,
     request: &JobRequest,
@@ -116,7 +121,8 @@ fn start_detached(
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<u8> {
     let run = create_run_id(SystemTime::now(), draw_random_bits());
-    // The job is prepared here as well, so that mistakes are reported on this terminal.
+    // The job is prepared here as well as in the controller, so that mistakes are reported on this
+    // terminal.
     let PreparedJob { plan, warnings, .. } = prepare_job(request, &run, preflight)?;
     super::print_warnings(&warnings);
     let directory = &plan.run_dir;
@@ -156,8 +162,8 @@ fn start_detached(
     }
 }
 
-/// Returns the arguments of a detached controller. `fd` is the descriptor of the pipe through which
-/// the controller reports that the job has started.
+/// Returns the command-line arguments of a detached controller. `fd` is the descriptor of the pipe
+/// through which the controller reports that the job has started.
 fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
     words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
@@ -174,8 +180,8 @@ fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> 
     words
 }
 
-/// Parses the value `RUN:FD` of `--detached`: the ID of the run, and the inherited pipe through
-/// which the controller reports that the job has started.
+/// Parses the value `RUN:FD` of the internal option `--detached`. Returns the ID of the run, and
+/// the inherited pipe through which the controller reports that the job has started.
 fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";
@@ -188,8 +194,8 @@ fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier
     Ok((RunId(run.to_owned()), notifier))
 }
 
-/// Prepares the job and runs its controller in this process until the run ends. Returns the exit
-/// code of the run.
+/// Prepares the job and runs the controller of the job in this process. Blocks until the run ends
+/// and returns the exit code of the run.
 fn run_controller(
     args: &RunArgs,
     request: &JobRequest,
@@ -232,7 +238,8 @@ fn run_controller(
     Ok(controller::run_job(request, options))
 }
 
-/// Creates the ID of a run, such as `20261120-223145-7f3a`, from the time in UTC and random bits.
+/// Creates the ID of a run from the time `now` in UTC and 16 random bits, such as
+/// `20261120-223145-7f3a`.
 fn create_run_id(now: SystemTime, random: u16) -> RunId {
     let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
     let (year, month, day) = compute_civil_date(seconds / 86_400);
@@ -240,7 +247,8 @@ fn create_run_id(now: SystemTime, random: u16) -> RunId {
     RunId(format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{random:04x}"))
 }
 
-/// Computes the year, month and day that is `days` after 1970-01-01.
+/// Computes the date that is `days` days after 1970-01-01. Returns year, month (from 1) and day
+/// (from 1).
 fn compute_civil_date(mut days: u64) -> (u64, u64, u64) {
     let leap = |y: u64| (y.is_multiple_of(4) && !y.is_multiple_of(100)) || y.is_multiple_of(400);
     let mut year = 1970;
@@ -264,12 +272,13 @@ fn compute_civil_date(mut days: u64) -> (u64, u64, u64) {
     (year, month, days + 1)
 }
 
-/// Returns random bits that differ from process to process.
+/// Draws 16 random bits with the random state of std's hash maps, for the ID of a run.
 fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints the `failure` and `done` events of a run that was rejected before its start.
+/// Prints the `failure` and `done` events of a run that failed before the controller started, as
+/// JSON lines to stdout. `elapsed` is the duration of the run.
 fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFormat) {
     let failure = Event::Failure(Box::new(FailureReport {
         reason: FailureReason::Rejected { code: error.code() },
@@ -293,7 +302,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Loads the job that runs a program.
+    /// Formats the job.yaml that runs the command `words` and loads the job. Panics if the job is
+    /// invalid.
     fn load_program_job(words: &[&str], workers: u32) -> contract::JobSpec {
         let text = format_program_job(words, workers);
         match contract::load_job(JobSource::Text { name: "x".to_owned(), text: text.clone() }, &[]) {

@@ -1,4 +1,4 @@
-//! `launch sbatch`: writes a job as a Slurm batch script, and submits or prints it.
+//! `launch sbatch`: creates a Slurm batch script for a job, and submits or prints the script.
 use super::{invalid_job_error, plan::quote_shell_words};
 use crate::{cli::SbatchArgs, report::command_output, transport::submit_job};
 use contract::{
@@ -31,15 +31,15 @@ struct BatchScript {
     /// The name of the job.
     name: String,
     slurm: SlurmSpec,
-    /// The file for the output of the batch job; `%j` stands for the job id.
+    /// The file for the output of the batch job. Slurm replaces `%j` in the path by the job ID.
     output: PathBuf,
-    /// The working directory: the one in which `launch sbatch` runs.
+    /// The working directory of the batch job: the current directory of `launch sbatch`.
     chdir: PathBuf,
-    /// The command that replaces the shell of the script.
+    /// The command `launch run …` that replaces the shell of the script (`exec`).
     command: Vec<String>,
 }
 
-/// Loads and checks the job, and returns its batch script.
+/// Loads and checks a job, and returns the batch script that runs the job.
 fn build_batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     let file = args.job.display().to_string();
     let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
@@ -75,8 +75,8 @@ fn build_batch_script(args: &SbatchArgs) -> diagnostic::Result<BatchScript> {
     Ok(script)
 }
 
-/// Rejects jobs that would leave allocated nodes idle, and jobs whose working directory does not
-/// exist.
+/// Fails if `cluster.hosts` would leave allocated nodes idle, or if the working directory of the
+/// job does not exist.
 fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
     if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
@@ -101,7 +101,8 @@ fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Returns the absolute form of a path. Fails if the current directory is not available.
+/// Converts a path to an absolute path, relative to the current directory. Fails if the current
+/// directory is not available.
 fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     std::path::absolute(path).map_err(|e| {
         let message = format!("cannot determine the absolute path of {}", path.display());
@@ -109,8 +110,10 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory for the output of the batch job: the part of `run.logs.dir` before
-/// `{run}`, which all runs of the job have in common.
+/// Returns the directory for the output of the batch job.
+///
+/// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
+/// common.
 fn find_common_run_dir(job: &JobSpec) -> PathBuf {
     let template = job.run.logs.dir.replace("{name}", &job.name);
     let common: PathBuf = Path::new(&template)
@@ -120,7 +123,7 @@ fn find_common_run_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-/// Returns a path as text for the script. Rejects paths that are not UTF-8 or have line breaks.
+/// Returns a path as text for the batch script. Fails if the path is not UTF-8 or has line breaks.
 fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {
@@ -134,10 +137,10 @@ fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     })
 }
 
-/// Rejects paths with characters that cannot be escaped in `#SBATCH` lines.
+/// Fails if a path contains characters that cannot be escaped in `#SBATCH` lines, such as quotes.
 fn check_option_path(path: &Path) -> diagnostic::Result<()> {
     let path = path_to_script_text(path)?;
-    // `%j` is intended; Slurm would replace any other `%`.
+    // `%j` is intended. Slurm would replace any other `%`, too.
     let without_id = path.strip_suffix("slurm-%j.out").unwrap_or(&path);
     let is_unsupported = |c: &char| matches!(c, '"' | '\'' | '\\' | '%') || c.is_control();
     match without_id.chars().find(is_unsupported) {
@@ -153,7 +156,7 @@ fn check_option_path(path: &Path) -> diagnostic::Result<()> {
 }
 
 impl BatchScript {
-    /// Returns the text of the script.
+    /// Returns the text of the batch script: `#SBATCH` lines and the command.
     fn render(&self) -> String {
         let options: String =
             self.list_sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
@@ -165,7 +168,8 @@ impl BatchScript {
         )
     }
 
-    /// Returns the options of the `#SBATCH` lines. Those of `slurm.extra` come last.
+    /// Returns the options of the `#SBATCH` lines, of which the options of `slurm.extra` are the
+    /// last.
     fn list_sbatch_options(&self) -> Vec<String> {
         let s = &self.slurm;
         let mut options = vec![
@@ -181,7 +185,8 @@ impl BatchScript {
         options.extend(s.cpus_per_task.map(|cpus| format!("--cpus-per-task={cpus}")));
         options.extend(s.mem.map(|bytes| format!("--mem={}M", bytes.div_ceil(1 << 20))));
         options.extend([
-            // Only to the batch script (B): launch has all workers save at the same step.
+            // `B:` limits the signal to the batch script, because launch requests the save from
+            // all workers.
             format!("--signal=B:USR1@{}", s.signal_time_ms.div_ceil(1000)),
             if s.requeues > 0 { "--requeue" } else { "--no-requeue" }.to_owned(),
             "--open-mode=append".to_owned(),
@@ -193,21 +198,24 @@ impl BatchScript {
     }
 }
 
-/// Quotes a path for an `#SBATCH` line, if necessary.
+/// Returns a path for an `#SBATCH` line, in quotes if the path contains white space or `#`.
 fn quote_option_path(path: &Path) -> String {
     let path = path.display().to_string();
     let is_plain = |c: char| !c.is_whitespace() && c != '#';
     if path.chars().all(is_plain) { path } else { format!("\"{path}\"") }
 }
 
-/// Formats milliseconds as Slurm's `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a second.
+/// Formats a time limit in milliseconds as Slurm's `DAYS-HOURS:MINUTES:SECONDS`, rounded up to a
+/// second.
 fn format_time_limit(ms: u64) -> String {
     let s = ms.div_ceil(1000);
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)
 }
 
-/// Creates the output directory, submits the script and returns the text for stdout: the job ID or,
-/// with `as_json`, an object with job ID and output file.
+/// Creates the output directory and submits the script to Slurm. Prints a message to stderr.
+///
+/// Returns the text for stdout: the job ID or, with `as_json`, an object with job ID and output
+/// file.
 fn submit_script(script: &BatchScript, options: &[String], as_json: bool) -> diagnostic::Result<String> {
     let dir = script.output.parent().unwrap_or(Path::new("."));
     // Slurm does not create directories: without this one the job would fail without any output.

@@ -9,11 +9,11 @@ use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
 
-/// Time between two checks of a run that is ending.
+/// The longest time of one wait for the end of the controller, before the time limit is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs `launch stop`: signals the controller of a run and, without `--no-wait`, waits until the
-/// controller has ended.
+/// Runs `launch stop`: sends SIGTERM or, with `--now`, SIGQUIT to the controller of a run. Without
+/// `--no-wait`, blocks until the controller has ended.
 pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Active)?;
     let (name, controller) = (&run.record.run, &run.record.controller);
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
     Ok(contract::exit::DONE)
 }
 
-/// Returns the error of a run whose controller is on another host.
+/// Returns the error of a run that cannot be stopped here because the controller is on host `host`.
 fn remote_run_error(name: &str, host: &str, now: bool) -> Diagnostic {
     let option = if now { " --now" } else { "" };
     Diagnostic::error(command::RUN_ON_OTHER_HOST, format!("the controller of run {name} is on host {host}"))
@@ -58,7 +58,8 @@ fn remote_run_error(name: &str, host: &str, now: bool) -> Diagnostic {
         .with_help(format!("run `ssh {host} launch stop{option} {name}`"))
 }
 
-/// Waits until the controller has ended. Fails if `limit` has passed.
+/// Blocks until the controller of run `name` has ended. Fails if the controller has not ended after
+/// `limit`.
 fn wait_for_controller(name: &str, handle: &ProcessHandle, limit: Duration) -> diagnostic::Result<()> {
     let began = Instant::now();
     while !handle.wait_for_exit(POLL_INTERVAL) {

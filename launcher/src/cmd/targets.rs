@@ -16,20 +16,23 @@ use contract::{
 };
 use diagnostic::{Category, Diagnostic, codes::host};
 
-/// The largest number of agents that a test may start on this machine.
+/// The largest value of `LAUNCH_LOCAL_AGENTS`: the number of agents that a test may start on this
+/// machine.
 const MAX_LOCAL_AGENTS: usize = 64;
 
-/// Why the hosts of a job cannot be determined.
+/// The error of a job whose hosts cannot be determined.
 #[derive(Debug)]
 pub(crate) enum JobHostsError {
-    /// Mistakes of the job.
+    /// The mistakes in the job's list of hosts or in the hostfile.
     Job(Vec<Diagnostic>),
-    /// The hosts are not available.
+    /// The Slurm allocation is missing or cannot be read.
     Cluster(Diagnostic),
 }
 
-/// Determines the hosts of a job, in the order of their ranks: those that the job names, the nodes
-/// of the Slurm allocation, or this machine. `local` is the inventory of this machine.
+/// Determines the hosts of a job, in the order of their ranks.
+///
+/// The hosts are those that the job names, else the nodes of the Slurm allocation, else this
+/// machine. `local` is the inventory of this machine.
 pub(crate) fn determine_job_hosts(
     job: &JobSpec,
     local: &Inventory,
@@ -44,8 +47,10 @@ pub(crate) fn determine_job_hosts(
     }
 }
 
-/// Returns a node of the allocation as a host of the job. The node on which launch runs is not a
-/// local host either, because the Slurm step starts its agent too.
+/// Converts a node of a Slurm allocation to a host of the job.
+///
+/// No node counts as the local host, not even the node on which launch runs, because the Slurm step
+/// starts the agents of all nodes.
 fn build_slurm_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
     let use_gpus = match job.cluster.devices {
         DeviceSelection::Auto => job.run.command.is_some(),
@@ -59,8 +64,10 @@ fn build_slurm_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
     HostTarget { name: node.name.clone(), slots, selected_slots: None, local: false }
 }
 
-/// Returns the Slurm allocation whose nodes are the hosts of the job; `None` if the job uses other
-/// hosts. Fails if the job requires an allocation and there is none.
+/// Returns the Slurm allocation whose nodes are the hosts of the job. Returns `None` if the job
+/// uses other hosts.
+///
+/// Fails if the job requires an allocation but launch runs outside of Slurm.
 fn read_job_allocation(job: &JobSpec) -> diagnostic::Result<Option<SlurmAllocation>> {
     let read = |required: bool| match read_environment_allocation()? {
         None if required => {
@@ -78,13 +85,14 @@ fn read_job_allocation(job: &JobSpec) -> diagnostic::Result<Option<SlurmAllocati
     }
 }
 
-/// Reads the Slurm allocation from the environment of this process; `None` outside of Slurm.
+/// Reads the Slurm allocation from the environment variables of this process. Returns `None`
+/// outside of Slurm.
 fn read_environment_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
     slurm::read_allocation(&|name| std::env::var(name).ok())
 }
 
-/// Returns the Slurm batch job that `--requeue` puts back into the queue. Fails outside of a batch
-/// job.
+/// Returns the Slurm batch job in which launch runs, which `--requeue` puts back into the queue.
+/// Fails outside of a Slurm job.
 pub(crate) fn build_requeue(job: &JobSpec) -> diagnostic::Result<RequeueableJob> {
     match read_environment_allocation() {
         Ok(Some(found)) => {
@@ -111,8 +119,8 @@ pub(crate) fn create_job_transport(job: &JobSpec) -> diagnostic::Result<Box<dyn 
     })
 }
 
-/// Creates the transport to the nodes of the job's Slurm allocation. Returns it with the names of
-/// the nodes; `None` if the job does not use an allocation.
+/// Creates the transport to the nodes of the job's Slurm allocation. Returns the transport and the
+/// names of the nodes, or `None` if the job does not use an allocation.
 pub(crate) fn create_slurm_transport(
     job: &JobSpec,
 ) -> diagnostic::Result<Option<(SlurmTransport, Vec<String>)>> {
@@ -123,22 +131,22 @@ pub(crate) fn create_slurm_transport(
     }))
 }
 
-/// Creates the transport to hosts over SSH.
+/// Creates the transport that starts agents on `hosts` over SSH.
 pub(crate) fn create_ssh_transport(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<SshTransport> {
     let hosts: Vec<HostAddress> = hosts.iter().map(|h| h.host.clone()).collect();
     SshTransport::new(&job.cluster.ssh, &hosts, &job.run.workdir)
 }
 
-/// Returns a host for a plan that is made before the agent of the host runs. Only the inventory of
-/// this machine is known by then.
+/// Returns a host for a plan that is made before the agents run. At that time, only the inventory
+/// of this machine is known, so the inventory of any other host is empty.
 pub(crate) fn build_planning_host(target: &HostTarget, local: &Inventory) -> plan::JobHost {
     let inventory = if target.local { local.clone() } else { Inventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());
     plan::JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
 }
 
-/// Returns this machine as the only host. Tests set `LAUNCH_LOCAL_AGENTS` to get several hosts,
-/// each with a separate agent on this machine.
+/// Returns this machine as the only host of a job. Tests set `LAUNCH_LOCAL_AGENTS` to get several
+/// hosts, each with a separate agent on this machine.
 fn list_local_hosts(local: &Inventory) -> Vec<HostTarget> {
     let count = std::env::var(env::LAUNCH_LOCAL_AGENTS).ok().and_then(|n| n.parse().ok());
     let target = |name: String| HostTarget { name, slots: None, selected_slots: None, local: true };

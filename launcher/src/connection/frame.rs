@@ -4,9 +4,10 @@ use contract::frame::{HEADER_BYTES, decode_body, decode_body_length};
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Reads one frame and decodes its message. Returns `None` if the stream ends between two frames.
+/// Reads one frame from a stream and decodes its message. Returns `None` if the stream ends between
+/// two frames. Fails if the stream ends within a frame, or if the frame is too long or not valid.
 ///
-/// Not cancel-safe: a frame that was read in part is lost, so call it from a separate task.
+/// Not cancel-safe: if the future is dropped, a frame that was read in part is lost.
 pub(super) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,
@@ -37,6 +38,7 @@ mod tests {
     use contract::control::{FromAgent, FromWorker, MAX_FRAME_BYTES, ToAgent, ToWorker};
     use proptest::prelude::*;
 
+    /// Runs a future to its end on this thread and returns its result.
     fn block_on<F: Future>(future: F) -> F::Output {
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
     }

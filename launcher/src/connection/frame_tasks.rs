@@ -10,14 +10,14 @@ use tokio::{
 
 /// The limit of messages that wait to be sent on one connection.
 const QUEUE_CAPACITY: usize = 4096;
-/// The places of the queue that messages of [`MessagePriority::Low`] leave free.
+/// The number of places of the queue that messages of [`MessagePriority::Low`] leave free.
 const RESERVED_ABOVE_LOW: usize = 3072;
-/// The places of the queue that messages of [`MessagePriority::Normal`] leave free.
+/// The number of places of the queue that messages of [`MessagePriority::Normal`] leave free.
 const RESERVED_FOR_CRITICAL: usize = 512;
 /// The limit of critical messages that are kept outside of the queue while the other side does not
 /// read.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The size at which collected messages are written, in bytes.
+/// The number of bytes of waiting messages above which they are written without collecting more.
 const BATCH_BYTES: usize = 64 << 10;
 
 /// The sending end of a channel that carries the messages of several connections, each with the
@@ -26,8 +26,8 @@ const BATCH_BYTES: usize = 64 << 10;
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
 
-/// Reads frames into `inbox` until the stream ends or fails, or the inbox is closed. Waits while
-/// the inbox is full.
+/// Reads messages from a stream into `inbox`, each with the id `sender`, until the stream ends or
+/// fails, or the inbox is closed. Waits while the inbox is full.
 pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
@@ -43,10 +43,11 @@ where
     }
 }
 
-/// Writes the messages of `queue`, several small ones with one system call.
+/// Writes the messages of `queue` to a stream. Collects small messages and writes them with one
+/// system call.
 ///
-/// Ends when the queue is closed and empty, or when the stream fails. The task that reads the other
-/// direction reports that failure.
+/// Ends when the queue is closed and empty, or when the stream fails. The failure is not returned,
+/// because the task that reads from the connection reports it.
 pub(crate) async fn write_frames<W, T>(mut stream: W, mut queue: mpsc::Receiver<T>)
 where
     W: AsyncWrite + Unpin,
@@ -67,18 +68,21 @@ where
     }
 }
 
-/// The order in which messages are dropped when the other side does not read.
+/// The priority of a message. Messages of low priority are dropped first when the other side does
+/// not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MessagePriority {
     /// Output lines, heartbeats and progress, which are dropped first.
     Low,
-    /// Events, which are dropped when the other side has not read for long.
+    /// Events, which are dropped when so many messages wait that the rest of the queue is reserved
+    /// for critical messages.
     Normal,
     /// Exits, failures and orders, which are kept until [`OVERFLOW_CAPACITY`] of them wait.
     Critical,
 }
 
-/// The sending end of a connection. Sending never blocks.
+/// The sending end of a connection: a queue, and an overflow buffer for critical messages. Sending
+/// never blocks.
 #[derive(Debug)]
 pub(crate) struct Outbox<T> {
     queue: mpsc::Sender<T>,
@@ -140,7 +144,7 @@ mod tests {
     use super::*;
     use contract::control::FromAgent;
 
-    /// Builds a message with a line of output.
+    /// Builds a message with the output line `x` of rank 0.
     fn build_line() -> FromAgent {
         FromAgent::Line { rank: 0, stderr: false, text: "x".into() }
     }

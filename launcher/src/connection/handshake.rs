@@ -17,7 +17,7 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) const MAX_ADDRESSES: usize = 16;
 /// The length of the longest invitation, in bytes.
 const MAX_INVITATION_BYTES: usize = 4096;
-/// The first bytes of a connection: the protocol and its version.
+/// The first bytes that an agent sends on a connection: the protocol and its version.
 const MAGIC: &[u8; 8] = b"launchJ1";
 /// The first word of an invitation: the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
@@ -33,13 +33,13 @@ impl fmt::Debug for HandshakeKey {
 }
 
 impl HandshakeKey {
-    /// Generates a key from the kernel's random numbers.
+    /// Generates a random key with the kernel's random number generator.
     pub(crate) fn generate() -> io::Result<HandshakeKey> {
         read_random_bytes().map(HandshakeKey)
     }
 
-    /// Computes the proof that the side of this role must send: a hash, keyed with the key, of the
-    /// role, both nonces and the host's name.
+    /// Computes the proof that the side with this role must send: a BLAKE3 hash, keyed with this
+    /// key, of the role, both nonces and the host's name.
     fn compute_proof(
         &self,
         role: HandshakeRole,
@@ -57,12 +57,12 @@ impl HandshakeKey {
     }
 }
 
-/// A side of the handshake.
+/// One of the two sides of the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandshakeRole {
-    /// The agent, which connects.
+    /// The agent, which opens the TCP connection.
     Agent,
-    /// The controller, which listens.
+    /// The controller, which listens for TCP connections.
     Controller,
 }
 
@@ -88,7 +88,7 @@ impl fmt::Display for HandshakeRole {
 /// An error of the handshake between an agent and its controller.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HandshakeError {
-    /// The connection failed or ended.
+    /// The connection failed or ended before the end of the handshake.
     #[error("{0}")]
     Io(#[from] io::Error),
     /// The handshake took longer than [`HANDSHAKE_TIMEOUT`].
@@ -100,7 +100,7 @@ pub(crate) enum HandshakeError {
     /// The other side is not an agent of this version of launch.
     #[error("the connection does not come from an agent of this version of launch")]
     WrongProtocol,
-    /// The name of the host does not fit into the handshake, or is not UTF-8.
+    /// The name of the host is longer than 255 bytes, or is not UTF-8.
     #[error("the name of the host is not valid: expected at most 255 bytes of UTF-8")]
     InvalidName,
 }
@@ -123,22 +123,22 @@ impl From<HandshakeError> for Diagnostic {
     }
 }
 
-/// An error in an invitation. The messages never contain the key.
+/// An error in an invitation. The error messages never contain the key.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InvitationError {
     /// Standard input could not be read.
     #[error("cannot read standard input: {0}")]
     Io(#[from] io::Error),
-    /// The line is longer than [`MAX_INVITATION_BYTES`].
+    /// The first line of standard input is longer than [`MAX_INVITATION_BYTES`].
     #[error("it is longer than {MAX_INVITATION_BYTES} bytes")]
     TooLong,
-    /// The line is not an invitation of this version of launch.
+    /// The first line of standard input is not an invitation of this version of launch.
     #[error("expected a line that begins with `{INVITATION_PREFIX}`")]
     WrongProtocol,
-    /// The key is malformed.
+    /// The key in the invitation does not have 64 hexadecimal digits.
     #[error("the key does not have 64 hexadecimal digits")]
     InvalidKey,
-    /// The addresses are malformed, or their number is out of range.
+    /// The addresses in the invitation are malformed, or there are not 1 to [`MAX_ADDRESSES`].
     #[error("expected 1 to {MAX_ADDRESSES} addresses of the form IP:PORT")]
     InvalidAddresses,
 }
@@ -157,8 +157,8 @@ fn read_random_bytes() -> io::Result<[u8; 32]> {
     Ok(bytes)
 }
 
-/// The key and addresses that an agent needs to connect to its controller. It is passed as one line
-/// of text.
+/// The key and addresses that an agent needs to connect to its controller. The agent gets the
+/// invitation as one line of text on its standard input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Invitation {
     /// The key with which the agent proves that it belongs to the job.
@@ -168,14 +168,15 @@ pub(crate) struct Invitation {
 }
 
 impl Invitation {
-    /// Formats the invitation as a line, with its line break.
+    /// Formats the invitation as a line of text that ends with a line break.
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let addresses = self.addresses.iter().take(MAX_ADDRESSES).map(|a| format!(" {a}"));
         format!("{INVITATION_PREFIX} {key}{}\n", addresses.collect::<String>())
     }
 
-    /// Parses a line that [`Self::to_line`] wrote.
+    /// Parses an invitation from the line that [`Self::to_line`] returned. The line break at the
+    /// end may be missing.
     pub(crate) fn from_line(line: &str) -> Result<Invitation, InvitationError> {
         let mut words = line.trim_end().split(' ');
         if words.next() != Some(INVITATION_PREFIX) {
@@ -205,7 +206,7 @@ impl Invitation {
     }
 }
 
-/// Parses a key of 64 hexadecimal digits.
+/// Parses a key of 64 hexadecimal digits. Returns `None` for any other text.
 fn parse_key(hex: &str) -> Option<HandshakeKey> {
     let digits = hex.bytes().map(|b| char::from(b).to_digit(16)).collect::<Option<Vec<u32>>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
@@ -213,10 +214,11 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// Performs the agent's side of the handshake, up to the proof that the peer is the controller.
+/// Performs the agent's side of the handshake for the host `name`, up to the proof that the peer is
+/// the controller. Fails if the peer does not hold the key.
 ///
-/// An agent may try several connections at once. Only the one on which
-/// [`VerifiedControllerStream::send_agent_proof`] is called becomes the control connection.
+/// An agent may try several connections at once. The connection on which the agent calls
+/// [`VerifiedControllerStream::send_agent_proof`] becomes the control connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -244,12 +246,12 @@ where
     Ok(VerifiedControllerStream { stream, proof })
 }
 
-/// A connection on which the controller has proved that it holds the key, and the agent has not
-/// yet.
+/// A connection on which the controller has proved that it holds the key, and the agent has not yet
+/// proved it.
 #[derive(Debug)]
 pub(crate) struct VerifiedControllerStream<S> {
     stream: S,
-    /// The proof that the agent has to send.
+    /// The proof that the agent has to send to the controller.
     proof: blake3::Hash,
 }
 
@@ -262,10 +264,10 @@ impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
 }
 
 /// Performs the controller's side of the handshake. Returns the name of the host whose agent
-/// connected.
+/// connected. Fails if the peer does not hold the key. The caller has to limit the time.
 ///
-/// A peer without the key learns only a hash that covers the nonce it sent. The caller has to limit
-/// the time.
+/// A peer without the key receives only a nonce and a keyed hash, from which it cannot derive the
+/// key or the proof of an agent.
 pub(crate) async fn authenticate_agent<S>(
     stream: &mut S,
     key: &HandshakeKey,

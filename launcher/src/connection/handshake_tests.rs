@@ -2,16 +2,18 @@ use super::*;
 use proptest::prelude::*;
 use tokio::io::duplex;
 
+/// Runs a future to its end on this thread and returns its result.
 fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
-/// Creates a key that repeats one byte.
+/// Creates a key whose 32 bytes are all equal to `byte`.
 fn key_from_byte(byte: u8) -> HandshakeKey {
     HandshakeKey([byte; 32])
 }
 
-/// Runs both sides over an in-memory stream and returns the result of each.
+/// Runs both sides of the handshake over an in-memory stream and returns the results of the agent
+/// and of the controller. Then the agent sends one message, which the controller must read.
 fn run_handshake(
     agent_key: HandshakeKey,
     controller_key: HandshakeKey,

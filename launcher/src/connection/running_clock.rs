@@ -1,7 +1,7 @@
 //! [`RunningClock`]: a clock that does not advance while this process is stopped.
 //!
-//! Because of it, no lease or deadline expires while the process is stopped by Ctrl-Z or a
-//! debugger.
+//! Leases and deadlines that use this clock do not expire while the process is stopped by Ctrl-Z or
+//! a debugger.
 use std::time::{Duration, Instant};
 
 /// The longest time by which the clock advances between two calls of [`RunningClock::now`]. The
@@ -17,12 +17,13 @@ pub(crate) struct RunningClock {
 }
 
 impl RunningClock {
-    /// Creates a clock that shows zero now.
+    /// Creates a clock whose time begins at zero now.
     pub(crate) fn start() -> Self {
         RunningClock { last: Instant::now(), elapsed: Duration::ZERO }
     }
 
-    /// Returns the time since the start. Never decreases.
+    /// Returns the time since [`RunningClock::start`], without the time during which the process
+    /// was stopped. The result never decreases.
     pub(crate) fn now(&mut self) -> Duration {
         self.advance_to(Instant::now())
     }

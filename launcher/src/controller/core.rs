@@ -31,8 +31,8 @@ use std::{path::PathBuf, time::Duration};
 /// Index of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
-/// The time limit from starting an agent to its hello. It covers the connection, the login and,
-/// where necessary, copying the executable.
+/// The time limit from starting an agent to its hello, its first message. The limit covers the
+/// connection, the login and, where necessary, copying the executable.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.
@@ -48,8 +48,8 @@ pub(crate) const LOST_HOST_QUARANTINE: Duration =
     Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
 /// The time limit for planning an attempt and binding its rendezvous.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long the controller waits for the root cause when the first exit is only the consequence of
-/// another failure.
+/// How long the controller waits for the report of the root cause after a worker has exited only
+/// because a peer failed.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 /// The time from aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
@@ -103,13 +103,13 @@ pub(crate) struct CoreSetup {
     pub(crate) grace: Duration,
     /// The number of restarts that `run.restarts` allows.
     pub(crate) restarts: u32,
-    /// The number of hosts that an attempt uses when they are available.
+    /// The number of hosts that an attempt uses if enough hosts are available.
     pub(crate) use_hosts: usize,
-    /// Whether `use_hosts` follows the number of listed hosts.
+    /// Whether a change of the list of hosts sets `use_hosts` to the number of listed hosts.
     pub(crate) use_all_listed: bool,
-    /// The number of hosts that an attempt needs.
+    /// The number of hosts without which no attempt starts (`run.min_hosts`).
     pub(crate) min_hosts: usize,
-    /// The seed of the jitter of restart pauses.
+    /// The seed of the random jitter of the pauses before restarts.
     pub(crate) seed: u64,
 }
 
@@ -151,23 +151,23 @@ pub(crate) enum ControllerInput {
     /// A message of the agent on a host.
     Agent(HostIndex, FromAgent),
     /// The agent on a host is gone. As far as the controller can know, every process of the job on
-    /// that host is gone with it.
+    /// that host is gone with the agent.
     AgentGone { host: HostIndex, end: AgentEnd },
-    /// An attempt is planned. `workers` holds the workers of each host that
-    /// [`ControllerAction::Prepare`] named, with ranks ascending.
+    /// An attempt is planned and its rendezvous is bound. `workers` holds the workers of each host
+    /// that [`ControllerAction::Prepare`] named, with ranks ascending.
     Ready { attempt: u32, workers: Vec<Vec<PlannedWorker>> },
     /// An attempt could not be planned, or its rendezvous could not be bound.
     Rejected { attempt: u32, diagnostic: Diagnostic },
-    /// A request to save and stop.
+    /// A request to save and stop, from a signal. A second request kills the workers.
     Stop(StopRequest),
-    /// A request to end without saving.
+    /// A request to kill the workers without saving (SIGQUIT).
     Kill,
     /// A request to save and continue. Holds the number of the signal that programs get.
     Save(i32),
     /// The job file changed. Holds the new values of the reloadable keys.
     Reload(ReloadValues),
     /// The list of hosts changed. `added` are the new hosts. `listed` states for each known host,
-    /// by [`HostIndex`], whether the new list contains it.
+    /// by [`HostIndex`], whether the new list contains the host.
     Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
     /// Time passed, and a deadline may be due.
     Tick,
@@ -186,10 +186,10 @@ pub(crate) enum ControllerAction {
         attempt: u32,
         restarts: u32,
         hosts: Vec<HostIndex>,
-        /// The newest checkpoint of this run.
+        /// The newest checkpoint of this run; `None` if the run has completed no checkpoint.
         resume: Option<PathBuf>,
     },
-    /// Start the workers of the newest plan.
+    /// Start the workers of the attempt that was prepared last.
     StartWorkers,
     /// Start the agent of a host, for the first time or again.
     StartAgent(HostIndex),
@@ -197,13 +197,13 @@ pub(crate) enum ControllerAction {
     ReleaseAgent(HostIndex),
     /// Send all built-in workers the addresses of their peers, with a new key for this attempt.
     SendPeers { attempt: u32, members: Vec<WorkerAddresses> },
-    /// Report and store an event.
+    /// Report an event to the user and write it to the journal.
     Event(Event),
     /// Show a line of a worker's output to the user.
     Line { rank: Rank, stderr: bool, text: String },
-    /// Show the user what a worker is doing.
+    /// Show the user the phase in which a worker is, such as training.
     Progress { rank: Rank, phase: WorkerPhase },
-    /// Kill the agent of a host, because it does not answer or cannot do its work.
+    /// Kill the agent of a host, because the agent does not answer or cannot do its work.
     KillAgent(HostIndex),
     /// The run is over. No action follows.
     End(RunOutcome),
@@ -218,37 +218,38 @@ pub(crate) struct PeerEnd {
     pub(crate) end: WorkerEnd,
 }
 
-/// The end of a run: the exit code and what led to it.
+/// The end of a run: the exit code of `launch` and the circumstances that determine it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct RunOutcome {
-    /// The exit code of `launch`.
+    /// The exit code with which `launch` ends.
     pub(crate) exit_code: u8,
     /// Whether a stop request ended the run.
     pub(crate) stopped: bool,
     /// Whether a stop request ended the run without a chance to save.
     pub(crate) killed: bool,
-    /// Whether the run ended because the time limit was near.
+    /// Whether the run ended because the time limit of the batch job was near.
     pub(crate) near_time_limit: bool,
     /// Whether the root cause is the loss of a host.
     pub(crate) host_lost: bool,
-    /// Whether the run got further than it was at its start, as far as the controller can know.
+    /// Whether the run completed an optimizer step. Always `true` for programs, whose steps are
+    /// unknown.
     pub(crate) made_progress: bool,
     /// The last optimizer step; `None` for programs, whose steps are unknown.
     pub(crate) step: Option<u64>,
-    /// How the other ranks ended after a failure.
+    /// The end of each rank other than the failed rank; empty if the run did not fail.
     pub(crate) peers: Vec<PeerEnd>,
 }
 
 /// The phase of the current attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttemptState {
-    /// Waiting for the agents of the next attempt.
+    /// The core waits for the agents of the next attempt.
     Joining,
-    /// Waiting for the plan and the rendezvous.
+    /// The core waits until the attempt is planned and its rendezvous is bound.
     Preparing,
     /// The workers are started or running.
     Running,
-    /// Workers save and stop, as this request demands.
+    /// Workers save and stop because of this request. The run ends afterwards.
     Stopping(StopRequest),
     /// Workers save and stop, so that the next attempt starts without hosts that are no longer
     /// listed. With `host_lost`, one of those hosts is lost, and the other workers are killed.
@@ -266,21 +267,22 @@ enum AttemptState {
 struct WorkerState {
     host: HostIndex,
     log: PathBuf,
-    /// The process id; `None` before the start.
+    /// The process id of the worker; `None` before the agent has started the process.
     pid: Option<u32>,
     /// The exit status and the last output lines of the process; `None` before its end.
     ended: Option<(ExitStatus, Vec<String>)>,
     /// Whether the kernel killed the process because memory ran out.
     oom: bool,
-    /// The last message of the worker, in which it reported why it was about to exit.
+    /// The final report of the worker: the exit code with which it was about to exit, and the
+    /// reason. `None` if the worker has sent no final report.
     final_report: Option<(WorkerExit, Diagnostic)>,
-    /// How long the worker had made no progress when its agent reported the stall; `None` while the
-    /// worker makes progress.
+    /// For how long the worker had made no progress when its agent reported the stall; `None` while
+    /// the worker makes progress.
     stalled_for: Option<Duration>,
 }
 
 impl WorkerState {
-    /// Whether the process was started and has not ended.
+    /// Whether the worker's process was started and has not ended.
     fn is_running(&self) -> bool {
         self.pid.is_some() && self.ended.is_none()
     }
@@ -305,38 +307,38 @@ pub(crate) struct ControllerCore {
     workers: Vec<WorkerState>,
     /// The number of workers that are running.
     running: usize,
-    /// The number of running workers that make no progress.
+    /// The number of running workers that make no progress, according to their agents.
     stalled: usize,
     peer_exchange: PeerExchange,
-    /// A failure that may be the consequence of a failure that is not reported yet, and the time
-    /// until which the core waits for the latter.
+    /// A failure that is probably the consequence of another, unreported failure. The time is the
+    /// deadline for the report of the other failure.
     suspect: Option<(RootCause, Duration)>,
     /// The root cause of the attempt's failure; `None` while no failure was found.
     cause: Option<RootCause>,
-    /// Why the job is not restarted after the root cause; `None` if it is restarted, or if no
-    /// restarts were requested.
+    /// The reason why the job is not restarted after the root cause; `None` if the job is restarted
+    /// or no restarts were requested.
     no_restart: Option<NoRestartReason>,
-    /// When the root cause was found; `None` once it is reported.
+    /// The time at which the root cause was found; `None` once the root cause is reported.
     unreported_since: Option<Duration>,
-    /// The pause before the next attempt; `None` if no restart is pending.
+    /// The pause between this attempt and the next; `None` if no restart is pending.
     restart_pause: Option<Duration>,
-    /// The last step of this attempt.
+    /// The last optimizer step that this attempt has completed or resumed from; `None` if unknown.
     attempt_step: Option<u64>,
     /// Whether this attempt completed a checkpoint.
     attempt_saved: bool,
-    /// Whether the run lost a host.
+    /// Whether the run has lost any host.
     host_lost: bool,
-    /// Whether the run completed a step.
+    /// Whether the run has completed an optimizer step.
     stepped: bool,
-    /// When the preparation of the attempt fails, or when agents that have not ended their workers
-    /// are killed.
+    /// The deadline of the current phase; `None` without one. At the deadline the preparation of
+    /// the attempt fails, or agents that have not ended their workers are killed.
     phase_deadline: Option<Duration>,
 
     // ---- state of the whole run ----
     stop_request: Option<StopRequest>,
     killed: bool,
     step: Option<u64>,
-    /// The newest checkpoint of this run.
+    /// The directory of the newest checkpoint that this run has completed; `None` without one.
     checkpoint: Option<PathBuf>,
     /// The message of the failure after which the run was last restarted.
     last_failure: Option<String>,
@@ -395,8 +397,8 @@ impl ControllerCore {
         }
     }
 
-    /// Sends a hello to the agent of each host, and returns the actions. The caller has just
-    /// started these agents.
+    /// Begins the run: returns the actions that send a hello to the agent of each host. The caller
+    /// must have started the agents just before.
     pub(crate) fn send_hellos(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
         for id in 0..self.hosts.len() {
@@ -420,8 +422,8 @@ impl ControllerCore {
             .min()
     }
 
-    /// Processes an input and returns the actions for the driver. `now` is the time since any fixed
-    /// start and never decreases.
+    /// Processes an input and returns the actions that the driver has to execute. `now` is the time
+    /// since the start of the driver's clock, and never decreases.
     pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
         if self.state == AttemptState::Finished {
             return Vec::new();
@@ -475,13 +477,13 @@ impl ControllerCore {
         self.actions.extend(active.map(|id| ControllerAction::Send(*id, message.clone())));
     }
 
-    /// Emits an event with a notice for the user.
+    /// Adds an action that reports a notice to the user.
     fn emit_notice(&mut self, message: String) {
         self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    /// Processes every deadline that has passed: of the suspected failure, the heartbeats, the
-    /// leases, the phase and the backoff.
+    /// Processes every deadline that has passed: those of the suspected failure, the next
+    /// heartbeat, the leases, the current phase and the pause before the next attempt.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.promote_suspect(now);
@@ -535,7 +537,7 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     }
 }
 
-/// Builds the description of the attempt's end on which the restart policy decides.
+/// Builds the description of a failed attempt from which the restart policy decides on a restart.
 fn build_attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
     AttemptEnd { exit_code: cause.exit_code, step, saved }
 }

@@ -41,12 +41,13 @@ use std::{
 };
 use tokio::{io::AsyncReadExt, sync::mpsc, time::sleep};
 
-/// The capacity of the channel that receives the messages of all agents.
+/// The capacity of each of the driver's two channels, in messages: the channel for the messages of
+/// all agents, and the channel for lines that are shown to the user.
 const INBOX_CAPACITY: usize = 1024;
 /// The size of one read of an agent's stderr, in bytes.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
-/// The longest sleep of the event loop. It has a limit because the clock of the run stops while the
-/// process is stopped.
+/// The longest sleep of the event loop. [`RunningClock`] counts at most two seconds between two
+/// readings, so the clock would lag after a longer sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
 /// Runs the job to its end and returns the exit code of `launch`. Blocks.
@@ -79,7 +80,7 @@ pub(super) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
     }
 }
 
-/// Builds the error for a controller that cannot start.
+/// Builds the error for a controller that cannot set up its own process, for example its threads.
 fn build_setup_error(message: &str) -> Diagnostic {
     Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
 }
@@ -91,7 +92,8 @@ struct SupervisedAgent {
     handle: AgentHandle,
     /// Queues messages to the agent; `None` once the control stream is closed.
     outbox: Option<Outbox<ToAgent>>,
-    /// The exit status, once the process was reaped.
+    /// The exit status of the agent if the agent is a child of the controller that was reaped;
+    /// `None` otherwise.
     ended: Option<ExitStatus>,
 }
 
@@ -110,7 +112,7 @@ type AgentId = (HostIndex, u32);
 /// A message from an agent. `Ok(None)` or an error means that the stream has ended.
 type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
 
-/// The state with which the driver executes the actions of the core.
+/// Executes the actions that the core of one run decides on.
 struct ControllerDriver {
     job: JobSpec,
     /// The plan of the newest attempt.
@@ -125,7 +127,8 @@ struct ControllerDriver {
     requeue: Option<RequeueableJob>,
     job_file: Option<JobFile>,
     hostfile: Option<FilteredHostfile>,
-    /// Notified when all workers of an attempt are running.
+    /// Notifies the process that started this detached controller, once all workers of an attempt
+    /// are running. `None` after the notification, and for a run in the foreground.
     starter: Option<StartNotifier>,
     /// The number of workers of this attempt that are not running yet.
     not_started: u32,
@@ -135,11 +138,12 @@ struct ControllerDriver {
     journal: Option<Journal>,
     streamed_logs: StreamedLogs,
     agents: HashMap<HostIndex, SupervisedAgent>,
-    /// Agents that have messages waiting because their queues are full.
+    /// The hosts whose agents have messages waiting because the queues of the agents are full.
     backlogged: HashSet<HostIndex>,
     /// Inputs for the core that follow from its own actions.
     pending_inputs: VecDeque<ControllerInput>,
-    /// The number of agents that were started.
+    /// The number of agents that were started during the run, which is also the number of the
+    /// newest agent.
     agents_started: u32,
     /// The channel of messages from all agents.
     messages: (mpsc::Sender<AgentMessage>, mpsc::Receiver<AgentMessage>),
@@ -152,7 +156,7 @@ struct ControllerDriver {
     /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
     /// killed.
     preexisting_children: Vec<u32>,
-    /// The outcome of the run, once the core has ended the run.
+    /// The outcome of the run; `None` until the core has ended the run.
     outcome: Option<RunOutcome>,
 }
 
@@ -212,7 +216,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Does everything that can fail before a process is started, such as creating the run
+    /// Performs the steps that may fail before any process is started, such as creating the run
     /// directory, checking a requested port and installing the signal handlers.
     fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
@@ -290,8 +294,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Starts the tasks that read from and write to a new agent, and makes it the agent of its
-    /// host.
+    /// Starts the tasks that read from and write to a newly started agent, and stores the agent as
+    /// the current agent of the host.
     fn register_agent(&mut self, host: HostIndex, process: AgentProcess) {
         let (outbox, outgoing) = Outbox::channel();
         self.agents_started = self.agents_started.wrapping_add(1);
@@ -303,7 +307,8 @@ impl ControllerDriver {
         self.agents.insert(host, agent);
     }
 
-    /// Sends messages that waited because an agent's queue was full.
+    /// Moves messages that waited because an agent's queue was full into that queue, as far as the
+    /// queue has space.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
@@ -315,14 +320,14 @@ impl ControllerDriver {
         });
     }
 
-    /// Passes a message of an agent, or the end of its stream, to the core. Ignores agents that
-    /// were replaced.
+    /// Passes a message of an agent, or the end of the agent's stream, to the core. Ignores
+    /// messages of an agent that was replaced by a later agent of its host.
     async fn handle_agent_message(
         &mut self,
         (host, number): AgentId,
         message: Result<Option<FromAgent>, FrameError>,
     ) {
-        // The agent may have been replaced by a later one of its host.
+        // The host may have a later agent by now.
         if self.agents.get(&host).is_none_or(|agent| agent.number != number) {
             return;
         }
@@ -339,8 +344,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Counts a worker that runs. When the last worker of the attempt runs, notifies the process
-    /// that started this detached controller.
+    /// Records that one more worker of the attempt runs. Once all workers of the attempt run,
+    /// notifies the process that started this controller, if the controller is detached.
     fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0
@@ -352,8 +357,8 @@ impl ControllerDriver {
 
     // ---- actions of the core ----
 
-    /// Gives an input to the core, executes the resulting actions, and repeats this for the inputs
-    /// that follow from them.
+    /// Gives an input to the core and executes the resulting actions. Then processes each input
+    /// that these actions have produced in the same way.
     fn handle_input(&mut self, input: ControllerInput) {
         let now = self.clock.now();
         let actions = self.core.handle_input(now, input);
@@ -365,7 +370,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Executes one action of the core.
+    /// Executes one action that the core has decided on. Some actions add an input to
+    /// `pending_inputs`.
     fn execute_action(&mut self, action: ControllerAction) {
         match action {
             ControllerAction::Send(host, message) => self.send_to_agent(host, message),
@@ -407,7 +413,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Applies a change of the job file: reports it and sends reloadable values to the workers.
+    /// Applies a change of the job file: reports the change, sends the new values of reloadable
+    /// keys to the workers, and uses them for later attempts.
     fn apply_job_file_change(&mut self, watch: &mut JobFileWatch, content: WatchedFileContent) {
         let change = watch.apply_change(&self.job, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
@@ -419,8 +426,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::Reload(values));
     }
 
-    /// Applies a change of the hostfile: reports it and gives the new list of hosts to the core and
-    /// the transport.
+    /// Applies a change of the hostfile: reports the change, and gives the new list of hosts to the
+    /// core and to the transport.
     fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
         let change = watch.apply_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
@@ -432,12 +439,12 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::Hosts { added, listed: hosts.listed });
     }
 
-    /// Emits an event with a notice for the user.
+    /// Writes a notice to the journal and shows the notice to the user.
     fn emit_notice(&mut self, message: String) {
         self.emit_event(Event::new_notice(None, message));
     }
 
-    /// Writes an event to the journal and reports it to the user. An error of the journal is
+    /// Writes an event to the journal and reports the event to the user. An error of the journal is
     /// reported once and does not end the run.
     fn emit_event(&mut self, event: Event) {
         let result = self.journal.as_mut().map_or(Ok(()), |journal| journal.append_event(&event));
@@ -486,7 +493,8 @@ impl ControllerDriver {
     }
 }
 
-/// Forwards the lines that an agent writes to stderr until the stream ends.
+/// Sends each line that an agent writes to stderr to the channel `lines`. Ends when the stream ends
+/// or the channel is closed.
 async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<String>) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {

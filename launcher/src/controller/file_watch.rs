@@ -20,13 +20,14 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The interval between two polls of a file.
+/// The longest interval between two examinations of a watched file, for changes that the kernel
+/// does not report.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a file must stay unchanged before it is read.
+/// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
-/// The delay before invalid content is read again, because it may have been partially written.
+/// The delay before a file is read again whose content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
-/// The capacity of the channel of changes.
+/// The number of changes of a file that can wait until the watcher's caller receives them.
 const CHANNEL_CAPACITY: usize = 4;
 
 /// The content of a watched file after a change.
@@ -51,9 +52,9 @@ pub(crate) enum FileReadError {
     Io(String),
 }
 
-/// Watches a file of at most `limit` bytes until the receiver is dropped, and sends its content
-/// after each change. Text for which `is_complete` is false may be partially written, so it is read
-/// again after [`REREAD_DELAY`] before it is sent.
+/// Watches a file of at most `limit` bytes and sends the file's content after each change, until
+/// the receiver is dropped. If `is_complete` returns `false` for the content, the file may be
+/// partially written. The file is then read again after [`REREAD_DELAY`], and that content is sent.
 pub(crate) fn watch_file(
     path: PathBuf,
     limit: u64,
@@ -89,8 +90,9 @@ pub(crate) fn watch_file(
     receiver
 }
 
-/// Watches the directory of the file and the directory of the file that it links to. Returns `None`
-/// if the kernel provides no watch, so that the file is only polled.
+/// Watches the directory of a file with inotify and, if the file is a symbolic link, the directory
+/// of the link's target. Returns `None` if inotify is not available, so that the file must be
+/// polled.
 fn watch_directories(path: &Path) -> Option<AsyncFd<OwnedFd>> {
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
     let flags = AddWatchFlags::IN_CLOSE_WRITE
@@ -111,7 +113,8 @@ fn watch_directories(path: &Path) -> Option<AsyncFd<OwnedFd>> {
     unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.ok()
 }
 
-/// Waits for a change in the directories or for the next poll.
+/// Waits until a watched directory changes, but at most [`POLL_INTERVAL`]. Without inotify, waits
+/// for the whole interval.
 async fn wait_for_change(inotify: Option<&AsyncFd<OwnedFd>>) {
     let Some(inotify) = inotify else { return sleep(POLL_INTERVAL).await };
     if let Ok(Ok(mut guard)) = timeout(POLL_INTERVAL, inotify.readable()).await {
@@ -133,8 +136,8 @@ fn read_fingerprint(path: &Path) -> FileFingerprint {
     Some((metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.size()))
 }
 
-/// Waits until the file has stopped changing, but at most 20 intervals of [`SETTLE_TIME`], and
-/// returns its fingerprint.
+/// Waits until the file stays unchanged for [`SETTLE_TIME`], but at most 20 such intervals. Returns
+/// the fingerprint of the file.
 async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     let mut before = read_fingerprint(path);
     for _ in 0..20 {
@@ -148,7 +151,8 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     before
 }
 
-/// Reads a file of at most `limit` bytes. The content states why, if the file cannot be read.
+/// Reads a file of at most `limit` bytes as text. Returns [`WatchedFileContent::Unreadable`] with
+/// the reason if the file cannot be read.
 fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     match read_text(path, limit) {
         Ok(text) => WatchedFileContent::Text(text),
@@ -156,7 +160,7 @@ fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     }
 }
 
-/// Reads a regular file of at most `limit` bytes as UTF-8.
+/// Reads a regular file as UTF-8. Fails if the file is longer than `limit` bytes.
 fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
     let io_error = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => FileReadError::Missing,
@@ -179,7 +183,7 @@ fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
 mod tests {
     use super::*;
 
-    /// Runs an asynchronous test to its end.
+    /// Runs an asynchronous test to its end, in a runtime on this thread.
     fn run_in_runtime(test: impl Future<Output = ()>) {
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime").block_on(test);
     }
@@ -189,6 +193,7 @@ mod tests {
         timeout(Duration::from_secs(30), changes.recv()).await.expect("in time").expect("the watch is active")
     }
 
+    /// Builds the content that the watch reports for a readable file with this text.
     fn new_text(text: &str) -> WatchedFileContent {
         WatchedFileContent::Text(text.to_owned())
     }

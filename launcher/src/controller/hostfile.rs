@@ -1,5 +1,5 @@
-//! [`HostfileWatch`]: finds out which hosts were added to the hostfile, and which are no longer
-//! listed, while its job runs.
+//! [`HostfileWatch`]: finds out, while a job runs, which hosts were added to the job's hostfile and
+//! which hosts are no longer listed in the file.
 use super::{
     HostTarget,
     file_watch::{WatchedFileContent, watch_file},
@@ -50,34 +50,36 @@ impl FilteredHostfile {
 /// The consequences of a changed hostfile: notices, and the new list of hosts.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
-    /// Messages for the user.
+    /// Notices that describe the change, or its errors, to the user.
     pub(super) notices: Vec<String>,
-    /// The hosts after the change; `None` if the run keeps its hosts.
+    /// The hosts after the change; `None` if the run keeps the previous list of hosts.
     pub(super) hosts: Option<ListedHosts>,
 }
 
 /// The hosts after a change of the hostfile.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct ListedHosts {
-    /// Hosts that were not known before.
+    /// Hosts that the run did not know before the change.
     pub(super) added: Vec<HostTarget>,
-    /// Whether each known host is in the file, by host index.
+    /// For each host that the run knew before the change, by host index, whether the changed file
+    /// lists the host.
     pub(super) listed: Vec<bool>,
-    /// The addresses of all hosts in the file.
+    /// The addresses of all hosts in the changed file, for the transport.
     pub(super) addresses: Vec<HostAddress>,
 }
 
 /// The watch of a run's hostfile. A run without a hostfile gets no changes.
 pub(super) struct HostfileWatch {
     file: Option<(FilteredHostfile, mpsc::Receiver<WatchedFileContent>)>,
-    /// Whether each known host was in the file after the last change.
+    /// For each known host, by host index, whether the file listed the host after the last change.
     listed: Vec<bool>,
-    /// The address of each listed host after the last change.
+    /// The address of each listed host after the last change, by the host's name. Empty before the
+    /// first change.
     addresses: HashMap<String, HostAddress>,
 }
 
 impl HostfileWatch {
-    /// Starts to watch the hostfile of a run with these hosts. Without a hostfile, the watch
+    /// Starts to watch a hostfile. `hosts` are the hosts of the run. Without a hostfile, the watch
     /// reports no change.
     pub(super) fn start(file: Option<FilteredHostfile>, hosts: &[HostTarget]) -> HostfileWatch {
         let names: HashSet<String> = hosts.iter().map(|h| h.name.clone()).collect();
@@ -96,7 +98,8 @@ impl HostfileWatch {
         HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }
 
-    /// Waits for the next change of the hostfile. Waits forever without a hostfile. Cancel-safe.
+    /// Waits for the next change of the hostfile and returns the file's new content. Waits forever
+    /// without a hostfile. Cancel-safe.
     pub(super) async fn wait_for_change(&mut self) -> WatchedFileContent {
         let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
@@ -108,8 +111,8 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares the changed file with the hosts of the run, and updates the slots of known hosts. A
-    /// hostfile that is not valid changes nothing and is reported in a notice.
+    /// Compares the changed hostfile with the `hosts` of the run, and updates the slots of known
+    /// hosts. A hostfile that is not valid changes nothing and is reported in a notice.
     pub(super) fn apply_change(
         &mut self,
         hosts: &mut [HostTarget],
@@ -159,7 +162,11 @@ impl HostfileWatch {
         self.compare_hosts(hosts, &new, &in_file, listed, resized)
     }
 
-    /// Describes the changes in a notice, records the new list, and returns both.
+    /// Compares the new list of hosts with the previous list, and records the new list. Returns the
+    /// new list and a notice that describes the differences, or no change if the lists are equal.
+    ///
+    /// `new` are the hosts that the run does not know, `in_file` all hosts of the file, and
+    /// `resized` the names of the hosts whose slots have changed.
     fn compare_hosts(
         &mut self,
         hosts: &[HostTarget],
@@ -205,8 +212,8 @@ impl HostfileWatch {
     }
 }
 
-/// Joins host names with commas. Lists at most [`MAX_LISTED_NAMES`] of them, followed by the number
-/// of the others.
+/// Joins host names with commas. Lists at most [`MAX_LISTED_NAMES`] names, followed by the number
+/// of the other names.
 fn join_names(names: &[String]) -> String {
     match names.len().checked_sub(MAX_LISTED_NAMES) {
         None | Some(0) => names.join(", "),
@@ -219,7 +226,8 @@ mod tests {
     use super::*;
     use crate::controller::file_watch::FileReadError;
 
-    /// Creates the watch and the hosts of a run with this hostfile.
+    /// Creates the watch and the hosts of a run whose hostfile has the content `text`. `cluster` is
+    /// the `cluster` section of the job file.
     fn create_watch(cluster: &str, text: &str) -> (HostfileWatch, Vec<HostTarget>) {
         let job = format!("run: {{command: [a]}}\ncluster: {cluster}");
         let source = contract::JobSource::Text { name: "job.yaml".into(), text: job };
@@ -240,7 +248,8 @@ mod tests {
         settings.bind(|| insta::assert_snapshot!(name, notices.join("\n")));
     }
 
-    /// Applies a changed hostfile. Returns the notices, and which known hosts are listed.
+    /// Applies `text` as the changed content of the hostfile, and adds new hosts to `hosts`.
+    /// Returns the notices and, if the list of hosts changed, whether each known host is listed.
     fn apply_text(
         watch: &mut HostfileWatch,
         hosts: &mut Vec<HostTarget>,

@@ -1,4 +1,4 @@
-//! [`JobFileWatch`]: finds out which changes of the job file take effect while its job runs.
+//! [`JobFileWatch`]: finds out, while a job runs, which changes of its job file take effect.
 use super::file_watch::{WatchedFileContent, watch_file};
 use crate::report::format_first_error;
 use contract::{
@@ -14,14 +14,14 @@ use tokio::sync::mpsc;
 pub struct JobFile {
     /// The path of the file.
     pub path: PathBuf,
-    /// The arguments of `--set`.
+    /// The arguments of `--set`, which override keys of the file.
     pub set: Vec<String>,
 }
 
 /// The consequences of a changed job file: notices and reloaded values.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
-    /// Messages for the user.
+    /// Notices that describe the change, or its errors, to the user.
     pub(super) notices: Vec<String>,
     /// The new values for the running workers and for later attempts; `None` if no reloadable key
     /// changed.
@@ -46,7 +46,8 @@ impl JobFileWatch {
         JobFileWatch { file: file.map(watch), reported: BTreeSet::new() }
     }
 
-    /// Waits for the next change of the job file. Waits forever without a job file. Cancel-safe.
+    /// Waits for the next change of the job file and returns the file's new content. Waits forever
+    /// without a job file. Cancel-safe.
     pub(super) async fn wait_for_change(&mut self) -> WatchedFileContent {
         let content = match &mut self.file {
             Some((_, receiver)) => receiver.recv().await,
@@ -58,8 +59,8 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed file with the running job. Reports each change that is not reloadable
-    /// once.
+    /// Compares the changed job file with the `running` job. Returns the new values of reloadable
+    /// keys. Each changed key that is not reloadable is reported in a notice once.
     pub(super) fn apply_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
@@ -112,13 +113,14 @@ mod tests {
     use crate::controller::file_watch::FileReadError;
     use contract::job::SaveInterval;
 
-    /// Creates the watch of a job file with these arguments of `--set`.
+    /// Creates the watch of a job file to which the overrides `set` apply (arguments of `--set`).
     fn create_watch_with_overrides(set: &[&str]) -> JobFileWatch {
         let set = set.iter().map(|s| (*s).to_owned()).collect();
         let file = JobFile { path: "job.yaml".into(), set };
         JobFileWatch { file: Some((file, mpsc::channel(1).1)), reported: BTreeSet::new() }
     }
 
+    /// The content of the job file before it changes.
     const JOB: &str = "train: {data: {files: [a]}, steps: 100}\n";
 
     #[test]

@@ -15,10 +15,10 @@ use std::{
     path::Path,
 };
 
-/// The format version of `job.json`.
+/// The format version that `job.json` contains.
 const JOB_FILE_VERSION: u32 = 1;
 
-/// The content of `job.json`.
+/// The content of `job.json`: the job of a run, without secrets, and the command that started it.
 #[derive(Serialize)]
 struct StoredJob<'a> {
     version: u32,
@@ -29,7 +29,7 @@ struct StoredJob<'a> {
     job: &'a JobSpec,
 }
 
-/// The open files of a run directory.
+/// The files of a run directory to which the controller appends events and metrics.
 #[derive(Debug)]
 pub(super) struct Journal {
     events: File,
@@ -64,7 +64,9 @@ impl Journal {
         result
     }
 
-    /// Writes an event to each file that records events of its kind.
+    /// Writes an event to `events.jsonl` and, if the event holds metrics, to `metrics.jsonl` and
+    /// the TensorBoard file. Syncs the JSON files after failures, checkpoints and the end of the
+    /// run.
     fn write_event(&mut self, event: &Event) -> io::Result<()> {
         let time = read_unix_time();
         let line = |schema| event.to_json_at(schema, time).map(|line| line + "\n");
@@ -87,13 +89,13 @@ impl Journal {
     }
 }
 
-/// Returns the time in seconds since 1970.
+/// Returns the current time in seconds since 1970.
 fn read_unix_time() -> f64 {
     crate::agent::log_times::read_unix_time_ms() as f64 / 1000.0
 }
 
-/// Creates the TensorBoard file of a training job of the built-in runtime. Returns `None` for
-/// programs, which write their own metrics.
+/// Creates the TensorBoard file of a run of the built-in training. Returns `None` for a job that
+/// runs programs, because programs write their own metrics.
 fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
     let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
     trains.then(|| TensorboardFile::create(&plan.run_dir, &plan.run.0, read_unix_time())).transpose()

@@ -15,14 +15,14 @@ pub(crate) struct PeerExchange {
 }
 
 impl PeerExchange {
-    /// Creates an exchange for the `world` workers of an attempt.
+    /// Creates an exchange for the `world` workers of an attempt, of which none has reported yet.
     pub(crate) fn new(attempt: u32, world: usize) -> Self {
         PeerExchange { attempt, world, peers: BTreeMap::new() }
     }
 
-    /// Adds the addresses of a worker. Returns the addresses of all workers, by rank, when this
-    /// worker is the last one. Ignores reports of another attempt, repeated reports, and reports
-    /// that are not valid.
+    /// Adds the addresses that a worker on `host` has reported. Once every worker of the attempt
+    /// has reported, returns the addresses of all workers in rank order. Ignores reports of another
+    /// attempt, repeated reports, and reports that are not valid.
     pub(crate) fn add_worker(
         &mut self,
         host: HostIndex,
@@ -43,7 +43,7 @@ impl PeerExchange {
 mod tests {
     use super::*;
 
-    /// Builds a list with one address at this port.
+    /// Builds a list with the single address 10.0.0.1 at `port`.
     fn build_addresses(port: u16) -> Vec<SocketAddr> {
         vec![([10, 0, 0, 1], port).into()]
     }

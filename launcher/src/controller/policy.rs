@@ -12,10 +12,10 @@ pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// The end of an attempt, as the restart policy needs to know it.
+/// The facts about a failed attempt from which the restart policy decides on a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AttemptEnd {
-    /// The exit code of `launch` if the run ended here.
+    /// The exit code that `launch` would have if the run ended after this attempt.
     pub(crate) exit_code: u8,
     /// The last optimizer step; `None` for programs, whose steps are unknown, and before the first
     /// step.
@@ -29,11 +29,11 @@ pub(crate) struct AttemptEnd {
 pub(crate) struct RestartHistory {
     /// The number of restarts that `run.restarts` allows.
     pub(crate) budget: u32,
-    /// The number of restarts so far.
+    /// The number of restarts of the run so far.
     pub(crate) used: u32,
     /// Whether workers run the built-in runtime, whose steps are known.
     pub(crate) builtin: bool,
-    /// How the previous failed attempt ended.
+    /// The end of the previous failed attempt; `None` before the first restart.
     pub(crate) last: Option<AttemptEnd>,
     /// The number of restarts in a row that brought no progress.
     pub(crate) no_progress: u32,
@@ -81,15 +81,15 @@ impl fmt::Display for NoRestartReason {
 /// The decision of the restart policy after a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RestartDecision {
-    /// Restart the job after this pause.
+    /// Restart the job after a pause of this length.
     Restart(Duration),
     /// End the run. `None` means that no restarts were requested.
     Stop(Option<NoRestartReason>),
 }
 
 impl RestartHistory {
-    /// Decides what follows a failure, and takes a restart from the budget. `chance` is a uniform
-    /// random number from 0 to 1, from which the jitter of the pause is computed.
+    /// Decides whether the job is restarted after a failure, and counts the restart. `chance` is a
+    /// uniform random number from 0 to 1 that determines the jitter of the pause.
     pub(crate) fn decide_restart(&mut self, end: AttemptEnd, chance: f64) -> RestartDecision {
         if self.budget == 0 {
             return RestartDecision::Stop(None);
@@ -111,13 +111,14 @@ impl RestartHistory {
         RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Whether this attempt ended at the same step as the previous one, and neither saved a
-    /// checkpoint.
+    /// Whether this attempt ended at the same step as the previous attempt, and neither attempt
+    /// completed a checkpoint.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    /// Returns the pause before the next restart, with jitter.
+    /// Returns the pause before the next restart, from [`FIRST_PAUSE`] to [`LONGEST_PAUSE`] plus or
+    /// minus the jitter. `chance` is a random number from 0 to 1.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
         // The progress of programs is unknown, so every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);
@@ -130,6 +131,7 @@ impl RestartHistory {
 mod tests {
     use super::*;
 
+    /// Builds the end of a failed attempt with these values.
     const fn build_attempt_end(exit_code: u8, step: Option<u64>, saved: bool) -> AttemptEnd {
         AttemptEnd { exit_code, step, saved }
     }

@@ -25,12 +25,13 @@ pub(super) struct HostInventories {
 }
 
 impl HostInventories {
-    /// Creates empty inventories for `hosts` hosts.
+    /// Creates a list of `hosts` hosts without inventories. `chosen` are the environment variables
+    /// with which the user chose devices.
     pub(super) fn new(chosen: Vec<(String, String)>, hosts: usize) -> Self {
         HostInventories { chosen, by_host: vec![None; hosts] }
     }
 
-    /// Stores the inventory of a host, in place of an earlier one.
+    /// Stores the inventory of a host and replaces an earlier inventory of that host.
     pub(super) fn insert_inventory(&mut self, host: HostIndex, inventory: HostInventory) {
         if host >= self.by_host.len() {
             self.by_host.resize(host + 1, None);
@@ -40,8 +41,8 @@ impl HostInventories {
         }
     }
 
-    /// Describes the hosts for the planner, in the order of `hosts`. Leaves out hosts without an
-    /// inventory.
+    /// Describes the hosts for the planner, in the order of `hosts`. `targets` holds all hosts of
+    /// the run, by index. Leaves out hosts without an inventory.
     pub(super) fn build_job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -69,7 +70,7 @@ impl HostInventories {
     }
 }
 
-/// An attempt that is being prepared.
+/// An attempt that is planned and whose workers have not been started.
 pub(super) struct AttemptPreparation {
     pub(super) plan: Plan,
     /// The hosts of the plan, in the order of ranks.
@@ -96,7 +97,8 @@ impl AttemptPreparation {
         AttemptPreparation { plan, hosts: Vec::new(), bind, rendezvous: None, port: None }
     }
 
-    /// Binds the rendezvous in this process.
+    /// Binds the requested rendezvous in this process. A rendezvous store sends lines for the user
+    /// to `messages`. Fails if the port is not available.
     pub(super) fn bind_rendezvous(
         &self,
         messages: &mpsc::Sender<String>,

@@ -1,8 +1,9 @@
 //! [`BoundRendezvous`]: the bound address `MASTER_ADDR`:`MASTER_PORT` at which the workers of a job
 //! meet.
 //!
-//! The rendezvous is a store that launch serves for programs, or a port that is held until just
-//! before the workers start. The controller or the agent on the host of rank 0 binds it.
+//! The rendezvous is a store that launch serves for programs, or a port that is reserved for rank 0
+//! until just before the workers start. The controller, or the agent on the host of rank 0, binds
+//! the rendezvous.
 use super::store::StoreServer;
 use contract::{control::RendezvousRequest, env};
 use diagnostic::{Diagnostic, codes::run};
@@ -15,15 +16,16 @@ use tokio::sync::mpsc;
 /// A rendezvous whose address is bound.
 #[derive(Debug)]
 pub(crate) enum BoundRendezvous {
-    /// A held port that rank 0 will bind, with its number.
+    /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
     Port(TcpListener, u16),
     /// A store that runs until the next attempt or the end of the run.
     Store(StoreServer),
 }
 
 impl BoundRendezvous {
-    /// Binds the requested port, or any free one. The store sends its messages for the user to
-    /// `messages`.
+    /// Binds the rendezvous that `bind` describes: starts a store, or reserves a port for rank 0.
+    /// The store sends lines for the user to `messages`. Fails if the port is taken, or if the
+    /// store cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -40,7 +42,7 @@ impl BoundRendezvous {
         bound.map_err(|error| build_port_error(bind, &error))
     }
 
-    /// Returns the number of the port, for the workers.
+    /// Returns the number of the port to which workers connect (`MASTER_PORT`).
     pub(crate) fn port(&self) -> u16 {
         match self {
             BoundRendezvous::Port(_, number) => *number,
@@ -48,9 +50,11 @@ impl BoundRendezvous {
         }
     }
 
-    /// Hands the rendezvous over to workers that are about to start. Returns its port. Frees a held
-    /// port, so that rank 0 can bind it. The caller must keep a returned store for as long as the
-    /// workers run.
+    /// Hands the rendezvous over to workers that are about to start. Frees a port that is reserved
+    /// for rank 0. For a store, raises the limit of open files of this process.
+    ///
+    /// Returns the number of the port, and the store if there is one. The caller must keep the
+    /// store for as long as the workers run.
     pub(crate) fn hand_over_to_workers(self) -> (u16, Option<StoreServer>) {
         match self {
             BoundRendezvous::Port(listener, number) => {
@@ -86,7 +90,8 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-/// Binds the port, or any free one if `port` is 0, without serving it.
+/// Binds a port, so that no other process takes it, and accepts no connection. Binds any free port
+/// if `port` is 0.
 fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),
@@ -96,7 +101,7 @@ fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
     Ok(BoundRendezvous::Port(listener, number))
 }
 
-/// Replaces the placeholder `auto` of `MASTER_PORT` in a worker's environment by the port.
+/// Replaces the value `auto` of `MASTER_PORT` in a worker's environment by the number of the port.
 pub(super) fn fill_in_port(environment: &mut [(String, String)], port: u16) {
     let is_open = |(name, value): &&mut (String, String)| name == env::MASTER_PORT && value == "auto";
     for (_, value) in environment.iter_mut().filter(is_open) {
@@ -108,12 +113,14 @@ pub(super) fn fill_in_port(environment: &mut [(String, String)], port: u16) {
 mod tests {
     use super::*;
 
-    /// Binds a rendezvous for one client at the loopback address.
+    /// Binds a rendezvous for one client at `port` of the loopback address: a store if `store` is
+    /// set, and otherwise a reserved port.
     fn bind_for_one_client(port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
         bind_for_clients(1, port, store)
     }
 
-    /// Binds a rendezvous for this many clients at the loopback address.
+    /// Binds a rendezvous for this many clients at `port` of the loopback address: a store if
+    /// `store` is set, and otherwise a reserved port.
     fn bind_for_clients(clients: u32, port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
         let address = Ipv4Addr::LOCALHOST.into();
         let bind = RendezvousRequest { attempt: 0, address, port, store, clients, allowed: Vec::new() };

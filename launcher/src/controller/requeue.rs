@@ -5,7 +5,7 @@ use crate::report::format_count;
 /// A Slurm batch job that may be requeued after its run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequeueableJob {
-    /// The id of the batch job.
+    /// The Slurm id of the batch job.
     pub job: u64,
     /// How often Slurm has requeued the job so far.
     pub restarts: u32,
@@ -16,15 +16,15 @@ pub struct RequeueableJob {
 /// The decision whether to requeue the batch job, and a notice about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RequeueDecision {
-    /// The batch job to requeue; `None` if it is not requeued.
+    /// The id of the batch job to requeue; `None` if the batch job is not requeued.
     pub(super) job: Option<u64>,
-    /// The notice for the user.
+    /// A notice for the user with the decision and its reason.
     pub(super) message: String,
 }
 
 impl RequeueableJob {
-    /// Decides by the outcome of the run. Returns `None` if the run completed, failed for another
-    /// reason than a lost host, or was stopped by a user.
+    /// Decides by the outcome of the run whether the batch job is requeued. Returns `None` if the
+    /// run completed, failed for another reason than a lost host, or was stopped by a user.
     pub(super) fn decide_requeue(&self, outcome: &RunOutcome) -> Option<RequeueDecision> {
         let why = match outcome {
             RunOutcome { near_time_limit: true, .. } => "the time limit is near",
@@ -63,8 +63,9 @@ impl RequeueableJob {
 mod tests {
     use super::*;
 
-    /// Decides about job 7, which was requeued this many times and may be requeued twice. Returns
-    /// `None` without a decision, and otherwise the job to requeue.
+    /// Decides whether batch job 7, which was requeued `restarts` times and may be requeued twice,
+    /// is requeued. Returns `None` if there is no decision, `Some(None)` if the job is not
+    /// requeued, and otherwise the id of the job.
     fn decide_requeue_after(restarts: u32, outcome: RunOutcome) -> Option<Option<u64>> {
         RequeueableJob { job: 7, restarts, max_requeues: 2 }
             .decide_requeue(&outcome)

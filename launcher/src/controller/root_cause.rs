@@ -22,7 +22,7 @@ pub(crate) struct RootCause {
     pub(crate) reason: FailureReason,
     /// The failure as one line for the user, without the rank and the host.
     pub(crate) message: String,
-    /// The errors that explain the reason.
+    /// The errors that explain the failure reason.
     pub(crate) diagnostics: Vec<Diagnostic>,
     /// The exit code of `launch` if this failure ends the run.
     pub(crate) exit_code: u8,
@@ -41,7 +41,7 @@ impl RootCause {
         }
     }
 
-    /// Sets the failed rank.
+    /// Sets the failed rank, or `None` if the failure is not that of a worker.
     pub(crate) fn with_rank(mut self, rank: Option<Rank>) -> Self {
         self.rank = rank;
         self
@@ -53,20 +53,21 @@ impl RootCause {
         self
     }
 
-    /// Adds an error that explains the reason.
+    /// Adds an error that explains the reason of the failure.
     pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
         self.diagnostics.push(diagnostic);
         self
     }
 
-    /// Returns what the user can do: the help of the diagnostics, and advice for the reason.
+    /// Returns advice for the user: the help texts of the diagnostics, then the advice for the
+    /// failure reason.
     pub(crate) fn collect_help(&self) -> Vec<String> {
         let help = self.diagnostics.iter().flat_map(collect_diagnostic_help);
         help.chain(find_advice(&self.reason).map(str::to_owned)).collect()
     }
 }
 
-/// Returns the help of a diagnostic and of its details.
+/// Returns the help texts of a diagnostic and of its details, recursively.
 fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
     let details = diagnostic.details().iter().flat_map(collect_diagnostic_help);
     diagnostic.help().iter().cloned().chain(details).collect()
@@ -128,14 +129,15 @@ pub(crate) struct WorkerProcessEnd {
     /// `Some` if the kernel killed the process because memory ran out. The value is the memory of
     /// the host in bytes, or `None` if unknown.
     pub(crate) oom: Option<Option<u64>>,
-    /// The error that the program recorded about its failure.
+    /// The error that the program recorded about its failure; `None` if it recorded no error.
     pub(crate) error: Option<String>,
-    /// The GPU fault that the agent found for this process.
+    /// The GPU fault that the agent attributes to this process; `None` if it found no fault.
     pub(crate) gpu: Option<GpuFault>,
 }
 
 impl WorkerProcessEnd {
-    /// Converts the end of the process into the failure of its rank.
+    /// Converts the end of the process into the root cause that blames the given rank on the given
+    /// host. The exit code of the root cause is 1.
     pub(crate) fn into_root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
         let mut message = match self.oom {
             Some(_) => WorkerEnd::OutOfMemory(self.status).to_string(),
@@ -169,7 +171,7 @@ pub(crate) enum WorkerEnd {
     OutOfMemory(ExitStatus),
     /// The worker was running when its agent was lost.
     LostWithAgent,
-    /// The process was never started.
+    /// The process of the worker was never started.
     NeverStarted,
 }
 
@@ -223,17 +225,17 @@ pub(crate) enum AgentEnd {
     NeverRan,
     /// A control message could not be read or sent.
     StreamBroken(Diagnostic),
-    /// The transport lost the connection and knows why.
+    /// The transport lost the connection. Holds the error of the transport.
     ConnectionLost(Diagnostic),
     /// The connection ended. Holds the exit status of the agent, if the transport knows it.
     ConnectionEnded(Option<ExitStatus>),
-    /// The agent sent no hello within this time.
+    /// The agent sent no hello within this number of seconds after its start.
     NoHello { seconds: u64 },
     /// The agent sent nothing for the length of its lease.
     Silent { seconds: u64 },
-    /// The agent did not end its workers in time and was killed.
+    /// The agent did not end its workers within this number of seconds and was killed.
     KilledLate { seconds: u64 },
-    /// The agent reported an error.
+    /// The agent reported an error because of which it cannot do its work.
     Failed(Diagnostic),
 }
 
@@ -247,7 +249,7 @@ pub(crate) struct AgentLabel<'a> {
     pub(crate) pid: u32,
 }
 
-/// `the agent on host node-3`, `the agent on h1 (pid 9)`.
+/// Formats the label, for example as `the agent on host node-3` or `the agent on h1 (pid 9)`.
 impl fmt::Display for AgentLabel<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -287,7 +289,7 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the reason of the failure that the end of the agent causes.
+    /// Returns the failure reason for an attempt that fails because of this end of an agent.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }
@@ -320,7 +322,7 @@ impl AgentEnd {
     }
 }
 
-/// Returns what the user can do about a failure, in addition to what its message states.
+/// Returns advice for the user about a failure, or `None` if there is no advice for its reason.
 pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
     Some(match reason {
         FailureReason::Oom { .. } => {
@@ -363,7 +365,8 @@ pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
     })
 }
 
-/// Returns what the user can do about a process that this signal killed.
+/// Returns advice for the user about a process that was killed by this signal, or `None` if there
+/// is none.
 fn find_signal_advice(name: &str) -> Option<&'static str> {
     Some(match name {
         "SIGKILL" => {
@@ -388,7 +391,8 @@ mod tests {
     use super::*;
     use diagnostic::codes;
 
-    /// Builds the root cause of rank 1 for this exit status.
+    /// Builds the root cause for a worker of rank 1 that ended with this exit status. `builtin`
+    /// states whether it ran the built-in runtime.
     fn build_cause(status: ExitStatus, builtin: bool) -> RootCause {
         WorkerProcessEnd { status, builtin, oom: None, error: None, gpu: None }.into_root_cause((0, 1))
     }

@@ -1,4 +1,5 @@
-//! The signals that the controller catches, and what each of them requests.
+//! [`SignalReceiver`]: catches the signals that are sent to the controller, and translates each
+//! signal into a request to the core.
 use super::core::{ControllerInput, StopRequest};
 use contract::job::{SignalAction, Signals as SignalActions};
 use nix::sys::signal::Signal;
@@ -7,7 +8,7 @@ use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
 /// The streams of the signals that the controller catches, with the meanings of the signals.
 pub(super) struct SignalReceiver {
-    /// What SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
+    /// The actions that SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
     actions: SignalActions,
     interrupt: SignalStream,
     terminate: SignalStream,
@@ -23,9 +24,9 @@ pub(super) struct SignalReceiver {
 
 /// The meaning of a received signal.
 pub(super) enum SignalEvent {
-    /// A request to the core.
+    /// The signal requests an action of the core, such as to save or to stop.
     Request(ControllerInput),
-    /// Child processes have ended.
+    /// SIGCHLD: child processes have ended and must be reaped.
     ChildrenEnded,
     /// A signal that `run.signals` ignores.
     Ignored,
@@ -72,7 +73,7 @@ impl SignalReceiver {
     }
 }
 
-/// Returns what a signal means under this setting of `run.signals`.
+/// Returns the event for a signal to which `run.signals` assigns this action.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::Request(ControllerInput::Save(signal as i32)),
@@ -81,7 +82,7 @@ fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     }
 }
 
-/// Whether the process ignores this signal at present.
+/// Whether this process currently ignores the signal with this number.
 fn is_signal_ignored(signal: i32) -> bool {
     // SAFETY: only queries the current action, and `action` is valid memory for the result.
     unsafe {

@@ -10,7 +10,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The limit of files that are open at the same time.
+/// The limit of ranks of one attempt whose output is stored, which bounds the number of open files.
+/// The output of further ranks is not stored.
 const MAX_OPEN_FILES: usize = 256;
 
 /// The files in which the controller stores the console output of the ranks on other hosts.
@@ -19,7 +20,8 @@ pub(super) struct StreamedLogs {
     directory: PathBuf,
     /// The limit of the size of each file, in bytes (`run.logs.max_size`).
     max_size: u64,
-    /// Whether each rank of this attempt runs on another host, by rank.
+    /// For each rank of the current attempt, whether the rank runs on another machine than the
+    /// controller.
     is_remote: Vec<bool>,
     files: HashMap<Rank, StreamedLogFile>,
 }
@@ -28,11 +30,13 @@ pub(super) struct StreamedLogs {
 #[derive(Debug)]
 enum StreamedLogFile {
     Open {
+        /// The file to which output is appended.
         file: File,
+        /// The size of the file in bytes, compared with `run.logs.max_size`.
         size: u64,
     },
-    /// No output is stored: the complete log is on this host, or the file is full, or a write has
-    /// failed.
+    /// No output is stored, because the complete log is on this machine, the file is full, or a
+    /// write has failed.
     Closed,
 }
 
@@ -42,15 +46,16 @@ impl StreamedLogs {
         StreamedLogs { directory: logs, max_size, is_remote: Vec::new(), files: HashMap::new() }
     }
 
-    /// Begins an attempt. `is_remote` states for each rank whether it runs on another host.
+    /// Begins an attempt and closes the files of the previous attempt. `is_remote` states for each
+    /// rank whether the rank runs on another machine than the controller.
     pub(super) fn begin_attempt(&mut self, is_remote: Vec<bool>) {
         self.is_remote = is_remote;
         // Ranks may have moved to other hosts.
         self.files.clear();
     }
 
-    /// Stores a line of a remote rank's output. Returns a warning if the file cannot be written,
-    /// once per rank and attempt.
+    /// Stores a line of a rank's output. Ignores ranks on the controller's machine. Returns a
+    /// warning if the file cannot be written, once per rank and attempt.
     pub(super) fn append_line(&mut self, rank: Rank, text: &str) -> Option<String> {
         if !self.is_remote.get(rank as usize).copied().unwrap_or(false) {
             return None;

@@ -11,10 +11,11 @@ use std::{
     path::Path,
 };
 
-/// The file version, which is the lowest for which TensorBoard applies session marks.
+/// The version of the file format. It is the lowest version for which TensorBoard applies session
+/// marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
-/// An event file that is open for appending.
+/// An event file of TensorBoard that is open for appending.
 #[derive(Debug)]
 pub(super) struct TensorboardFile {
     out: File,
@@ -33,7 +34,8 @@ impl TensorboardFile {
         Ok(file)
     }
 
-    /// Appends the scalars of an event, if it has any. `time` is in seconds since 1970.
+    /// Appends the scalars of an event, or the session mark for the start of an attempt. Ignores
+    /// events without scalars. `time` is in seconds since 1970.
     pub(super) fn append_event(&mut self, event: &Event, time: f64) -> io::Result<()> {
         let scalars = |step: u64, values: &[(&str, f64)]| {
             let values: Vec<u8> = values
@@ -98,12 +100,13 @@ fn encode_scalar_value(tag: &str, value: f64) -> Vec<u8> {
     out
 }
 
-/// Encodes a string field of a Protocol Buffers message.
+/// Encodes a string field of a Protocol Buffers message. `field` is the field number, below 16.
 fn encode_string_field(field: u8, value: &str) -> Vec<u8> {
     encode_bytes_field(field, value.as_bytes())
 }
 
-/// Encodes a length-delimited field: a byte string or a nested message.
+/// Encodes a length-delimited field of a Protocol Buffers message: a byte string or a nested
+/// message. `field` is the field number, below 16.
 fn encode_bytes_field(field: u8, value: &[u8]) -> Vec<u8> {
     let mut out = vec![field << 3 | 2];
     out.extend(encode_varint(value.len() as u64));
@@ -111,14 +114,14 @@ fn encode_bytes_field(field: u8, value: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Encodes an integer field of a Protocol Buffers message.
+/// Encodes an integer field of a Protocol Buffers message. `field` is the field number, below 16.
 fn encode_varint_field(field: u8, value: u64) -> Vec<u8> {
     let mut out = vec![field << 3];
     out.extend(encode_varint(value));
     out
 }
 
-/// Encodes an integer with seven bits per byte, the lowest first.
+/// Encodes an integer as a varint of Protocol Buffers: seven bits per byte, the lowest bits first.
 fn encode_varint(mut value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     while value >= 0x80 {
@@ -129,7 +132,8 @@ fn encode_varint(mut value: u64) -> Vec<u8> {
     out
 }
 
-/// Computes the checksum of TFRecords: CRC-32C, rotated and offset.
+/// Computes the masked checksum of TFRecords: the CRC-32C of `data`, rotated right by 15 bits, plus
+/// a constant.
 fn compute_masked_crc(data: &[u8]) -> u32 {
     compute_crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -1,21 +1,21 @@
-//! [`read_limits`]: the limits of the control groups of this process, in version 2 and in version 1
-//! with the controllers cpu and memory.
+//! [`read_limits`]: the limits of the control groups of this process. Supports version 2, and
+//! version 1 with the controllers cpu and memory.
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// The limits on CPU time and memory of control groups.
+/// The limits on CPU time and memory that control groups impose on this process.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct CgroupLimits {
-    /// The limit on CPU time, in CPUs; `None` for no limit.
+    /// The limit on CPU time, as a number of CPUs; `None` for no limit.
     pub(super) cpus: Option<f64>,
     /// The limit on memory, in bytes; `None` for no limit.
     pub(super) memory: Option<u64>,
 }
 
-/// Reads the smallest limits of this process's control groups and their parents. A file that cannot
-/// be read is no limit.
+/// Reads the lowest limits of this process's control groups and their parents. The files are read
+/// below `root`. A file that cannot be read imposes no limit.
 pub(super) fn read_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = CgroupLimits::default();
@@ -44,8 +44,8 @@ pub(super) fn read_limits(root: &Path) -> CgroupLimits {
     limits
 }
 
-/// Reads how many processes of this process's control group the kernel has killed for lack of
-/// memory; `None` if the count cannot be read.
+/// Returns how many processes of this process's control group the kernel has killed because memory
+/// ran out. Reads the files below `root`. Returns `None` if the count cannot be read.
 pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -70,7 +70,7 @@ pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
 }
 
 impl CgroupLimits {
-    /// Lowers the limits to these values if they are smaller.
+    /// Lowers each limit to the given value if the value is lower.
     fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         // Version 1 writes "no limit" as a number near 2^63.
@@ -79,7 +79,8 @@ impl CgroupLimits {
     }
 }
 
-/// Lists the directory of a control group and those of its parents, up to the mount point.
+/// Returns the directories of a control group and of its parents, innermost first. `mount` is the
+/// outermost directory.
 fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     let relative = Path::new(group.trim_start_matches('/'));
     // `..` appears when the group is outside of the namespace of this process.
@@ -88,27 +89,28 @@ fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// Reads the limit on CPU time from `cpu.max`, in CPUs. The file contains "QUOTA PERIOD" or "max
-/// PERIOD", in microseconds.
+/// Reads the limit on CPU time from `cpu.max` of version 2, as a number of CPUs. The file contains
+/// "QUOTA PERIOD" or "max PERIOD", in microseconds. Returns `None` for no limit.
 fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
     compute_quota_cpus(quota.parse().ok()?, period.parse().ok()?)
 }
 
-/// Reads the limit on CPU time of version 1, in CPUs.
+/// Reads the limit on CPU time of version 1, as a number of CPUs; `None` for no limit.
 fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
     let quota = read_number(&directory.join("cpu.cfs_quota_us"))?;
     let period = read_number(&directory.join("cpu.cfs_period_us"))?;
     compute_quota_cpus(quota as f64, period as f64)
 }
 
-/// Computes a limit on CPU time in CPUs; `None` for no limit.
+/// Computes the limit on CPU time, as a number of CPUs: `quota / period`. Returns `None` for no
+/// limit.
 fn compute_quota_cpus(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
-/// Reads the number in a file; `None` for `max`, `-1` and unreadable files.
+/// Reads the number that a file contains. Returns `None` for `max`, `-1` and unreadable files.
 fn read_number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
@@ -117,7 +119,8 @@ fn read_number(file: &Path) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Writes files into a temporary directory, which is the root of a machine.
+    /// Writes files, given by path and content, into a temporary directory, which stands for the
+    /// root directory of a machine.
     fn write_tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("directory");
         for (path, text) in files {

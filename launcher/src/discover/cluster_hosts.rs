@@ -1,5 +1,5 @@
-//! [`resolve_hosts`]: the hosts that `cluster.hosts` names, after the filters `include` and
-//! `exclude`.
+//! [`resolve_hosts`]: the hosts that `cluster.hosts` names and the filters `include` and `exclude`
+//! leave.
 use contract::{
     hosts::{
         HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE, MAX_HOSTS, filter_hosts,
@@ -10,20 +10,20 @@ use contract::{
 use diagnostic::{Diagnostic, codes::job as codes};
 use std::{fs::File, io::Read, path::Path};
 
-/// A host of the job and its slots.
+/// A host of the job, with its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ClusterHost {
     /// The address of the host for SSH.
     pub(crate) host: HostAddress,
-    /// The slots that the hostfile declares and the filters select.
+    /// The slots that the hostfile states and the filters select.
     pub(crate) slots: HostSlots,
 }
 
-/// The most mistakes of a hostfile that are reported.
+/// The largest number of mistakes that are reported for one hostfile.
 const MAX_REPORTED: usize = 5;
 
-/// Returns the hosts of the job in their order; `None` if the job names no hosts and uses this
-/// machine or a Slurm allocation. The path of a hostfile is relative to `base`.
+/// Returns the hosts that `cluster.hosts` names, in order, after the filters. Returns `None` if the
+/// job uses this machine or a Slurm allocation. The path of a hostfile is relative to `base`.
 pub(crate) fn resolve_hosts(
     cluster: &ClusterSpec,
     base: &Path,
@@ -54,8 +54,8 @@ pub(crate) fn resolve_hosts(
     apply_filters(cluster, &named).map(Some)
 }
 
-/// Returns the hosts of a hostfile's text, after the filters of the job. `file` is its path in
-/// messages.
+/// Parses the text of a hostfile, and returns its hosts after the filters of the job. Messages name
+/// the path `file`.
 pub(crate) fn resolve_hostfile_text(
     cluster: &ClusterSpec,
     file: &Path,
@@ -64,7 +64,7 @@ pub(crate) fn resolve_hostfile_text(
     apply_filters(cluster, &parse_hostfile_entries(file, text)?)
 }
 
-/// Applies the filters of the job to the named hosts.
+/// Applies the filters of the job to the hosts `named`. Returns the hosts that remain.
 fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let names: Vec<(String, HostSlots)> = named.iter().map(|h| (h.host.name(), h.slots.clone())).collect();
     let selected = filter_hosts(&names, &cluster.include, &cluster.exclude).map_err(|error| {
@@ -79,7 +79,7 @@ fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<Clu
     Ok(selected.into_iter().filter_map(host).collect())
 }
 
-/// Parses the items of `cluster.hosts`.
+/// Parses the items of `cluster.hosts`. Fails if they name more than [`MAX_HOSTS`] hosts.
 fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let mut hosts = Vec::new();
     for (item, text) in texts.iter().enumerate() {
@@ -97,7 +97,7 @@ fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>
     Ok(hosts)
 }
 
-/// Reads the text of a hostfile. A larger file than [`MAX_HOSTFILE`] is an error.
+/// Reads the text of a hostfile. Fails if the file is larger than [`MAX_HOSTFILE`] bytes.
 pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     let path = file.display().to_string();
     let unreadable = |message: String| {
@@ -113,8 +113,8 @@ pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     Ok(text)
 }
 
-/// Parses the text of a hostfile. The error lists the first [`MAX_REPORTED`] mistakes. `file` is
-/// its path in messages.
+/// Parses the text of a hostfile. The error contains the first [`MAX_REPORTED`] mistakes. Messages
+/// name the path `file`.
 pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let entries = parse_hostfile(text).map_err(|errors| {
         let diagnostic = |error: HostfileError| {
@@ -139,7 +139,8 @@ pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<Clus
 mod tests {
     use super::*;
 
-    /// Formats the hosts of a job with this `cluster` section.
+    /// Loads a job with the text `cluster` as its section, and formats its hosts as `HOST=SLOTS`.
+    /// Returns `local` if the job names no hosts.
     fn format_hosts(cluster: &str, base: &Path) -> Result<String, Vec<Diagnostic>> {
         let source = contract::JobSource::Text {
             name: "job.yaml".into(),

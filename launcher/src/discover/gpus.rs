@@ -1,13 +1,13 @@
-//! [`detect_gpus`]: detects the GPUs of this machine from the lists of their drivers, without
-//! loading a GPU library.
+//! [`detect_gpus`]: detects the GPUs of this machine from files of the GPU drivers, without loading
+//! a GPU library.
 use contract::hardware::{GpuDevice, GpuVendor};
 use std::{fs, path::Path};
 
-/// The most GPUs of a machine.
+/// The largest number of GPUs of a machine.
 const MAX_GPUS: usize = 1024;
 
-/// Detects the GPUs of NVIDIA, or else of AMD, in the order of the PCI bus. CUDA has the same order
-/// if all GPUs are of one model.
+/// Detects the GPUs of NVIDIA, or those of AMD if there are none, in the order of the PCI bus. CUDA
+/// uses the same order if all GPUs are of one model. The files are read below `root`.
 pub(super) fn detect_gpus(root: &Path) -> Vec<GpuDevice> {
     let mut found = list_nvidia_gpus(root);
     if found.is_empty() {
@@ -17,13 +17,14 @@ pub(super) fn detect_gpus(root: &Path) -> Vec<GpuDevice> {
     found
 }
 
-/// Creates `count` NVIDIA GPUs for a test; `None` if `count` is not a number.
+/// Returns `count` NVIDIA GPUs for tests (`LAUNCH_GPUS`). Returns `None` if `count` is absent or
+/// not a number.
 pub(super) fn simulate_gpus(count: Option<&str>) -> Option<Vec<GpuDevice>> {
     let count = count?.parse::<usize>().ok()?.min(MAX_GPUS);
     Some(vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])
 }
 
-/// Lists the GPUs of NVIDIA's driver in the order of the PCI bus.
+/// Lists the GPUs of NVIDIA's driver that this process can open, in the order of the PCI bus.
 fn list_nvidia_gpus(root: &Path) -> Vec<GpuDevice> {
     let mut buses: Vec<String> = list_entry_names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();
@@ -56,8 +57,8 @@ fn list_nvidia_gpus(root: &Path) -> Vec<GpuDevice> {
     buses.into_iter().filter_map(gpu).collect()
 }
 
-/// Lists the GPUs of AMD's compute driver. The driver lists CPUs and GPUs as nodes, of which only
-/// GPUs have SIMD units.
+/// Lists the GPUs of AMD's compute driver. The driver lists CPUs and GPUs as nodes, and only GPUs
+/// have SIMD units.
 fn list_amd_gpus(root: &Path) -> Vec<GpuDevice> {
     let nodes = root.join("sys/class/kfd/kfd/topology/nodes");
     let mut numbers: Vec<u32> = list_entry_names(&nodes).iter().filter_map(|n| n.parse().ok()).collect();
@@ -82,13 +83,14 @@ fn list_amd_gpus(root: &Path) -> Vec<GpuDevice> {
     numbers.iter().filter_map(gpu).collect()
 }
 
-/// Reads the NUMA node of a PCI device; `None` if the kernel states -1 or the file cannot be read.
+/// Reads the NUMA node of the PCI device with the address `bus`. Returns `None` if the kernel
+/// states -1 or the file cannot be read.
 fn read_numa_node(root: &Path, bus: &str) -> Option<u32> {
     let file = root.join("sys/bus/pci/devices").join(bus.to_lowercase()).join("numa_node");
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// Lists the names of the entries of a directory; empty if it cannot be read.
+/// Returns the names of the entries of a directory; empty if the directory cannot be read.
 fn list_entry_names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).map(|d| d.flatten().collect::<Vec<_>>()).unwrap_or_default();
     entries.into_iter().filter_map(|e| e.file_name().into_string().ok()).collect()

@@ -1,14 +1,15 @@
-//! [`discover_local`]: discovers the inventory of this machine from /proc, /sys and /dev.
+//! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
+//! environment.
 use super::{Inventory, cgroup, gpus, topology};
 use contract::{control::InterfaceAddress, env};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// The largest number of CPUs of a machine.
+/// The number below which CPU numbers must be.
 const MAX_CPUS: u32 = 65_536;
-/// The most addresses in an inventory.
+/// The largest number of network addresses in an inventory.
 const MAX_ADDRESSES: usize = 256;
 
-/// Discovers the inventory of this machine. The error names the file that cannot be read.
+/// Reads the inventory of this machine. The error names the file that cannot be read.
 pub fn discover_local() -> io::Result<Inventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let found = discover_below(Path::new("/"))?;
@@ -16,8 +17,8 @@ pub fn discover_local() -> io::Result<Inventory> {
     Ok(Inventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
 }
 
-/// Reads the inventory from the files below `root`, without addresses, /dev/shm and the
-/// environment.
+/// Reads an inventory from the files below `root`. The addresses, the size of /dev/shm and the
+/// environment are missing in the result.
 fn discover_below(root: &Path) -> io::Result<Inventory> {
     let host = read_system_file(root, "proc/sys/kernel/hostname")?.trim().to_owned();
     let status = read_system_file(root, "proc/self/status")?;
@@ -39,7 +40,7 @@ fn discover_below(root: &Path) -> io::Result<Inventory> {
     Ok(Inventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Inventory::default() })
 }
 
-/// Reads the variables of the environment that an inventory contains.
+/// Returns the environment variables that an inventory contains, with their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let choices = env::USER_OVERRIDABLE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));
@@ -48,7 +49,7 @@ fn read_inherited_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Lists the addresses of the interfaces that are up, in the kernel's order.
+/// Returns the addresses of the network interfaces that are up, in the kernel's order.
 fn list_addresses() -> Vec<InterfaceAddress> {
     use nix::net::if_::InterfaceFlags;
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
@@ -65,13 +66,13 @@ fn list_addresses() -> Vec<InterfaceAddress> {
     up.filter_map(address).take(MAX_ADDRESSES).collect()
 }
 
-/// Reads a file below `root`. The error names the file.
+/// Reads the file `path` below `root`. The error contains the path.
 fn read_system_file(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
-/// Parses a list such as `0-3,8,10-11` into CPU numbers, ascending; `None` if it is empty or
-/// malformed.
+/// Parses a list such as `0-3,8,10-11` into CPU numbers in ascending order. Returns `None` if the
+/// list is empty or malformed.
 pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.split(',') {
@@ -87,7 +88,7 @@ pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
     (!cpus.is_empty()).then_some(cpus)
 }
 
-/// Parses `MemTotal` of /proc/meminfo, in bytes.
+/// Parses `MemTotal` of /proc/meminfo. Returns the memory of the machine in bytes.
 fn parse_total_memory(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -1,79 +1,80 @@
 //! [`read_allocation`]: reads the Slurm allocation from environment variables.
 //!
-//! The functions are pure: the environment is an argument. Slurm 22.05 to 24.11 set these
-//! variables:
+//! The functions are pure, because the environment is an argument. The rules below hold for Slurm
+//! 22.05 to 24.11:
 //!
-//! - In a batch script and in `salloc` they describe the job. In a step (`srun`), `SLURM_STEP_*`,
-//!   `SLURM_NTASKS` and similar variables describe the step.
-//! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks; with `--exclusive` it is
-//!   the number of CPUs. It counts only if `SLURM_NTASKS` shows that tasks were requested.
+//! - In a batch script and in `salloc` the variables describe the job. In a step (`srun`),
+//!   `SLURM_STEP_*`, `SLURM_NTASKS` and similar variables describe the step.
+//! - `SLURM_TASKS_PER_NODE` is set even if the user requested no tasks. With `--exclusive` its
+//!   value is the number of CPUs. This module therefore uses the variable only if `SLURM_NTASKS` or
+//!   `SLURM_NTASKS_PER_NODE` shows that tasks were requested.
 //! - A heterogeneous job also has all names with the suffix `_HET_GROUP_n`. Each group is a job,
 //!   and the names without the suffix describe the first group.
 use contract::hosts;
 use diagnostic::{Diagnostic, codes::host as codes};
 use std::collections::BTreeSet;
 
-/// The most nodes of an allocation.
+/// The largest number of nodes of an allocation.
 pub const MAX_NODES: usize = hosts::MAX_HOSTS;
-/// The longest node list that is accepted, bytes.
+/// The longest node list that is accepted, in bytes.
 const MAX_LIST_BYTES: usize = 1 << 20;
-/// The longest name of a node, bytes.
+/// The longest name of a node, in bytes.
 const MAX_NAME_BYTES: usize = 255;
-/// The most groups of a heterogeneous job.
+/// The largest number of groups of a heterogeneous job.
 const MAX_GROUPS: u32 = 128;
 
-/// The nodes that Slurm has allocated to this job.
+/// The nodes that Slurm has allocated to the job in which launch runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlurmAllocation {
     /// The job id. A task of an array has its own job id. A heterogeneous job has the job id of its
     /// first group.
     pub job: u64,
-    /// The job id of the array and the index of this task; `None` if the job is not part of an
-    /// array.
+    /// For a task of a job array: the job id of the array, and the index of the task. `None` for
+    /// other jobs.
     pub array: Option<(u64, u64)>,
-    /// How many times Slurm has requeued this job.
+    /// The number of times that Slurm has requeued this job.
     pub restarts: u32,
-    /// The groups of nodes. Only a heterogeneous job has several.
+    /// The groups of nodes. Only a heterogeneous job has more than one group.
     pub groups: Vec<SlurmNodeGroup>,
 }
 
-/// A group of nodes: all nodes, or one component of a heterogeneous job.
+/// A group of nodes: the whole allocation, or one component of a heterogeneous job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlurmNodeGroup {
     /// The number of the group in a heterogeneous job; `None` in other jobs.
     pub het: Option<u32>,
-    /// The nodes in Slurm's order; at least one.
+    /// The nodes in the order in which Slurm lists them; at least one.
     pub nodes: Vec<SlurmNode>,
 }
 
-/// A node of the allocation, with the tasks, CPUs and GPUs of the job there.
+/// A node of the allocation, with the tasks, CPUs and GPUs that the job has on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlurmNode {
     /// The name of the node.
     pub name: String,
-    /// The number of requested tasks; `None` if the job requested no tasks.
+    /// The number of tasks on the node; `None` if the job requested no tasks.
     pub tasks: Option<u32>,
-    /// The number of CPUs of the job on this node; 0 if unknown.
+    /// The number of CPUs that the job has on the node; 0 if unknown.
     pub cpus: u32,
-    /// The number of GPUs of the job on this node; `None` if Slurm does not state it before a step
-    /// runs.
+    /// The number of GPUs that the job has on the node; `None` if Slurm does not state it before a
+    /// step runs.
     pub gpus: Option<u32>,
     /// Whether GPUs were requested per task (`--gpus-per-task`). A step with one task per node then
-    /// gets the GPUs of one task, unless the step requests all of them.
+    /// gets the GPUs of one task, unless the step requests all GPUs.
     pub gpus_by_task: bool,
 }
 
 impl SlurmAllocation {
-    /// Iterates over all nodes in order.
+    /// Returns an iterator over the nodes of all groups, in order.
     pub fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 }
 
 impl SlurmNode {
-    /// Returns the number of workers for `workers_per_host: auto`: the number of GPUs for jobs that
-    /// use them, otherwise the number of requested tasks, otherwise 1. `None` stands for the number
-    /// of GPUs that the agent finds.
+    /// Returns the number of workers that `workers_per_host: auto` stands for. In a job that uses
+    /// GPUs, this is the number of GPUs. Otherwise it is the number of requested tasks, or 1.
+    /// `None` means that the number of GPUs is not known before an agent reports it.
     pub fn worker_count(&self, use_gpus: bool) -> Option<u32> {
         let tasks = self.tasks.unwrap_or(1).max(1);
         match self.gpus {
@@ -84,8 +85,8 @@ impl SlurmNode {
     }
 }
 
-/// Reads the allocation that the variables describe; `None` outside of Slurm. `get` returns the
-/// value of a variable.
+/// Reads the allocation from environment variables, whose values `get` returns. Returns `None`
+/// outside of Slurm.
 pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<Option<SlurmAllocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
     let job = parse_number(&job).ok_or_else(|| invalid_variable_error("SLURM_JOB_ID", &job))?;
@@ -118,7 +119,8 @@ pub fn read_allocation(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Resu
     Ok(Some(SlurmAllocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
 }
 
-/// Rejects `srun launch job.yaml`, which would run the whole job once for each task.
+/// Fails if launch runs in a step of several tasks (`srun launch job.yaml`), which would run the
+/// whole job once per task.
 fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Result<()> {
     let tasks = get("SLURM_STEP_ID").and(get("SLURM_STEP_NUM_TASKS")).and_then(|n| parse_number(&n));
     match tasks {
@@ -133,7 +135,8 @@ fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Re
     }
 }
 
-/// Reads the nodes of a group. `het` is its number in a heterogeneous job.
+/// Reads the nodes of a group. `het` is the number of the group in a heterogeneous job; `None` in
+/// other jobs.
 fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
     let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
     let variable = |name: &str| get(&full_name(name));
@@ -168,20 +171,22 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
     Ok(SlurmNodeGroup { het, nodes: nodes.collect() })
 }
 
-/// Reads the number of GPUs per node: as requested, otherwise that of the node of the batch script.
+/// Returns the requested number of GPUs per node. If none was requested, returns the number of GPUs
+/// on the node that runs the batch script.
 fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
     let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| parse_gpu_count(&text));
     requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))
 }
 
-/// Parses a number of GPUs: `4`, `a100:4` or `a100:2,h100:2`.
+/// Parses a number of GPUs such as `4`, `a100:4` or `a100:2,h100:2`. Adds the numbers of all GPU
+/// types.
 fn parse_gpu_count(text: &str) -> Option<u32> {
     let mut counts = text.split(',').map(|part| parse_number(part.rsplit(':').next()?));
     let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
     u32::try_from(sum).ok().filter(|gpus| *gpus <= 1024)
 }
 
-/// Creates the error of a variable whose value is not in Slurm's notation.
+/// Creates the error that the variable `name` has a value that is not in Slurm's notation.
 fn invalid_variable_error(name: &str, value: &str) -> Diagnostic {
     let excerpt: String = value.chars().take(60).flat_map(char::escape_default).collect();
     Diagnostic::error(codes::SLURM_VARIABLE_INVALID, format!("{name} has an unexpected value: `{excerpt}`"))
@@ -190,14 +195,14 @@ fn invalid_variable_error(name: &str, value: &str) -> Diagnostic {
         .with_help("check whether it was changed by hand; `cluster.hosts: local` ignores it")
 }
 
-/// Parses a number of at most 19 decimal digits.
+/// Parses a number of at most 19 decimal digits. Returns `None` for other text.
 fn parse_number(text: &str) -> Option<u64> {
     let digits = !text.is_empty() && text.len() <= 19 && text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
 }
 
-/// Expands repeated counts: `5,1(x2)` gives 5, 1, 1. Returns `None` for malformed text and for more
-/// than [`MAX_NODES`] counts.
+/// Expands repeated counts, such as `5,1(x2)` into 5, 1, 1. Returns `None` if the text is malformed
+/// or has more than [`MAX_NODES`] counts.
 pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for part in text.split(',') {
@@ -214,8 +219,8 @@ pub fn expand_counts(text: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in order; `None` for malformed
-/// text and for more than [`MAX_NODES`] names.
+/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in order. Returns `None` if the
+/// list is malformed or has more than [`MAX_NODES`] names.
 pub fn expand_node_list(list: &str) -> Option<Vec<String>> {
     if list.len() > MAX_LIST_BYTES {
         return None;
@@ -224,8 +229,8 @@ pub fn expand_node_list(list: &str) -> Option<Vec<String>> {
     names.iter().all(|name| is_node_name(name)).then_some(names)
 }
 
-/// Returns whether a text has only the characters of hostnames. Node names become part of command
-/// lines.
+/// Returns whether `name` has only characters that are allowed in hostnames. The check is necessary
+/// because node names become part of command lines.
 fn is_node_name(name: &str) -> bool {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)

@@ -2,7 +2,8 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-/// Reads the allocation from a recorded environment in which variables are changed or removed.
+/// Reads the allocation from the recorded environment `name`, after changing variables. A change to
+/// `None` removes the variable.
 fn read_recorded(
     name: &str,
     changes: &[(&str, Option<&str>)],
@@ -127,7 +128,8 @@ fn invalid_variables_are_named() {
     assert!(read_recorded("env.het.12", &[("SLURM_HET_SIZE", Some("1000000"))]).is_err());
 }
 
-/// Compares node lists with the names that `scontrol show hostnames` prints for them.
+/// Checks that node lists expand to the names that `scontrol show hostnames` prints, and that
+/// malformed lists are rejected.
 #[test]
 fn node_lists_expand_like_scontrol() {
     for (list, names) in [

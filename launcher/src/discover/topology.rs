@@ -1,13 +1,13 @@
-//! Reads the cores and NUMA nodes of this machine from /sys.
+//! Reads the CPU cores and NUMA nodes of this machine from /sys.
 use super::local::parse_cpu_list;
 use contract::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The most CPUs of a topology.
+/// The largest number of CPUs in a topology. Further CPUs are ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Reads the topology of the allowed CPUs from /sys below `root`. A CPU whose files cannot be read
-/// is a core of NUMA node 0.
+/// Reads the topology of the CPUs `allowed` from /sys below `root`. A CPU whose files cannot be
+/// read becomes a core of NUMA node 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
@@ -24,13 +24,13 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Finds the NUMA node to which all these CPUs belong; `None` if they belong to several nodes, or
-/// the machine has a single node.
+/// Returns the NUMA node that all of these CPUs belong to. Returns `None` if the CPUs belong to
+/// several nodes, or if the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_below(Path::new("/"), cpus)
 }
 
-/// Finds the common NUMA node of CPUs by /sys below `root`.
+/// Returns what [`find_common_numa_node`] returns, but reads /sys below `root`.
 fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());
@@ -38,7 +38,7 @@ fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     (several && cpus.iter().all(|cpu| nodes.get(cpu) == Some(&first))).then_some(first)
 }
 
-/// Reads the NUMA node of each CPU.
+/// Reads the number of each CPU's NUMA node from /sys below `root`.
 fn read_numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return nodes };
@@ -58,8 +58,9 @@ fn read_numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Writes the /sys of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads.
-    /// CPUs are numbered as Linux numbers them: the first threads of all cores come first.
+    /// Writes files below `root` that look like /sys of a machine with `nodes` NUMA nodes. Each
+    /// node has `cores` cores of `threads` hardware threads. CPUs are numbered as Linux numbers
+    /// them: the first threads of all cores come first.
     pub(crate) fn write_machine(root: &Path, nodes: u32, cores: u32, threads: u32) {
         let total = nodes * cores;
         let write = |path: String, text: String| {

@@ -1,7 +1,7 @@
-//! Converts Accelerate's `ClusterConfig`, the content of the file default_config.yaml that
-//! `accelerate config` writes.
+//! Converts Accelerate's `ClusterConfig` to a job. `accelerate config` writes the configuration to
+//! default_config.yaml.
 //!
-//! The environment of the job equals the one that `accelerate launch` sets for the file.
+//! The environment of the job equals the one that `accelerate launch` sets for the configuration.
 mod env;
 
 use super::{
@@ -12,7 +12,7 @@ use contract::job::Document;
 use diagnostic::{Diagnostic, Location, codes::command};
 use std::path::Path;
 
-/// The kind of job: the `distributed_type` of a configuration.
+/// The kind of job that a configuration describes: its key `distributed_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DistributedType {
     Single,
@@ -23,7 +23,7 @@ enum DistributedType {
     Megatron,
 }
 
-/// The values of `distributed_type`.
+/// The values of `distributed_type` in a configuration, and what they mean.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("NO", DistributedType::Single),
     ("MULTI_CPU", DistributedType::Cpu),
@@ -33,7 +33,7 @@ const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("MEGATRON_LM", DistributedType::Megatron),
 ];
 
-/// The keys that only apply to TPUs.
+/// The keys of a configuration that only apply to TPUs.
 const TPU_KEYS: &[&str] = &[
     "downcast_bf16",
     "tpu_name",
@@ -46,7 +46,8 @@ const TPU_KEYS: &[&str] = &[
     "tpu_env",
 ];
 
-/// Converts a configuration of Accelerate.
+/// Converts a configuration of Accelerate to a job with notes. Fails if the configuration is
+/// invalid, or describes a kind of job that launch does not run.
 pub(crate) fn convert_accelerate_config(
     document: &Document,
     context: &ImportOptions<'_>,
@@ -71,7 +72,8 @@ pub(crate) fn convert_accelerate_config(
     finish_job(draft, keys, document)
 }
 
-/// Adds notes about keys that were not converted, and finishes the job. Fails if values had errors.
+/// Adds notes about keys that were not converted, and loads the finished job. Fails if values had
+/// errors.
 fn finish_job(
     mut draft: JobDraft,
     keys: RemainingKeys<'_>,
@@ -87,7 +89,8 @@ fn finish_job(
     }
 }
 
-/// Takes the kind of job. Kinds that launch does not run are errors.
+/// Takes `compute_environment` and `distributed_type`. Fails if launch does not run this kind of
+/// job.
 fn take_distributed_type(
     keys: &mut RemainingKeys<'_>,
     document: &Document,
@@ -123,7 +126,7 @@ fn take_distributed_type(
     }
 }
 
-/// Converts the hostfile of mpirun. Returns whether the configuration has one.
+/// Converts the hostfile of mpirun (`mpirun_config`). Returns whether the configuration names one.
 fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
     let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
     let file = mpi.take_text("mpirun_hostfile");
@@ -138,8 +141,8 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     file.is_some()
 }
 
-/// Converts the number of processes, their hosts and GPUs. `named` states whether the hosts are
-/// named. Returns the number of machines.
+/// Converts the number of processes, and the hosts and GPUs that run them. `named` states whether
+/// hosts are named. Returns the number of hosts.
 fn set_processes(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -185,7 +188,7 @@ fn set_processes(
     machines as u64
 }
 
-/// Converts `gpu_ids`.
+/// Converts `gpu_ids` to `cluster.devices`. `cpu` states whether the job runs on CPUs.
 fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     let Some(ids) = keys.take_text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
@@ -206,7 +209,8 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Adds notes about keys of jobs on several machines that launch does not need.
+/// Takes keys for jobs on several hosts that launch does not need. Adds notes about those that have
+/// an effect.
 fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -231,7 +235,8 @@ fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, mach
     }
 }
 
-/// Converts the rendezvous port, and adds a note about the rendezvous address.
+/// Converts the rendezvous port, and adds a note about the rendezvous address, which launch chooses
+/// itself.
 fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
@@ -242,7 +247,7 @@ fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Adds notes about keys of TPUs that have an effect.
+/// Takes the keys that only apply to TPUs, and adds a note about each that has an effect.
 fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

@@ -1,5 +1,7 @@
-//! Converts a configuration of DeepSpeed to a job.yaml. With a program, the job runs the program,
-//! which reads the configuration itself. Otherwise the job uses the built-in training.
+//! Converts a configuration of DeepSpeed to a job.yaml.
+//!
+//! If `launch import` is given a program, the job runs the program, which reads the configuration
+//! itself. Otherwise the job uses the built-in training with the settings of the configuration.
 mod optimizer;
 mod unsupported_keys;
 mod zero;
@@ -13,10 +15,10 @@ use diagnostic::Diagnostic;
 use std::path::Path;
 use unsupported_keys::UNSUPPORTED_KEYS;
 
-/// The text of notes about the value `auto`.
+/// The reason in notes about keys with the value `auto`.
 const AUTO: &str = "HF Trainer replaces `auto`";
 
-/// Converts a configuration. `hosts` is the text of the hostfile.
+/// Converts a configuration of DeepSpeed to a job with notes. `hosts` is the text of the hostfile.
 pub(crate) fn convert_deepspeed_config(
     document: &Document,
     hosts: Option<&str>,
@@ -49,7 +51,8 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Sets the keys of a job that runs a program, which passes the configuration `file` to DeepSpeed.
+/// Sets the keys of a job that runs the program `words`. The program passes the configuration
+/// `file` to DeepSpeed itself.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required("run.command", &value_text::format_yaml_list(&words));
@@ -72,8 +75,8 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
     }
 }
 
-/// Sets the keys of the built-in training from the settings of the configuration. `workers` is the
-/// number of workers, if known. Returns the mistakes of the configuration.
+/// Sets the keys of a job with built-in training from the settings of the configuration. `workers`
+/// is the number of workers, if known. Returns the errors in the configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";
@@ -108,7 +111,7 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
 }
 
 /// Converts the batch sizes. DeepSpeed requires `train_batch_size = micro-batch × accumulation
-/// steps × workers`. A configuration contains two or three of the sizes.
+/// steps × workers`. A configuration may contain only some of these sizes.
 fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
     const NAMES: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
@@ -155,14 +158,14 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     }
 }
 
-/// Computes a micro-batch that is not given: the largest one that divides the global batch and that
-/// DeepSpeed's formula allows.
+/// Computes a micro-batch size that the configuration does not contain. The result is the largest
+/// size that divides the global batch and that DeepSpeed's formula allows.
 fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)
 }
 
-/// Converts `fp16` and `bf16`.
+/// Converts `fp16` and `bf16` to `train.precision`, and the loss scale of `fp16`.
 fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for (name, word) in [("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")] {
         let Some(mut part) = keys.take_section(name) else { continue };
@@ -192,7 +195,8 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the dynamic loss scale. A constant loss scale is not supported.
+/// Converts the settings of the dynamic loss scale. A constant loss scale is not supported, so
+/// `loss_scale` is only taken if its value is 0.
 fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     if part.peek_integer("loss_scale") == Some(0) {
         part.take("loss_scale");
@@ -207,8 +211,8 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts gradient clipping. Without the key the job disables clipping, which is DeepSpeed's
-/// default.
+/// Converts gradient clipping. If the configuration does not contain the key, clipping is turned
+/// off, which is DeepSpeed's default.
 fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     const NAME: &str = "gradient_clipping";
     if keys.is_auto(NAME) {

@@ -1,4 +1,4 @@
-//! [`JobDraft`]: a job.yaml under construction, with notes about keys that were not converted.
+//! [`JobDraft`]: a job.yaml that an import builds, with notes about keys that were not converted.
 use contract::{
     JobSource,
     job::{self, KEYS},
@@ -6,15 +6,16 @@ use contract::{
 use diagnostic::{Diagnostic, Location, codes};
 use std::fmt::{self, Write};
 
-/// The largest number of attempts to load the job. Each failed attempt removes at least one key.
+/// The largest number of attempts to load the job. Each failed attempt removes at least one
+/// rejected key.
 const MAX_ATTEMPTS: usize = 64;
 
-/// The result of an import: a job.yaml that loads, and notes about its keys.
+/// The result of an import: a job.yaml that can be loaded, and notes about its keys.
 #[derive(Debug)]
 pub(crate) struct ImportedJob {
-    /// The text of job.yaml.
+    /// The text of the job.yaml.
     pub(crate) job: String,
-    /// The notes for the user.
+    /// The notes that are shown to the user.
     pub(crate) notes: Vec<ImportNote>,
 }
 
@@ -22,23 +23,23 @@ pub(crate) struct ImportedJob {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportNote {
     pub(crate) kind: NoteKind,
-    /// The path of the key: of the job, or of the imported configuration if the key was not
-    /// converted.
+    /// The path of a key of the job. If an imported key was not converted, the path of the imported
+    /// key.
     pub(crate) key: String,
-    /// The reason, and what to do.
+    /// The reason for the note, and what the user can do.
     pub(crate) text: String,
 }
 
-/// The subject of a note.
+/// What a note is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
-    /// A key of the job.
+    /// A key of the job that was written.
     Note,
     /// An imported key that was not converted.
     NotCarried,
 }
 
-/// Writes one line: `note: KEY: TEXT` or `not carried: KEY: TEXT`.
+/// Writes the note on one line, as `note: KEY: TEXT` or `not carried: KEY: TEXT`.
 impl fmt::Display for ImportNote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
@@ -49,52 +50,56 @@ impl fmt::Display for ImportNote {
     }
 }
 
-/// A job under construction.
+/// A job that is being built, with its keys and notes.
 #[derive(Debug, Default)]
 pub(super) struct JobDraft {
     keys: Vec<DraftKey>,
     notes: Vec<ImportNote>,
 }
 
-/// A key of the job under construction, with its value in YAML.
+/// A key of a job that is being built, with its value in YAML.
 #[derive(Debug)]
 struct DraftKey {
     path: String,
     yaml: String,
-    /// The imported key; `None` if the job requires the key.
+    /// The imported key from which the value comes; `None` if the job requires the key.
     from: Option<String>,
 }
 
 impl JobDraft {
-    /// Sets a key that the job requires.
+    /// Sets the key `path` to the YAML value `yaml`. The job is not valid without the key.
     pub(super) fn set_required(&mut self, path: &str, yaml: &str) {
         self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// Sets a key to the value of the imported key `from`. If the job rejects the value,
-    /// [`Self::finish_job`] removes the key and adds a note with the reason.
+    /// Sets the key `path` to the YAML value `yaml`, which comes from the imported key `from`. If
+    /// the job is rejected because of the value, [`Self::finish_job`] removes the key and adds a
+    /// note.
     pub(super) fn set_imported(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
 
-    /// Sets a variable of the workers' environment from the imported key `from`.
+    /// Sets the variable `name` in the workers' environment to a value that comes from the imported
+    /// key `from`.
     pub(super) fn set_env(&mut self, from: &str, name: &str, value: &str) {
         let yaml = if value.is_empty() { "\"\"".to_owned() } else { job::quote_yaml(value) };
         self.set_imported(from, &format!("run.env.{name}"), yaml);
     }
 
-    /// Sets a key, and replaces a previous value.
+    /// Sets the key `path` to a YAML value, and replaces an earlier value of the key.
     fn set_key(&mut self, path: &str, yaml: String, from: Option<String>) {
         self.keys.retain(|key| key.path != path);
         self.keys.push(DraftKey { path: path.to_owned(), yaml, from });
     }
 
-    /// Adds a note about a key of the job; `todo` may be empty.
+    /// Adds a note about the job's key `key`. `todo`, which may be empty, states what the user can
+    /// do.
     pub(super) fn add_key_note(&mut self, key: &str, text: impl AsRef<str>, todo: &str) {
         self.add_note(NoteKind::Note, key, text.as_ref(), todo);
     }
 
-    /// Adds a note about an imported key that the job does not have; `todo` may be empty.
+    /// Adds a note that the imported key `from` has no counterpart in the job. `todo`, which may be
+    /// empty, states what the user can do.
     pub(super) fn add_not_carried_note(&mut self, from: &str, reason: impl AsRef<str>, todo: &str) {
         self.add_note(NoteKind::NotCarried, from, reason.as_ref(), todo);
     }
@@ -104,9 +109,10 @@ impl JobDraft {
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// Loads the job, removes imported keys that it rejects, and returns the text and the notes.
-    /// Fails with the mistakes if the job is not valid without these keys either. `origin` names
-    /// the configuration in a comment of the job.
+    /// Loads the job, and returns its text and the notes. Imported keys that the job rejects are
+    /// removed, and each gets a note. `origin` describes the configuration in a comment of the job.
+    ///
+    /// Fails if the job is not valid without the rejected keys either.
     pub(super) fn finish_job(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
         for _ in 0..MAX_ATTEMPTS {
             let text = self.to_yaml(origin);
@@ -130,8 +136,8 @@ impl JobDraft {
         Err(Vec::new())
     }
 
-    /// Removes imported keys that errors name, and adds a note for each. Returns whether a key was
-    /// removed.
+    /// Removes the imported keys that `errors` are about, and adds a note for each. Returns whether
+    /// a key was removed.
     fn remove_rejected(&mut self, errors: &[Diagnostic]) -> bool {
         let before = self.keys.len();
         for error in errors {
@@ -156,7 +162,7 @@ impl JobDraft {
         self.keys.len() < before
     }
 
-    /// Formats the job, with its keys in the order of the table of keys.
+    /// Formats the job as YAML, with the keys in the order of the table of keys.
     fn to_yaml(&self, origin: &str) -> String {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
@@ -170,8 +176,8 @@ impl JobDraft {
     }
 }
 
-/// Returns the position of a key in the table of keys. An entry of a mapping has the position of
-/// the mapping.
+/// Returns the index of a key in the table of keys. An entry of a mapping has the index of the
+/// mapping.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {
@@ -185,8 +191,8 @@ fn find_key_order(path: &str) -> usize {
     }
 }
 
-/// Appends the keys of a section and its subsections. `keys` has the position, the path and the
-/// value of each key, in order.
+/// Appends the keys at the nesting level `depth` and below to `text`. `keys` contains the order,
+/// the path and the YAML value of each key, sorted by order.
 fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;
     while let Some((_, path, yaml)) = rest.first() {

@@ -1,22 +1,23 @@
-//! [`RemainingKeys`]: a mapping of an imported file. Its keys are taken one by one, so that no key
-//! is overlooked.
+//! [`RemainingKeys`]: a mapping of an imported file whose keys are taken one by one. The keys that
+//! remain at the end were not converted, so no key is overlooked.
 use super::value_text::format_for_note;
 use contract::job::{Document, DocumentItem, DocumentValue};
 use diagnostic::{Diagnostic, codes::command};
 
-/// The keys of a mapping that have not been taken yet.
+/// The keys of a mapping that have not been taken yet, with their values.
 #[derive(Debug)]
 pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
-    /// The path of the mapping; empty at the top.
+    /// The path of the mapping; empty for the outermost mapping of the file.
     path: String,
     remaining: Vec<(&'d str, &'d DocumentItem)>,
-    /// The errors in the values that were taken.
+    /// The errors in the values of keys that were taken.
     pub(super) errors: Vec<Diagnostic>,
 }
 
 impl<'d> RemainingKeys<'d> {
-    /// Returns the keys of the outermost mapping of a document. Any other document is an error.
+    /// Returns the keys of the outermost mapping of a document. Fails if the document is not a
+    /// mapping.
     pub(super) fn from_document(document: &'d Document) -> Result<Self, Vec<Diagnostic>> {
         let mut keys =
             RemainingKeys { document, path: String::new(), remaining: Vec::new(), errors: Vec::new() };
@@ -29,12 +30,13 @@ impl<'d> RemainingKeys<'d> {
         Ok(keys)
     }
 
-    /// Returns the full path of a key.
+    /// Returns the full path of the key `key` of this mapping.
     pub(super) fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    /// Creates the error of a value of the wrong type. An empty `key` stands for the whole file.
+    /// Creates the error that the value of `key` is not what `expected` describes. An empty `key`
+    /// stands for the whole file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
         let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.path(key)) };
         let message = format!("{path} must be {expected}, found {}", item.describe());
@@ -43,20 +45,22 @@ impl<'d> RemainingKeys<'d> {
             .with_location(self.document.location(item))
     }
 
-    /// Records the error that the value of a key is not what `expected` describes.
+    /// Records the error that the value of `key` is not what `expected` describes.
     pub(super) fn report_wrong_type(&mut self, key: &str, item: &DocumentItem, expected: &str) {
         let error = self.type_error(key, item, expected);
         self.errors.push(error);
     }
 
-    /// Takes the value of a key; `None` if the key is absent or `null`.
+    /// Takes a key, and returns its value. Returns `None` if the key is absent or its value is
+    /// `null`.
     pub(super) fn take(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let at = self.remaining.iter().position(|(name, _)| *name == key)?;
         let (_, item) = self.remaining.remove(at);
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Takes the value of a key. A list or a mapping is an error.
+    /// Takes a key, and returns its value. Returns `None` if the key is absent. If the value is a
+    /// list or a mapping, records an error and returns `None`.
     pub(super) fn take_scalar(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let item = self.take(key)?;
         if matches!(item.value, DocumentValue::List(_) | DocumentValue::Map(_)) {
@@ -66,13 +70,14 @@ impl<'d> RemainingKeys<'d> {
         Some(item)
     }
 
-    /// Takes the scalar value of a key as text, in the notation of Python.
+    /// Takes a key, and returns its scalar value as text in Python's notation. A list or a mapping
+    /// is recorded as an error.
     pub(super) fn take_text(&mut self, key: &str) -> Option<String> {
         self.take_scalar(key).map(super::value_text::format_python_str)
     }
 
-    /// Takes the boolean value of a key. Quoted booleans and those of YAML 1.1 (`yes`, `no`, `on`,
-    /// `off`) are accepted. Any other value is an error.
+    /// Takes a key, and returns its boolean value. Accepts quoted booleans, and those of YAML 1.1
+    /// (`yes`, `no`, `on`, `off`). Any other value is recorded as an error.
     pub(super) fn take_boolean(&mut self, key: &str) -> Option<bool> {
         let item = self.take(key)?;
         let word = item.text.to_ascii_lowercase();
@@ -87,12 +92,14 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Takes the value of a key, an integer from `min` to `u32::MAX`. Any other value is an error.
+    /// Takes a key, and returns its integer value, from `min` to `u32::MAX`. Any other value is
+    /// recorded as an error.
     pub(super) fn take_integer(&mut self, key: &str, min: i128) -> Option<i128> {
         self.take_integer_in(key, min, u32::MAX.into())
     }
 
-    /// Takes the value of a key, an integer from `min` to `max`. Any other value is an error.
+    /// Takes a key, and returns its integer value, from `min` to `max`. Any other value is recorded
+    /// as an error.
     pub(super) fn take_integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -108,7 +115,8 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Takes the value of a key, a finite number. Any other value is an error.
+    /// Takes a key, and returns its value as a finite number. Any other value is recorded as an
+    /// error.
     pub(super) fn take_number(&mut self, key: &str) -> Option<f64> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -124,18 +132,20 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Returns whether the value of a key is `auto`, for which HF Trainer chooses a value.
+    /// Returns whether the value of `key` is `auto`. HF Trainer replaces such values.
     pub(super) fn is_auto(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// Returns the value of a key without taking the key; `None` unless the value is an integer.
+    /// Returns the integer value of `key` without taking the key. Returns `None` if the key is
+    /// absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Takes the value of a key, a mapping. Any other value is an error.
+    /// Takes a key, and returns the mapping that is its value. Any other value is recorded as an
+    /// error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.path(key);
@@ -151,7 +161,8 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping for a key that is absent; `None` if errors were recorded.
+    /// Returns an empty mapping in place of the absent key `key`. Returns `None` if errors were
+    /// recorded, because a key with a wrong value also counts as absent.
     pub(super) fn empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.path(key);
         // The key may be absent because its value had the wrong type, which was recorded.
@@ -164,13 +175,13 @@ impl<'d> RemainingKeys<'d> {
         })
     }
 
-    /// Returns the names of the keys that have not been taken.
+    /// Returns the names of the keys that have not been taken yet.
     pub(super) fn remaining_names(&self) -> Vec<&'d str> {
         self.remaining.iter().map(|(key, _)| *key).collect()
     }
 
-    /// Returns the full paths and the values of the keys that were not taken, and the errors of the
-    /// others.
+    /// Returns the keys that were not taken, each with its full path and its value for a note. Also
+    /// returns the errors in the values that were taken.
     pub(super) fn into_untaken(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
         let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
         (rest.map(|(key, item)| (self.path(key), format_for_note(item))).collect(), self.errors)

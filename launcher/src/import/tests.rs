@@ -1,5 +1,5 @@
-//! Golden tests of imports: each input in tests/import is compared with its expected job and notes.
-//! `UPDATE_EXPECTED=1` rewrites them.
+//! Golden tests of imports. Each input in tests/import is converted, and the job and the notes are
+//! compared with golden files. `UPDATE_EXPECTED=1` rewrites the golden files.
 use super::{draft::NoteKind, *};
 use contract::{
     JobSource, JobSpec,
@@ -16,7 +16,8 @@ fn input_directory(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/import").join(name)
 }
 
-/// Lists the input files of a directory with this extension, sorted.
+/// Returns the input files with the extension `ending` in the directory `name`, sorted by path.
+/// Panics if there are none.
 fn list_inputs(name: &str, ending: &str) -> Vec<PathBuf> {
     let is_expected_output = |path: &Path| {
         path.to_string_lossy().ends_with(".job.yaml") || path.to_string_lossy().ends_with(".env.json")
@@ -32,12 +33,13 @@ fn list_inputs(name: &str, ending: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the file name without its directory, so that messages do not depend on the machine.
+/// Returns the file name of a path. Messages use this name, so that they do not depend on the
+/// machine.
 fn display_name(path: &Path) -> String {
     path.file_name().expect("a name").to_string_lossy().into_owned()
 }
 
-/// Reads and parses an input file.
+/// Reads and parses an input file. Panics if the file is malformed.
 fn parse_document(path: &Path, syntax: DocumentSyntax) -> Document {
     let text = fs::read_to_string(path).expect("a file");
     Document::parse(&display_name(path), &text, syntax).expect("a document")
@@ -49,14 +51,15 @@ fn load_imported(text: &str) -> JobSpec {
     contract::load_job(source, &[]).expect("an imported job loads").0
 }
 
-/// Returns whether a line depends on the features of this version of the built-in training, which
-/// another test covers.
+/// Returns whether a line of a job or note depends on the features of this version of the built-in
+/// training. Golden files do not contain such lines.
 fn depends_on_version(line: &str) -> bool {
     let words = ["precision:", "not carried: fp16.enabled:", "not carried: bf16.enabled:"];
     words.iter().any(|word| line.trim_start().starts_with(word))
 }
 
-/// Compares the job and the notes with the golden files of the input `path`.
+/// Compares an imported job and its notes with the golden files of the input `path`. Also checks
+/// that the job can be loaded.
 fn assert_matches_golden(path: &Path, imported: &ImportedJob) {
     let notes: String = imported.notes.iter().map(|note| format!("{note}\n")).collect();
     for (ending, made) in [("job.yaml", &imported.job), ("notes", &notes)] {
@@ -72,7 +75,7 @@ fn assert_matches_golden(path: &Path, imported: &ImportedJob) {
     load_imported(&imported.job);
 }
 
-/// A precision is either part of the job or named in a note.
+/// Checks that a precision is either part of the job or named in a note, but not both.
 #[test]
 fn a_precision_is_converted_or_noted() {
     for (config, key, line) in [
@@ -177,7 +180,8 @@ fn torchrun_arguments_give_the_expected_jobs() {
     }
 }
 
-/// Returns the first error of a text that is not a valid configuration.
+/// Parses and imports a text that is not a valid configuration. Returns the first error. Panics if
+/// the import succeeds.
 fn expect_first_error(
     text: &str,
     import: fn(&Document) -> Result<ImportedJob, ImportErrors>,
@@ -251,7 +255,8 @@ fn values_that_torchrun_rejects_are_rejected() {
     }
 }
 
-/// DeepSpeed requires global batch = micro-batch × accumulation steps × workers.
+/// Checks that a missing batch size follows from DeepSpeed's rule: global batch = micro-batch ×
+/// accumulation steps × workers.
 #[test]
 fn missing_batch_sizes_are_computed() {
     let import_batch = |text: &str, hosts: Option<&str>| {
@@ -302,7 +307,7 @@ fn programs_and_hostfiles_are_converted() {
 }
 
 proptest::proptest! {
-    /// Any configuration gives a job that loads, or errors.
+    /// Checks that any configuration gives a job that can be loaded, or at least one error.
     #[test]
     fn any_config_gives_a_job_or_errors(
         keys in proptest::collection::vec((0usize..14, 0usize..9), 0..12),

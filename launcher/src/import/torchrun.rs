@@ -8,11 +8,11 @@ use arguments::{TorchrunArgs, TorchrunArgsError, parse_torchrun_args};
 use contract::job::quote_yaml;
 use diagnostic::Diagnostic;
 
-/// The default value of `--signals-to-handle`.
+/// The default value of torchrun's option `--signals-to-handle`.
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 
-/// The options without a counterpart in a job: the name, the value that has no effect, and the
-/// reason.
+/// The options of torchrun that have no counterpart in a job. Each has its name, the value that has
+/// no effect, and the reason in a note.
 const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("rdzv-backend", "static", "launch assigns the ranks itself"),
     ("rdzv-endpoint", "", "launch assigns the ranks itself, and hosts the store on the first host"),
@@ -32,7 +32,8 @@ const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("logs-specs", "", "launch has its own log format"),
 ];
 
-/// Converts the arguments that follow `torchrun`. An invalid command line is an error.
+/// Converts the arguments that follow `torchrun` to a job with notes. Fails if torchrun would
+/// reject the command line.
 pub(crate) fn convert_torchrun_args(
     args: &[String],
     context: &ImportOptions<'_>,
@@ -63,7 +64,7 @@ pub(crate) fn convert_torchrun_args(
     draft.finish_job("torchrun's arguments")
 }
 
-/// Returns the command of the job. Removes `--module`, `--no-python` and `--run-path`.
+/// Returns the command that the job runs. Takes `--module`, `--no-python` and `--run-path`.
 fn take_program_command(given: &mut TorchrunArgs) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
@@ -76,7 +77,7 @@ fn take_program_command(given: &mut TorchrunArgs) -> Vec<String> {
     prefix.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
-/// Rejects values that torchrun also rejects.
+/// Fails if the value of an option is one that torchrun also rejects.
 fn check_values(given: &TorchrunArgs) -> Result<(), TorchrunArgsError> {
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
@@ -101,13 +102,14 @@ fn check_values(given: &TorchrunArgs) -> Result<(), TorchrunArgsError> {
     Ok(())
 }
 
-/// Parses the smallest and the largest number of hosts: `4` or `1:4`.
+/// Parses `4` or `1:4` into the smallest and the largest number of hosts. Returns `None` for other
+/// text.
 fn parse_host_range(text: &str) -> Option<(u64, u64)> {
     let (low, high) = text.split_once(':').unwrap_or((text, text));
     low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
 }
 
-/// Converts `--nnodes` and `--hostfile`.
+/// Converts torchrun's `--nnodes` and the hostfile of the import.
 fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOptions<'_>) {
     if let Some(file) = context.hostfile {
         set_hostfile(draft, "--hostfile", file);
@@ -133,7 +135,8 @@ fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOpt
     }
 }
 
-/// Converts `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`) and the options of CPU binding.
+/// Converts `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`), `--virtual-local-rank` and
+/// `--numa-binding`.
 fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     const FROM: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
@@ -178,7 +181,7 @@ fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     }
 }
 
-/// Converts the options of restarts, shutdown, the rendezvous port and signals.
+/// Converts the options for restarts, shutdown, the rendezvous port and signals.
 fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
         draft.set_imported("--max-restarts", "run.restarts", value_text::format_whole_number(&restarts));
@@ -215,7 +218,7 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     }
 }
 
-/// Converts the options of log directories and of ranks on the console.
+/// Converts the options for the log directory and for the ranks on the console.
 fn set_logs(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));

@@ -1,20 +1,20 @@
-//! Formats values of imported files as text for a job.yaml or a note.
+//! Formats values of imported files as text for a job.yaml, for a variable or for a note.
 use contract::job::{DocumentItem, DocumentValue, quote_yaml};
 
-/// Formats texts as a YAML list on one line.
+/// Formats texts as a YAML list on one line, such as `[a, "b c"]`.
 pub(super) fn format_yaml_list(texts: &[String]) -> String {
     let words: Vec<String> = texts.iter().map(|t| quote_yaml(t)).collect();
     format!("[{}]", words.join(", "))
 }
 
-/// Formats a text of digits as a number. Any other text is quoted, so that loading the job rejects
-/// it.
+/// Formats a text of digits as a YAML number. Any other text is quoted, so that loading the job
+/// rejects the value.
 pub(super) fn format_whole_number(text: &str) -> String {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     if digits { text.to_owned() } else { quote_yaml(text) }
 }
 
-/// Formats a number in its original notation. Any other value is quoted.
+/// Formats a number as YAML in its original notation. Any other value is quoted.
 pub(super) fn format_yaml_number(item: &DocumentItem) -> String {
     match item.value {
         DocumentValue::Int(_) | DocumentValue::Float(_) => item.text.clone(),
@@ -22,7 +22,7 @@ pub(super) fn format_yaml_number(item: &DocumentItem) -> String {
     }
 }
 
-/// Formats a scalar in the notation of Python's `str()`: `True`, `1.0`, `auto`.
+/// Formats a scalar as Python's `str()` does, such as `True`, `1.0` or `auto`.
 pub(super) fn format_python_str(item: &DocumentItem) -> String {
     match item.value {
         DocumentValue::Bool(true) => "True".to_owned(),
@@ -32,7 +32,7 @@ pub(super) fn format_python_str(item: &DocumentItem) -> String {
     }
 }
 
-/// Formats a value on one line for a note, shortened to 60 characters.
+/// Formats a value on one line for a note. At most 60 characters are shown.
 pub(super) fn format_for_note(item: &DocumentItem) -> String {
     let text = match &item.value {
         DocumentValue::List(items) => {

@@ -1,18 +1,18 @@
-//! [`assign_cpus`]: assigns the CPUs of a host to its workers.
+//! [`assign_cpus`]: assigns the CPUs of a host to its workers, by `run.cpu_bind`.
 use crate::{discover::Inventory, report::format_count};
 use contract::{hardware::CpuCore, job::CpuBind};
 use std::collections::BTreeMap;
 
-/// The CPUs and the number of threads of one worker.
+/// The CPUs that one worker is bound to, and its number of threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerCpus {
-    /// The CPU numbers in ascending order; empty if the worker is not bound.
+    /// The numbers of the CPUs, in ascending order; empty if the worker is not bound.
     pub(super) cpus: Vec<u32>,
-    /// The number of threads for `OMP_NUM_THREADS`.
+    /// The number of threads of the worker (`OMP_NUM_THREADS`), at least 1.
     pub(super) threads: u32,
 }
 
-/// The host has fewer CPUs than workers that must be bound.
+/// The error that a host has fewer CPUs than workers, although the job requires binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot bind {} to {}", format_count(*workers as u64, "worker", "workers"), format_count(*cpus as u64, "CPU", "CPUs"))]
 pub(super) struct TooFewCpus {
@@ -20,11 +20,12 @@ pub(super) struct TooFewCpus {
     pub(super) cpus: usize,
 }
 
-/// Assigns CPUs to each worker. `gpu_nodes[i]` is the NUMA node of worker i's GPU.
+/// Assigns CPUs to each worker of a host. `gpu_nodes[i]` is the NUMA node of the GPU of worker `i`.
 ///
-/// Shares are equal and disjoint, so that no rank waits for a slower one or uses another's cores.
-/// CPUs that cannot be divided equally stay free. A limit on CPU time lowers the number of threads
-/// and leaves the binding unchanged.
+/// With [`CpuBind::Cores`], shares are equal and disjoint, so that no rank waits for a slower one
+/// or uses another's cores. CPUs that cannot be divided equally stay free. With [`CpuBind::Numa`],
+/// workers of one NUMA node share its CPUs. A limit on CPU time lowers the number of threads, but
+/// does not change the binding.
 pub(super) fn assign_cpus(
     inventory: &Inventory,
     gpu_nodes: &[Option<u32>],
@@ -53,8 +54,8 @@ pub(super) fn assign_cpus(
     }
 }
 
-/// Binds each worker to all cores of its NUMA nodes, which several workers may share; `None` if a
-/// worker would have no cores.
+/// Binds each worker to all cores of its NUMA nodes, which several workers may share. Returns
+/// `None` if a worker would have no cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
     let assigned = assign_nodes(&nodes, gpu_nodes);
@@ -68,9 +69,11 @@ fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<V
     (0..gpu_nodes.len()).map(slot).collect()
 }
 
-/// Binds each worker to separate cores, or to single CPUs if there are fewer cores than workers.
-/// The cores are on the NUMA node of the worker's GPU; without GPUs they are on one node if that
-/// costs at most a quarter of them. Returns `None` if there are fewer CPUs than workers.
+/// Binds each worker to its own cores, or to single CPUs if there are fewer cores than workers.
+/// Returns `None` if there are fewer CPUs than workers.
+///
+/// The cores of a worker are on the NUMA node of its GPU. Without GPUs, the cores of a worker are
+/// on one node if this makes the shares at most a quarter smaller.
 fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let split: Vec<CpuCore> = match cores.len() >= gpu_nodes.len() {
         true => cores.iter().map(|core| (*core).clone()).collect(),
@@ -94,8 +97,8 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides cores into equal shares, each within the NUMA nodes of its worker; `None` if a share
-/// would be empty.
+/// Divides cores into equal shares, so that each share is within the NUMA nodes of its worker.
+/// Returns `None` if a share would be empty.
 fn divide_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],
@@ -120,16 +123,18 @@ fn divide_within_nodes<'c>(
     Some(shares)
 }
 
-/// Groups cores by the number of their NUMA node.
+/// Returns the cores of each NUMA node, by the number of the node.
 fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCore>> {
     let mut nodes: BTreeMap<u32, Vec<&CpuCore>> = BTreeMap::new();
     cores.iter().for_each(|core| nodes.entry(core.numa_node).or_default().push(core));
     nodes
 }
 
-/// Assigns NUMA nodes to each worker. Two workers have equal or disjoint nodes. A worker gets the
-/// node of its GPU. Workers whose node is unknown get equal shares of neighbouring nodes without a
-/// GPU. If each node has a GPU, they get the nodes with the fewest workers.
+/// Assigns NUMA nodes to each worker. Two workers have either the same nodes or no node in common.
+///
+/// A worker gets the node of its GPU. Workers whose node is unknown get equal shares of the nodes
+/// without a GPU, where each share consists of neighbouring nodes. If each node has a GPU, they get
+/// the nodes with the fewest workers.
 fn assign_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
     let known = |gpu_node: &Option<u32>| gpu_node.filter(|node| nodes.contains_key(node));
     let mut workers: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();
@@ -149,7 +154,7 @@ fn assign_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>])
     gpu_nodes.iter().map(assign).collect()
 }
 
-/// Returns the CPU numbers of these cores, ascending.
+/// Returns the numbers of the CPUs of these cores, in ascending order.
 fn collect_cpus(cores: &[&CpuCore]) -> Vec<u32> {
     let mut cpus: Vec<u32> = cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
     cpus.sort_unstable();

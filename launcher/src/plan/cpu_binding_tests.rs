@@ -2,22 +2,23 @@ use super::*;
 use contract::hardware::CpuTopology;
 use proptest::prelude::*;
 
-/// Builds the inventory of a machine with `nodes` NUMA nodes of `cores` cores of `threads` threads
-/// each. CPUs are numbered as Linux numbers them: the first threads of all cores come first.
+/// Returns the inventory of a machine with `nodes` NUMA nodes. Each node has `cores` cores of
+/// `threads` hardware threads. CPUs are numbered as Linux numbers them: the first threads of all
+/// cores come first.
 fn build_machine(nodes: u32, cores: u32, threads: u32) -> Inventory {
     let total = nodes * cores;
     let core = |c: u32| CpuCore { cpus: (0..threads).map(|t| t * total + c).collect(), numa_node: c / cores };
     build_inventory(CpuTopology { cores: (0..total).map(core).collect() }, None)
 }
 
-/// Builds an inventory with these cores and this limit on CPU time.
+/// Returns an inventory with these cores. `quota` is the limit on CPU time, as a number of CPUs.
 fn build_inventory(topology: CpuTopology, quota: Option<f64>) -> Inventory {
     let mut cpus: Vec<u32> = topology.cores.iter().flat_map(|c| c.cpus.clone()).collect();
     cpus.sort_unstable();
     Inventory { cpus, quota, topology, ..Inventory::default() }
 }
 
-/// Formats the CPUs of each worker as `FIRST-LAST[,…]xTHREADS`.
+/// Formats the CPUs and threads of each worker as `FIRST-LAST[,…]xTHREADS`.
 fn format_worker_cpus(slots: &[WorkerCpus]) -> Vec<String> {
     let text = |s: &WorkerCpus| {
         let mut runs: Vec<(u32, u32)> = Vec::new();
@@ -33,14 +34,16 @@ fn format_worker_cpus(slots: &[WorkerCpus]) -> Vec<String> {
     slots.iter().map(text).collect()
 }
 
-/// Assigns CPUs to workers whose GPUs are on the NUMA nodes `near`, and formats them.
+/// Assigns CPUs to workers, and formats the result. `near[i]` is the NUMA node of the GPU of worker
+/// `i`. Panics if there are too few CPUs.
 fn assign_and_format(inventory: &Inventory, near: &[Option<u32>], bind: CpuBind) -> Vec<String> {
     format_worker_cpus(&assign_cpus(inventory, near, bind).expect("enough CPUs"))
 }
 
-/// Eight workers without GPUs.
+/// The NUMA nodes of the GPUs of eight workers that have no GPU.
 const NO_GPU: [Option<u32>; 8] = [None; 8];
-/// The NUMA nodes of eight GPUs: the first four are attached to the first socket.
+/// The NUMA nodes of the GPUs of eight workers. The first four are on node 0, and the others on
+/// node 1.
 const GPUS: [Option<u32>; 8] = [Some(0), Some(0), Some(0), Some(0), Some(1), Some(1), Some(1), Some(1)];
 
 #[test]

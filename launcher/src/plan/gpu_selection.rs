@@ -1,4 +1,4 @@
-//! [`GpuSelection`]: the GPUs of a host that its workers see.
+//! [`GpuSelection`]: the GPUs that the workers of a host can use.
 use super::{JobHost, key_error};
 use crate::{discover::Inventory, report};
 use contract::{
@@ -8,31 +8,31 @@ use contract::{
 };
 use diagnostic::{Diagnostic, codes::host as codes};
 
-/// The GPUs of a job on one host, in the order of the device numbers that a program sees.
+/// The GPUs that a job uses on one host, in the order in which a program numbers them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct GpuSelection {
-    /// The entries of `CUDA_VISIBLE_DEVICES`, which are not empty.
+    /// The numbers or UUIDs of the GPUs, as in `CUDA_VISIBLE_DEVICES`. No item is empty.
     names: Vec<String>,
-    /// The NUMA node of each GPU; `None` if unknown.
+    /// The NUMA node of each GPU in `names`; `None` if unknown.
     numa_nodes: Vec<Option<u32>>,
-    /// The environment variable that selects GPUs on this host.
+    /// The name of the environment variable that selects GPUs on this host.
     variable: &'static str,
-    /// Whether programs get the variable even if the host's environment does not have it.
+    /// Whether programs get the variable even if they may use all GPUs that launch itself can use.
     set_always: bool,
-    /// Whether `names` are GPU numbers in the order of the PCI bus. Otherwise they are the user's
-    /// selection.
+    /// Whether `names` are GPU numbers in the order of the PCI bus. Otherwise they come from the
+    /// user's environment.
     in_bus_order: bool,
-    /// Whether GPUs are hidden from programs.
+    /// Whether programs must not see any GPU.
     hidden: bool,
-    /// Whether the host has not reported its GPUs yet.
+    /// Whether the host's agent has not reported the GPUs yet.
     unknown: bool,
-    /// The number of built-in workers per GPU, each of which sees only its own GPU; 0 if the
-    /// workers run a program.
+    /// The number of built-in workers that share a GPU; 0 if the workers run a program. A built-in
+    /// worker sees only its own GPU.
     workers_per_gpu: u32,
 }
 
-/// Selects the GPUs that the job uses on a host with this inventory. GPUs that the job requires and
-/// the host does not have are an error.
+/// Selects the GPUs that the job uses on a host. Fails if the host does not have the GPUs that the
+/// job requires.
 pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::Result<GpuSelection> {
     let inherited =
         |name: &str| inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
@@ -86,7 +86,7 @@ pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::R
     })
 }
 
-/// Creates the error of a GPU number that the host does not have.
+/// Creates the error that the host has no GPU with the number `number`.
 fn unknown_gpu_error(number: u32, inventory: &Inventory) -> Diagnostic {
     let message = format!("there is no GPU {number} on {}: {}", inventory.host, describe_gpus(inventory));
     key_error(codes::GPU_INDEX_UNKNOWN, "cluster.devices", message)
@@ -97,8 +97,9 @@ fn unknown_gpu_error(number: u32, inventory: &Inventory) -> Diagnostic {
 }
 
 impl GpuSelection {
-    /// Keeps only the GPUs whose numbers are among the slots that a host filter selects. Slots that
-    /// are not GPUs are an error, except on hosts without GPUs.
+    /// Keeps only the GPUs whose numbers are among the slots that a host filter selects. Fails if a
+    /// slot is not the number of a GPU. On a host without GPUs, only the first slots may be
+    /// selected.
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
@@ -144,27 +145,29 @@ impl GpuSelection {
         }
     }
 
-    /// Returns the number of GPUs.
+    /// Returns the number of GPUs that the job uses on the host.
     pub(super) fn gpu_count(&self) -> usize {
         self.names.len()
     }
 
-    /// Returns the number of workers that can have a GPU, or a share of one.
+    /// Returns the largest number of workers that can have a GPU, or a share of one.
     pub(super) fn worker_capacity(&self) -> usize {
         self.gpu_count() * self.workers_per_gpu.max(1) as usize
     }
 
-    /// Returns the index of a worker's GPU in `names`.
+    /// Returns the index in `names` of the GPU of the worker with this local rank.
     fn gpu_index(&self, local_rank: u32) -> usize {
         (local_rank / self.workers_per_gpu.max(1)) as usize
     }
 
-    /// Returns the NUMA node of a worker's GPU; `None` if unknown.
+    /// Returns the NUMA node of the GPU of the worker with this local rank; `None` if unknown or
+    /// without a GPU.
     pub(super) fn numa_node_of(&self, local_rank: u32) -> Option<u32> {
         self.numa_nodes.get(self.gpu_index(local_rank)).copied().flatten()
     }
 
-    /// Returns the name of a worker's device: `gpu 0`, `cpu` or `unknown`.
+    /// Returns the name of the device of the worker with this local rank: `gpu 0`, `cpu` or
+    /// `unknown`.
     pub(super) fn device_label(&self, local_rank: u32) -> String {
         let none = if self.unknown { "unknown" } else { "cpu" };
         self.names
@@ -172,8 +175,8 @@ impl GpuSelection {
             .map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
     }
 
-    /// Checks that the host has a GPU, or a share of one, for each of these workers if the job
-    /// requires it.
+    /// Checks that each of `workers` workers can have a GPU, or a share of one, if the job requires
+    /// GPUs.
     pub(super) fn check_workers(
         &self,
         job: &JobSpec,
@@ -205,7 +208,8 @@ impl GpuSelection {
         Ok(())
     }
 
-    /// Builds the environment variables that select the GPUs of a worker.
+    /// Returns the environment variables that select the GPUs of the worker with this local rank.
+    /// The list is empty if the worker inherits the GPUs of its agent.
     pub(super) fn build_gpu_env(
         &self,
         policy: VisibleDevices,
@@ -231,28 +235,28 @@ impl GpuSelection {
     }
 }
 
-/// Returns whether the variable selects GPUs. [`GpuSelection::build_gpu_env`] or the user sets
-/// these variables, so `run.pass_env` never passes them.
+/// Returns whether the variable `name` restricts which GPUs a process sees. `run.pass_env` never
+/// passes such variables, because the user or [`GpuSelection::build_gpu_env`] sets them.
 pub(crate) fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }
 
-/// Parses the entries of `CUDA_VISIBLE_DEVICES`. Like CUDA, it ignores everything after the first
-/// invalid entry.
+/// Parses the entries of `CUDA_VISIBLE_DEVICES`. Like CUDA, ignores the first invalid entry and
+/// everything after it.
 fn parse_device_list(list: &str) -> Vec<String> {
     let entries = list.split(',').map(str::trim);
     entries.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()
 }
 
-/// Returns the NUMA node of the GPU whose number is `name` or whose UUID begins with `name`; `None`
-/// if unknown.
+/// Returns the NUMA node of the GPU whose number is `name`, or whose UUID begins with `name`.
+/// Returns `None` if the node or the GPU is unknown.
 fn find_numa_node(inventory: &Inventory, name: &str) -> Option<u32> {
     let by_number = name.parse::<usize>().ok().and_then(|n| inventory.gpus.get(n));
     let by_uuid = || inventory.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));
     by_number.or_else(by_uuid)?.numa_node
 }
 
-/// Describes the GPUs of a host for an error: "it has GPUs 0 to 3".
+/// Describes the GPUs of a host for an error message, as "it has GPUs 0 to 3".
 fn describe_gpus(inventory: &Inventory) -> String {
     match inventory.gpus.len() {
         0 => "no GPU was found".to_owned(),
@@ -266,8 +270,8 @@ mod tests {
     use super::*;
     use contract::hardware::GpuDevice;
 
-    /// Builds an inventory with one GPU on each of these NUMA nodes, and these environment
-    /// variables.
+    /// Returns an inventory with one GPU on each of the NUMA nodes `nodes`. `inherited` contains
+    /// the environment variables of the host.
     fn build_inventory(vendor: GpuVendor, nodes: &[u32], inherited: &[(&str, &str)]) -> Inventory {
         let gpu = |(i, node): (usize, &u32)| GpuDevice {
             vendor,
@@ -291,7 +295,8 @@ mod tests {
         job
     }
 
-    /// Formats the environment variables that select the GPUs of a worker.
+    /// Formats the environment variables that select the GPUs of the worker with the local rank
+    /// `rank`. Panics if the selection is rejected.
     fn format_env(
         inventory: &Inventory,
         devices: DeviceSelection,
@@ -359,7 +364,7 @@ mod tests {
         );
     }
 
-    /// The slots of a host filter are GPU numbers, as in DeepSpeed.
+    /// Checks that the slots of a host filter are GPU numbers, as in DeepSpeed.
     #[test]
     fn selected_slots_are_gpus() {
         let four = build_inventory(GpuVendor::Nvidia, &[0, 0, 1, 1], &[]);
@@ -397,7 +402,8 @@ mod tests {
         }
     }
 
-    /// A built-in worker sees only its own GPU, which several workers may share.
+    /// Checks that a built-in worker sees only its own GPU, and that `workers_per_gpu` workers
+    /// share one.
     #[test]
     fn built_in_workers_have_a_gpu_each_unless_they_share() {
         let inventory = build_inventory(GpuVendor::Nvidia, &[0, 1], &[]);

@@ -1,12 +1,13 @@
-//! [`choose_master_address`]: a numeric `MASTER_ADDR`, so that no worker has to resolve a name.
+//! [`choose_master_address`]: chooses `MASTER_ADDR` as an IP address, so that no worker has to
+//! resolve a hostname.
 use super::{JobHost, key_error};
 use contract::{control::InterfaceAddress, job::InterfaceSelector};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};
 
-/// Chooses the address at which every worker reaches the host of rank 0. If all workers are on the
-/// controller's machine, the address is the loopback. Returns `None` if the addresses of the host
-/// are not known yet.
+/// Chooses the address at which every worker reaches the host of rank 0. The address is the
+/// loopback if all hosts are the controller's machine. Returns `None` if the addresses of the host
+/// are not known yet. Fails if the host has no suitable address.
 pub(super) fn choose_master_address(
     hosts: &[JobHost],
     interface: &InterfaceSelector,
@@ -26,7 +27,7 @@ pub(super) fn choose_master_address(
     best.map(Some).ok_or_else(|| no_address_error(first, interface))
 }
 
-/// Creates the error of a host that other hosts cannot reach.
+/// Creates the error that the first host has no address at which other hosts can reach it.
 fn no_address_error(first: &JobHost, interface: &InterfaceSelector) -> Diagnostic {
     let names: Vec<&str> = first.inventory.addresses.iter().map(|a| a.interface.as_str()).collect();
     let on_interface = match interface {
@@ -43,8 +44,8 @@ fn no_address_error(first: &JobHost, interface: &InterfaceSelector) -> Diagnosti
         ))
 }
 
-/// Returns whether another host can reach the address. Link-local IPv6 addresses need a zone, which
-/// differs on every host.
+/// Returns whether another host may be able to reach the address. Link-local IPv6 addresses are
+/// excluded, because they need a zone that differs between hosts.
 fn is_reachable(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_unspecified(),

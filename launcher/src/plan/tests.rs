@@ -12,7 +12,8 @@ fn load_job_text(text: &str) -> JobSpec {
     contract::load_job(source, &[]).expect("a job").0
 }
 
-/// Builds an inventory with these CPUs and this limit on CPU time.
+/// Returns an inventory with these CPUs, each of which is a core. `quota` is the limit on CPU time,
+/// as a number of CPUs.
 fn build_inventory(cpus: &[u32], quota: Option<f64>) -> Inventory {
     let topology = CpuTopology::with_one_core_per_cpu(cpus);
     Inventory {
@@ -25,14 +26,14 @@ fn build_inventory(cpus: &[u32], quota: Option<f64>) -> Inventory {
     }
 }
 
-/// Loads a job that runs a program with this number of workers.
+/// Loads a job that runs a program with `workers` workers per host.
 fn job_with_workers(workers: u32) -> JobSpec {
     load_job_text(&format!(
         "cluster: {{workers_per_host: {workers}, master_port: 4000}}\nrun: {{command: [true], workdir: /w, env: {{A: b}}}}"
     ))
 }
 
-/// Plans an attempt on the controller's machine.
+/// Plans the first attempt of a job on one host, which is the controller's machine.
 fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnostic>> {
     let host = JobHost {
         name: inventory.host.clone(),
@@ -44,12 +45,13 @@ fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnost
     plan_attempt(job, &[host], &RunId("R".to_owned()), &Attempt::default())
 }
 
-/// Plans an attempt on the controller's machine. Panics if the plan is rejected.
+/// Plans the first attempt of a job on one host, which is the controller's machine. Panics if the
+/// plan is rejected.
 fn expect_plan(job: &JobSpec, inventory: &Inventory) -> Plan {
     plan_local(job, inventory).expect("a plan")
 }
 
-/// Returns the key that a diagnostic is about.
+/// Returns the key of the job that a diagnostic is about; empty if there is none.
 fn subject_key(diagnostic: &Diagnostic) -> &str {
     diagnostic.subject().unwrap_or_default()
 }
@@ -221,7 +223,8 @@ fn new_gpu(node: u32) -> GpuDevice {
     GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(node) }
 }
 
-/// Creates a remote host with these slots, whose agent found this number of GPUs.
+/// Returns a host other than the controller's machine. It has `slots` slots, four CPUs and `gpus`
+/// GPUs.
 fn remote_host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
     let address = |interface: &str, ip: &str| InterfaceAddress {
         interface: interface.into(),
@@ -243,7 +246,8 @@ fn plan_hosts(job: &JobSpec, hosts: &[JobHost], attempt: &Attempt) -> Result<Pla
     plan_attempt(job, hosts, &RunId("R".to_owned()), attempt)
 }
 
-/// Returns the value of an environment variable of a worker.
+/// Returns the value of the environment variable `name` of the worker `rank`. Panics if the
+/// variable is not set.
 fn find_env_value(plan: &Plan, rank: usize, name: &str) -> String {
     let mut workers = plan.host_plans.iter().flat_map(|n| &n.workers);
     let env = &workers.nth(rank).expect("the rank").env;
@@ -369,8 +373,8 @@ fn a_restart_resumes_from_the_last_checkpoint_of_the_run() {
 }
 
 proptest! {
-    /// Ranks are 0..world, each of them once, ascending over the hosts. Local ranks count from 0 on
-    /// each host.
+    /// Checks that ranks count from 0 in the order of the hosts, and that local ranks count from 0
+    /// on each host.
     #[test]
     fn ranks_are_contiguous_over_any_hosts(slots in proptest::collection::vec(1u32..9, 1..20)) {
         let job = load_job_text("run: {command: [true]}");

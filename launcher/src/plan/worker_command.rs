@@ -1,8 +1,8 @@
-//! [`build_worker_command`]: the command line of a worker that runs a program.
+//! [`build_worker_command`]: builds the command line of a worker that runs a program.
 use contract::{ids::Rank, job::RunSpec};
 
-/// Builds the command of a worker: the job's command, with `--local_rank=N` after the script if
-/// `run.local_rank_argument` is set; `None` for the built-in runtime.
+/// Builds the command line of a worker. If `run.local_rank_argument` is set, `--local_rank=N`
+/// follows the script. Returns `None` for the built-in runtime.
 pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Vec<String>> {
     let mut words = run.command.clone()?;
     if run.local_rank_argument {
@@ -12,8 +12,8 @@ pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Ve
     Some(words)
 }
 
-/// Finds the index of the script in a command: the first word after Python and its options,
-/// otherwise the program itself.
+/// Returns the index of the script in a command line. The script is the first word after Python and
+/// its options. In other commands it is the program itself.
 fn find_script_index(words: &[String]) -> usize {
     let program = words.first().map_or("", |w| w.rsplit('/').next().unwrap_or(w));
     if !program.starts_with("python") && !program.starts_with("pypy") {

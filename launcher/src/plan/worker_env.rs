@@ -1,4 +1,4 @@
-//! [`build_worker_env`]: the environment of a worker.
+//! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
 use super::{gpu_selection::GpuSelection, key_error};
 use crate::discover::Inventory;
 use contract::{
@@ -10,25 +10,25 @@ use core::net::IpAddr;
 use diagnostic::codes;
 use std::path::Path;
 
-/// The largest number of threads of a worker.
+/// The largest number of threads of one worker.
 const MAX_THREADS: u32 = 4096;
 
-/// The values that the environments of all workers share.
+/// The values that all workers of an attempt share in their environments.
 pub(super) struct SharedEnvValues<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) run: &'a RunId,
-    /// The number of workers.
+    /// The number of workers on all hosts.
     pub(super) world: u32,
-    /// The number of hosts.
+    /// The number of hosts of the attempt (`GROUP_WORLD_SIZE`).
     pub(super) groups: u32,
-    /// The directory of the workers' logs.
+    /// The directory of the workers' log files.
     pub(super) logs: &'a Path,
     pub(super) master_address: Option<IpAddr>,
-    /// The number of restarts so far.
+    /// The number of restarts so far, without those that only change hosts.
     pub(super) restarts: u32,
 }
 
-/// The ranks, the threads and the GPUs of one worker.
+/// The ranks, the number of threads and the GPUs of one worker.
 pub(super) struct WorkerPosition<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
@@ -36,12 +36,12 @@ pub(super) struct WorkerPosition<'a> {
     /// The index of the worker's host (`GROUP_RANK`).
     pub(super) group: u32,
     pub(super) threads: u32,
-    /// The GPUs of the job on the worker's host.
+    /// The GPUs that the job uses on the worker's host.
     pub(super) gpus: &'a GpuSelection,
 }
 
-/// Builds the list of variables that launch adds to a worker's environment: first its own, then
-/// those of `run.env`.
+/// Returns the variables that are added to a worker's environment. The variables that launch
+/// defines come first, followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
     inventory: &Inventory,
@@ -87,7 +87,7 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it sees.
+/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it can see.
 pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     match job.run.visible_devices {
         VisibleDevices::All => local_rank,
@@ -95,7 +95,7 @@ pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     }
 }
 
-/// Builds the additional variables that torchrun and DeepSpeed set for programs.
+/// Returns the further variables that torchrun and DeepSpeed set for programs.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
     position: &WorkerPosition<'_>,
@@ -124,8 +124,8 @@ fn build_program_env(
     ]
 }
 
-/// Parses `OMP_NUM_THREADS` of `run.env`; `None` if the job does not set a number. Other values are
-/// errors in a job with built-in training.
+/// Parses the number of threads in the variable `OMP_NUM_THREADS` of `run.env`. Returns `None` if
+/// the job sets no number. Fails for other values in a job with built-in training.
 pub(super) fn parse_threads(job: &JobSpec) -> diagnostic::Result<Option<u32>> {
     let Some((name, value)) = job.run.env.iter().find(|(name, _)| name == OMP_NUM_THREADS) else {
         return Ok(None);

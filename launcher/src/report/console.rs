@@ -5,11 +5,11 @@ use std::{
     time::Duration,
 };
 
-/// Time between two redraws of the progress bar without new values.
+/// The time between two redraws of the progress bar while no new values arrive.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(250);
 
-/// stdout and stderr, with a progress bar below them on a terminal. After a write error nothing
-/// more is written to that stream.
+/// Writes to stdout and stderr, and draws a progress bar below the output on a terminal. After a
+/// write error, no more output is written to the stream on which the error occurred.
 pub(super) struct Console {
     bar: Option<ProgressBar>,
     stdout_works: bool,
@@ -17,7 +17,7 @@ pub(super) struct Console {
 }
 
 impl Console {
-    /// Creates a console. With `with_bar`, a progress bar is drawn if stderr is a terminal.
+    /// Creates a console. Draws a progress bar if `with_bar` is set and stderr is a terminal.
     pub(super) fn new(with_bar: bool) -> Self {
         let bar = (with_bar && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
@@ -28,8 +28,8 @@ impl Console {
         Console { bar, stdout_works: true, stderr_works: true }
     }
 
-    /// Returns a style of the bar with the text of `template`, or the default style if `template`
-    /// is invalid.
+    /// Returns the progress bar style with the layout `template` (in the syntax of `indicatif`), or
+    /// with the default layout if `template` is invalid.
     fn make_bar_style(template: &str) -> ProgressStyle {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         style.progress_chars("━╸─")
@@ -39,7 +39,7 @@ impl Console {
         self.bar.is_some()
     }
 
-    /// Makes the bar show `done` of `total` steps.
+    /// Shows `done` of `total` steps in the progress bar.
     pub(super) fn set_total_steps(&mut self, total: u64, done: u64) {
         if let Some(bar) = &self.bar {
             bar.set_style(Self::make_bar_style("step {pos}/{len} {bar:20} {msg}"));
@@ -48,7 +48,8 @@ impl Console {
         }
     }
 
-    /// Sets the text next to the bar and, if given, the number of finished steps.
+    /// Sets the text next to the progress bar and, if `done` is given, the number of finished
+    /// steps.
     pub(super) fn set_status(&mut self, done: Option<u64>, message: String) {
         if let Some(bar) = &self.bar {
             if let Some(done) = done {
@@ -58,28 +59,29 @@ impl Console {
         }
     }
 
-    /// Removes the bar.
+    /// Erases the progress bar from the terminal permanently.
     pub(super) fn remove_bar(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
     }
 
-    /// Writes a line to stdout, above the bar.
+    /// Writes a line to stdout, above the progress bar. Does nothing after a write error of stdout.
     pub(super) fn write_data(&mut self, line: &str) {
         if self.stdout_works {
             self.stdout_works = self.write_above_bar(|| write_line(io::stdout().lock(), line)).is_ok();
         }
     }
 
-    /// Writes a line to stderr, above the bar.
+    /// Writes a line to stderr, above the progress bar. Does nothing after a write error of stderr.
     pub(super) fn write_message(&mut self, line: &str) {
         if self.stderr_works {
             self.stderr_works = self.write_above_bar(|| write_line(io::stderr().lock(), line)).is_ok();
         }
     }
 
-    /// Removes the bar, calls `write`, and draws the bar again.
+    /// Erases the progress bar, calls `write`, and draws the progress bar again. Returns the result
+    /// of `write`.
     fn write_above_bar(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         match &self.bar {
             Some(bar) => bar.suspend(write),
@@ -88,8 +90,8 @@ impl Console {
     }
 }
 
-/// Writes a line and its line end with one call, so that output of other processes does not split
-/// the line.
+/// Writes a line and a line end to `stream` with one call, so that the output of other processes
+/// does not split the line. Flushes `stream`.
 fn write_line(mut stream: impl Write, line: &str) -> io::Result<()> {
     let mut bytes = Vec::with_capacity(line.len() + 1);
     bytes.extend_from_slice(line.as_bytes());

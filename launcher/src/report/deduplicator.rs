@@ -1,4 +1,5 @@
-//! [`Deduplicator`]: shows equal lines of several ranks once, with the numbers of the ranks.
+//! [`Deduplicator`]: merges equal lines of several ranks, so that each is shown once with the
+//! numbers of the ranks.
 //!
 //! A line waits until all shown ranks have printed it, but no longer than [`MERGE_WINDOW`]. The
 //! lines of each rank keep their order.
@@ -10,10 +11,10 @@ use std::{
 
 /// The longest time that a line waits for equal lines of other ranks.
 pub(super) const MERGE_WINDOW: Duration = Duration::from_millis(100);
-/// The largest number of waiting lines. When more lines wait, the oldest is shown.
+/// The largest number of waiting lines. If more lines wait, the oldest one is shown immediately.
 const MAX_WAITING: usize = 1024;
 
-/// A line of output that one or several ranks printed.
+/// A line of output, with the ranks that printed the line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MergedLine {
     pub(super) ranks: BTreeSet<Rank>,
@@ -21,29 +22,31 @@ pub(super) struct MergedLine {
     pub(super) text: String,
 }
 
-/// Lines that wait for equal lines of other ranks.
+/// Merges equal output lines of several ranks. Each line waits for equal lines of other ranks for
+/// up to [`MERGE_WINDOW`].
 #[derive(Debug, Default)]
 pub(super) struct Deduplicator {
-    /// The waiting lines in the order of their first arrival. Each has a consecutive number and the
-    /// time of its first arrival.
+    /// The waiting lines in the order of first arrival. Each entry has a consecutive number and the
+    /// time at which the line first arrived.
     waiting: VecDeque<(u64, Duration, MergedLine)>,
     next_number: u64,
-    /// The number of the last waiting line of each rank.
+    /// The number of the last waiting line that each rank printed.
     last_of_rank: HashMap<Rank, u64>,
-    /// The numbers of waiting lines by stream and text.
+    /// The numbers of the waiting lines, by whether the line is from stderr, and by text.
     numbers_of_text: HashMap<(bool, String), Vec<u64>>,
-    /// The number of ranks that are shown.
+    /// The number of ranks whose output is shown.
     shown_ranks: usize,
 }
 
 impl Deduplicator {
-    /// Creates a deduplicator for this number of ranks. The lines of a single rank never wait.
+    /// Creates a deduplicator for the output of `shown_ranks` ranks. With a single rank, lines
+    /// never wait.
     pub(super) fn new(shown_ranks: usize) -> Self {
         Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
 
-    /// Adds a line that arrives at `now`, a time since any fixed start. Returns the lines to show
-    /// now.
+    /// Adds a line that `rank` printed. `now` is the time of arrival, measured from any fixed
+    /// start. Returns the lines to show at `now`, which may include the added line.
     pub(super) fn push_line(
         &mut self,
         now: Duration,
@@ -72,8 +75,10 @@ impl Deduplicator {
         self.take_due_lines(now)
     }
 
-    /// Removes and returns the lines to show at `now`: those that all ranks have printed or that
-    /// have waited for [`MERGE_WINDOW`], but no line before an older one.
+    /// Removes and returns the lines to show at `now`.
+    ///
+    /// A line is due if all ranks have printed the line or if the line has waited for
+    /// [`MERGE_WINDOW`]. A due line still waits for older lines.
     pub(super) fn take_due_lines(&mut self, now: Duration) -> Vec<MergedLine> {
         let mut due = Vec::new();
         while let Some((_, since, line)) = self.waiting.front() {
@@ -88,8 +93,7 @@ impl Deduplicator {
         due
     }
 
-    /// Returns the time at which the oldest line has waited for [`MERGE_WINDOW`]; `None` if no line
-    /// waits.
+    /// Returns the time at which the oldest waiting line becomes due, or `None` if no line waits.
     pub(super) fn deadline(&self) -> Option<Duration> {
         self.waiting.front().map(|(_, since, _)| *since + MERGE_WINDOW)
     }
@@ -113,14 +117,15 @@ impl Deduplicator {
         Some(line)
     }
 
-    /// Returns the waiting line with this number.
+    /// Returns the waiting line with this number, or `None` if the line does not wait any more.
     fn find_waiting_line(&mut self, number: u64) -> Option<&mut (u64, Duration, MergedLine)> {
         let first = self.waiting.front()?.0;
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// Returns the number of the first waiting line with this stream and text that comes after all
-    /// lines of `rank`.
+    /// Returns the number of the waiting line with which a line of `rank` is merged: the first
+    /// waiting line with equal stream and text that arrived after the last line of `rank`. Returns
+    /// `None` if there is no such line.
     fn find_equal_line(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
         if self.shown_ranks < 2 {
             return None;
@@ -194,8 +199,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every line of every rank is shown exactly once, in the order of its rank, within the
-        /// window.
+        /// Checks that every line of every rank is shown exactly once and within the window, and
+        /// that the lines of each rank keep their order.
         #[test]
         fn no_line_is_lost_or_reordered(
             ranks in 1usize..6,

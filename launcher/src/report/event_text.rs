@@ -2,7 +2,7 @@
 use super::format::{format_bytes, format_count, format_duration, format_hosts, format_number};
 use contract::event::{Event, FailureReport};
 
-/// Formats an event as one line. The output lines and the help of a failure are left out.
+/// Formats an event as one line of text. Omits the output lines and the help of a failure.
 pub(crate) fn format_event(event: &Event) -> String {
     match event {
         Event::Start { run, run_dir, world } => {
@@ -74,7 +74,8 @@ pub(super) fn format_failure(failure: &FailureReport) -> String {
     format!("error[{}]: {subject}{message}", reason.code())
 }
 
-/// Formats the number of a restart and the pause before it: `restart 1 of 3 in 2.0 s`.
+/// Formats the number of a restart, the number of allowed restarts and the pause before the
+/// restart: `restart 1 of 3 in 2.0 s`.
 pub(super) fn format_restart(restart: u32, restarts_left: u32, pause_s: f64) -> String {
     let total = u64::from(restart) + u64::from(restarts_left);
     format!("restart {restart} of {total} in {pause_s:.1} s")

@@ -3,7 +3,7 @@ use contract::{event::WorkerPhase, ids::Rank};
 use diagnostic::Diagnostic;
 use std::collections::BTreeMap;
 
-/// Formats a number with three digits and a decimal prefix: `12.3k`, `4.56M`.
+/// Formats a number with three digits and the suffix `k`, `M` or `G`: `12.3k`, `4.56M`.
 pub(super) fn format_number(x: f64) -> String {
     let (scaled, unit) = match x.abs() {
         a if a >= 999.5e6 => (x / 1e9, "G"),
@@ -18,7 +18,7 @@ pub(super) fn format_number(x: f64) -> String {
     }
 }
 
-/// Formats a count with its noun: `1 host`, `3 hosts`.
+/// Formats a count with the noun in singular (`one`) or plural (`many`): `1 host`, `3 hosts`.
 pub(crate) fn format_count(n: u64, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
 }
@@ -32,7 +32,7 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a size with a binary unit: `512 B`, `1.5 MiB`.
+/// Formats a size in bytes with a binary unit: `512 B`, `1.5 MiB`.
 pub(super) fn format_bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
@@ -42,12 +42,12 @@ pub(super) fn format_bytes(n: u64) -> String {
     }
 }
 
-/// Formats a duration: `0.4 s`, `12:34`, `1:02:03`.
+/// Formats a duration in seconds or, from 10 s on, in clock notation: `0.4 s`, `12:34`, `1:02:03`.
 pub(crate) fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }
 
-/// Formats a duration in clock notation: `0:07`, `12:34`, `1:02:03`.
+/// Formats a duration in seconds in clock notation: `0:07`, `12:34`, `1:02:03`.
 pub(crate) fn format_clock(seconds: f64) -> String {
     let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
     match s / 3600 {
@@ -56,7 +56,7 @@ pub(crate) fn format_clock(seconds: f64) -> String {
     }
 }
 
-/// Formats sorted ranks as ranges: `0, 2-5, 9`.
+/// Formats ranks in ascending order as ranges: `0, 2-5, 9`.
 pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     let mut ranges: Vec<(Rank, Rank)> = Vec::new();
     for &rank in sorted {
@@ -69,10 +69,11 @@ pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     ranges.iter().map(range).collect::<Vec<_>>().join(", ")
 }
 
-/// The largest number of hosts of which each is listed.
+/// The largest number of hosts whose names are all listed by [`format_hosts`].
 const MAX_HOSTS_LISTED: usize = 8;
 
-/// Formats hosts as a list, `h0, h1`, or a long list as `64 hosts (h0 … h63)`.
+/// Formats the names of hosts as a list, `h0, h1`. Shortens more than 8 names to
+/// `64 hosts (h0 … h63)`.
 pub(crate) fn format_hosts(names: &[String]) -> String {
     match names {
         [first, .., last] if names.len() > MAX_HOSTS_LISTED => {
@@ -82,8 +83,8 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks with equal values. Returns each distinct value with its formatted ranks, the most
-/// common value first: `[("0-2", value), …]`.
+/// Groups ranks by equal values. Returns each distinct value with the formatted ranks that have the
+/// value, the most common value first: `[("0-2", value), …]`.
 pub(super) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {
@@ -98,13 +99,14 @@ pub(super) fn group_ranks_by_value<'a, T: PartialEq>(
     groups.into_iter().map(|(value, list)| (format_ranks(&list), value)).collect()
 }
 
-/// Puts the noun before formatted ranks: `rank 3`, `ranks 0, 2-5`.
+/// Puts `rank` or `ranks` before formatted ranks: `rank 3`, `ranks 0, 2-5`.
 pub(super) fn format_rank_label(ranks: &str) -> String {
     let noun = if ranks.contains([',', '-']) { "ranks" } else { "rank" };
     format!("{noun} {ranks}")
 }
 
-/// Formats the phases of all ranks: the most common phase, then the other ranks with their phases.
+/// Formats the phases of all ranks: the most common phase without ranks, then each other phase with
+/// the ranks in that phase.
 pub(super) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {
@@ -119,7 +121,7 @@ pub(super) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     }
 }
 
-/// Returns a phase as a present participle, for the progress bar.
+/// Returns the text of a worker's phase for the progress bar, such as `training`.
 fn format_phase(phase: WorkerPhase) -> &'static str {
     match phase {
         WorkerPhase::Starting => "starting",
@@ -132,8 +134,8 @@ fn format_phase(phase: WorkerPhase) -> &'static str {
     }
 }
 
-/// Replaces control characters by `·`, so that text cannot move the cursor or set the window title.
-/// Colors and tabs stay.
+/// Replaces control characters by `·`, so that a text cannot move the cursor or set the window
+/// title of a terminal. Keeps color sequences and tabs.
 pub(crate) fn replace_control_characters(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,13 +1,15 @@
 //! [`LossCurve`]: plots the losses of a run in braille characters.
 
-/// The width of the plot in characters, each of which has 2 × 4 dots.
+/// The width of the plot in characters. A braille character has 2 × 4 dots.
 const COLUMNS: usize = 60;
 /// The height of the plot in characters.
 const ROWS: usize = 8;
-/// The largest number of stored points. When there are more, neighboring points are averaged.
+/// The largest number of stored points. If there are more, neighboring points are averaged in
+/// pairs.
 const MAX_POINTS: usize = 1 << 16;
 
-/// The losses of all steps of a run, averaged in pairs when there are very many.
+/// The losses of all steps of a run. If the run has more than [`MAX_POINTS`] steps, the losses of
+/// neighboring steps are averaged.
 #[derive(Debug, Default)]
 pub(super) struct LossCurve {
     points: Vec<(u64, f64)>,
@@ -28,7 +30,8 @@ impl LossCurve {
         }
     }
 
-    /// Returns the lines of the plot, or no lines if there are fewer than two steps.
+    /// Draws the plot and returns its lines of text. Returns no lines if there are fewer than two
+    /// steps.
     pub(super) fn draw_lines(&self) -> Vec<String> {
         let (Some(first), Some(last)) = (self.points.first(), self.points.last()) else { return Vec::new() };
         if self.points.len() < 2 || first.0 == last.0 {
@@ -78,7 +81,7 @@ impl LossCurve {
 mod tests {
     use super::*;
 
-    /// Returns, for each character of a plotted line, whether it has dots.
+    /// Returns for each character of a plotted line whether the character has dots.
     fn find_dots(line: &str) -> Vec<bool> {
         line.chars().skip(10).map(|c| c as u32 > 0x2800).collect()
     }

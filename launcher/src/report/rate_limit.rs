@@ -1,12 +1,12 @@
-//! [`LineRateLimit`]: limits the lines of workers on a terminal. Lines above the limit are counted, not
-//! shown.
+//! [`LineRateLimit`]: limits how many lines of workers are shown per second. Lines above the limit
+//! are counted instead of shown.
 use std::time::Duration;
 
-/// The number of lines per second that are shown in the long run.
+/// The largest number of lines per second that are shown over a long time.
 const LINES_PER_SECOND: f64 = 200.0;
-/// The number of lines that may be shown at once.
+/// The largest number of lines that may be shown in one burst.
 const BURST_LINES: f64 = 2000.0;
-/// The least time between two reports of omitted lines.
+/// The least time between two reports of omitted lines while no line is shown.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A token bucket that limits the rate of shown lines and counts the omitted ones.
@@ -25,7 +25,7 @@ pub(super) enum LineDecision {
     /// Report this number of omitted lines, then show the line.
     ShowAfterReport(u64),
     Omit,
-    /// Omit the line, and report this number of omitted lines, which includes it.
+    /// Omit the line, and report this number of omitted lines, including the line.
     OmitAndReport(u64),
 }
 
@@ -39,8 +39,8 @@ impl LineRateLimit {
         }
     }
 
-    /// Decides whether a line that arrives at `now` is shown, and counts it if it is omitted. `now`
-    /// is the time since any fixed start.
+    /// Decides whether a line that arrives at `now` is shown, and counts an omitted line. `now` is
+    /// the time since any fixed start.
     pub(super) fn decide_line(&mut self, now: Duration) -> LineDecision {
         let passed = now.saturating_sub(self.refilled_at).as_secs_f64();
         self.tokens = (self.tokens + passed * LINES_PER_SECOND).min(BURST_LINES);
@@ -63,7 +63,8 @@ impl LineRateLimit {
         LineDecision::Omit
     }
 
-    /// Returns the number of lines that were omitted and not yet reported, and resets it to 0.
+    /// Returns the number of lines that were omitted and not yet reported, and resets the number to
+    /// 0.
     pub(super) fn take_omitted(&mut self) -> u64 {
         std::mem::take(&mut self.omitted)
     }
@@ -90,7 +91,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each line is shown or counted, and the rate is never exceeded.
+        /// Checks that each line is either shown or counted as omitted, and that the rate limit is
+        /// never exceeded.
         #[test]
         fn every_line_is_shown_or_counted(pauses in proptest::collection::vec(0u64..4, 1..6000)) {
             let mut limit = LineRateLimit::new();

@@ -1,4 +1,5 @@
-//! [`RunView`]: the part of the reporting thread that shows items on the console.
+//! [`RunView`]: shows the events, lines and messages of a run on the console. The reporting thread
+//! owns the view.
 use super::{
     ReportConfig, ReportItem, RunSummary,
     console::Console,
@@ -21,16 +22,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time between two lines about steps if there is no progress bar.
+/// The time after a line about a step from which on the next step gets a line, if there is no
+/// progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
-/// The approximate number of lines about steps in a run if there is no progress bar.
+/// The approximate number of lines about steps that are shown during a run without a progress bar.
 const STEP_LINES: u64 = 20;
-/// The time constant of the average duration of a step, in seconds.
+/// The time constant of the exponential average of step durations, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
-/// The least share of a step spent waiting for collectives that is shown.
+/// The share of a step spent waiting for collectives, from 0 to 1, from which on the share is
+/// shown.
 const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
-/// The state of a run that is displayed, and the console on which it is displayed.
+/// The displayed state of a run, and the console that displays the run.
 pub(super) struct RunView {
     config: ReportConfig,
     console: Console,
@@ -41,7 +44,7 @@ pub(super) struct RunView {
     /// The average duration of a step, in seconds; 0 before the second step.
     step_seconds: f64,
     last_step_line: Option<Instant>,
-    /// The metrics of the last step, for the progress bar.
+    /// The loss and the speed of the last step as text for the progress bar.
     metrics: String,
     checkpoint: Option<(u64, PathBuf)>,
     weights: Option<PathBuf>,
@@ -82,9 +85,10 @@ impl RunView {
         view
     }
 
-    /// Shows an item. Lines that wait for equal lines of other ranks are shown before an event.
+    /// Shows an item on the console. Before an event, a message or the summary, shows all lines
+    /// that wait for equal lines of other ranks.
     pub(super) fn show_item(&mut self, item: ReportItem) {
-        // Lines that were printed before an event are shown before it.
+        // Lines that arrived before an event must be shown before the event.
         if !matches!(item, ReportItem::Line { .. } | ReportItem::Progress { .. }) {
             let lines = self.dedup.take_all_lines();
             self.show_lines(lines);
@@ -115,19 +119,19 @@ impl RunView {
         }
     }
 
-    /// Returns the time until [`RunView::show_due_lines`] must be called; `None` if no line is
-    /// waiting.
+    /// Returns the time until [`RunView::show_due_lines`] must be called. Returns `None` if no line
+    /// is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
-    /// Prints the lines whose waiting time has ended.
+    /// Shows the lines that have waited long enough for equal lines of other ranks.
     pub(super) fn show_due_lines(&mut self) {
         let lines = self.dedup.take_due_lines(self.started_at.elapsed());
         self.show_lines(lines);
     }
 
-    /// Writes lines with the ranks that printed them.
+    /// Writes output lines to the console, each after the ranks that printed the line.
     fn show_lines(&mut self, lines: Vec<MergedLine>) {
         for line in lines {
             let ranks: Vec<Rank> = line.ranks.into_iter().collect();
@@ -137,13 +141,15 @@ impl RunView {
         }
     }
 
-    /// Writes how many lines were omitted because of the rate limit.
+    /// Writes a message with the number of lines that the rate limit omitted and the directory of
+    /// the logs.
     fn report_omitted_lines(&mut self, omitted: u64) {
         let (lines, logs) = (format_count(omitted, "line", "lines"), self.config.logs.display());
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    /// Writes a line of a worker to stdout or stderr, unless the rate limit omits it.
+    /// Writes a line of a worker to stdout or stderr. If the rate limit is reached, the line is
+    /// omitted and counted instead.
     fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
         // The output of the built-in runtime is messages. The rate is limited for people only, not
         // for files and programs.
@@ -207,7 +213,7 @@ impl RunView {
         }
     }
 
-    /// Stores the values of an event that the progress bar and the summary display.
+    /// Stores the values of an event that the progress bar and the final messages display.
     fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
@@ -236,7 +242,8 @@ impl RunView {
 
     // ---- steps ----
 
-    /// Records the metrics of a step, updates the progress bar, and writes a line if one is due.
+    /// Records the metrics of a step and updates the progress bar. Without a progress bar and
+    /// `--json`, writes lines about some steps (see [`STEP_LINES`] and [`STEP_LINE_INTERVAL`]).
     fn show_step(&mut self, event: &Event) {
         let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
             return;
@@ -271,7 +278,8 @@ impl RunView {
         }
     }
 
-    /// Updates the progress bar. `done` is the number of finished steps, if it changed.
+    /// Updates the text and position of the progress bar. `done` is the number of finished steps,
+    /// or `None` to keep the position.
     fn update_bar(&mut self, done: Option<u64>) {
         if !self.console.has_bar() {
             return;
@@ -292,8 +300,8 @@ impl RunView {
 
     // ---- failures and the end ----
 
-    /// Writes a failure, the last output lines of the failed rank, the path of its log, and the
-    /// help.
+    /// Writes a failure to stderr, with the last output lines and the log path of the failed rank
+    /// and the help texts.
     fn show_failure(&mut self, failure: &FailureReport) {
         self.console.write_message(&replace_control_characters(&format_failure(failure)));
         if !failure.tail.is_empty() {
@@ -310,7 +318,8 @@ impl RunView {
         }
     }
 
-    /// Writes the final messages: how the other ranks ended, the loss curve, and how the run ended.
+    /// Writes the final messages to stderr: how the other ranks ended, the loss curve of a built-in
+    /// training, how the run ended, and the files of the run.
     fn show_summary(&mut self, summary: &RunSummary) {
         if let omitted @ 1.. = self.rate_limit.take_omitted() {
             self.report_omitted_lines(omitted);
@@ -345,7 +354,8 @@ impl RunView {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 
-    /// Writes the paths of the run's files, and the command that resumes a run that did not finish.
+    /// Writes the paths of the run's files to stderr. For a built-in training that failed or was
+    /// stopped, also writes the command that resumes the training.
     fn show_files(&mut self, summary: &RunSummary) {
         let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
@@ -361,8 +371,10 @@ impl RunView {
     }
 }
 
-/// Formats the share of a step in which computation waits for collectives; empty if the share is
-/// too small to display. Both arguments are in seconds.
+/// Formats the share of a step in which computation waits for collectives. Returns an empty text if
+/// the share is less than [`SHOWN_EXPOSED_SHARE`].
+///
+/// `exposed` is the waiting time, and `step` the duration of the step, both in seconds.
 fn format_exposed_share(exposed: f64, step: f64) -> String {
     let share = if step > 0.0 { (exposed / step).min(1.0) } else { 0.0 };
     if share < SHOWN_EXPOSED_SHARE {

@@ -1,4 +1,4 @@
-//! [`ProcessIdentity`]: identifies a process beyond the reuse of its pid.
+//! [`ProcessIdentity`]: identifies a process even after another process got the same pid.
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -11,22 +11,22 @@ use std::{
     time::Duration,
 };
 
-/// Identifies a process by machine, boot, pid and start time.
+/// Identifies a process uniquely by machine, boot, pid and start time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessIdentity {
-    /// The host name of the machine.
+    /// The host name of the machine on which the process was started.
     pub(crate) host: String,
-    /// The kernel's identifier of the current boot.
+    /// The kernel's identifier of the boot in which the process was started.
     pub(crate) boot: String,
     /// The process ID.
     pub(crate) pid: u32,
-    /// The start of the process, in clock ticks since the boot.
+    /// The start time of the process, in clock ticks since the boot.
     #[serde(rename = "started")]
     pub(crate) start_ticks: u64,
 }
 
 impl ProcessIdentity {
-    /// Returns the identity of this process.
+    /// Returns the identity of the calling process. Fails if `/proc` is not readable.
     pub(crate) fn current() -> io::Result<ProcessIdentity> {
         let pid = std::process::id();
         let start_ticks =
@@ -34,18 +34,18 @@ impl ProcessIdentity {
         Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
-    /// Returns whether the process was started on this machine since the last boot.
+    /// Returns whether the process was started on this machine after the machine's last boot.
     pub(crate) fn is_on_this_boot(&self) -> bool {
         self.host == read_host_name() && self.boot == read_boot_id()
     }
 
-    /// Returns whether the process exists on this machine and has not ended.
+    /// Returns whether the process runs on this machine. A zombie counts as ended.
     pub(crate) fn is_alive(&self) -> bool {
         self.is_on_this_boot() && read_start_ticks(self.pid) == Some(self.start_ticks)
     }
 
-    /// Opens a handle of the process, which never refers to a later process with the pid; `None` if
-    /// the process has ended.
+    /// Opens a handle of the process. The handle never refers to a later process with the same pid.
+    /// Returns `None` if the process has ended.
     pub(crate) fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
         // SAFETY: pidfd_open returns a new descriptor or fails.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
@@ -53,34 +53,34 @@ impl ProcessIdentity {
             Err(Errno::ESRCH) => Ok(None),
             Err(error) => Err(error.into()),
             Ok(fd) => {
-                // SAFETY: the descriptor is new, and nothing else owns it.
+                // SAFETY: the descriptor is new, and no other value owns it.
                 let handle = ProcessHandle(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-                // The check follows the opening, because an open handle cannot refer to another
-                // process.
+                // Checked after the opening: if the process is still alive now, the handle cannot
+                // refer to another process.
                 Ok(self.is_alive().then_some(handle))
             }
         }
     }
 
-    /// Returns the identity of another process that had this pid on this machine.
+    /// Returns the identity of a process with the same pid on this machine, but a later start time.
     #[cfg(test)]
     pub(crate) fn with_other_start(&self) -> ProcessIdentity {
         ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
     }
 
-    /// Returns the identity of a process with this pid on another machine.
+    /// Returns the identity of a process with the same pid and start time on another machine.
     #[cfg(test)]
     pub(crate) fn with_other_host(&self) -> ProcessIdentity {
         ProcessIdentity { host: "another".into(), ..self.clone() }
     }
 }
 
-/// A handle of a process (pidfd).
+/// An open handle of a process (pidfd), through which the process can be signalled and awaited.
 #[derive(Debug)]
 pub(crate) struct ProcessHandle(OwnedFd);
 
 impl ProcessHandle {
-    /// Sends a signal to the process.
+    /// Sends a signal to the process. Fails if the process has been reaped.
     pub(crate) fn send_signal(&self, signal: Signal) -> io::Result<()> {
         let (fd, no_info) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: the descriptor is open; without siginfo the signal is sent as kill(2) sends it.
@@ -88,7 +88,7 @@ impl ProcessHandle {
         Errno::result(sent).map(drop).map_err(io::Error::from)
     }
 
-    /// Waits until the process ends, for at most `limit`. Returns whether it has ended.
+    /// Blocks until the process ends or `limit` has passed. Returns whether the process has ended.
     pub(crate) fn wait_for_exit(&self, limit: Duration) -> bool {
         let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
@@ -97,7 +97,7 @@ impl ProcessHandle {
 }
 
 /// Reads the start time of a process in clock ticks since boot, which is field 22 of
-/// `/proc/PID/stat`. `None` if the process has ended, also if it was not reaped yet.
+/// `/proc/PID/stat`. Returns `None` if the process has ended or is a zombie.
 fn read_start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
@@ -105,12 +105,13 @@ fn read_start_ticks(pid: u32) -> Option<u64> {
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-/// Reads the host name of this machine; empty if `/proc` is not readable.
+/// Reads the host name of this machine. Returns an empty text if `/proc` is not readable.
 fn read_host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-/// Reads the kernel's identifier of the current boot; empty if `/proc` is not readable.
+/// Reads the kernel's identifier of the current boot. Returns an empty text if `/proc` is not
+/// readable.
 fn read_boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

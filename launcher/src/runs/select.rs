@@ -1,14 +1,15 @@
-//! [`select_run`]: finds the run that the command line names.
+//! [`select_run`]: finds the run that a command line names.
 use super::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// The kind of runs that a command can use.
+/// Which runs a command may select: any run, or active runs only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
-    /// The command reads files of a run. Without a name, the command uses the active run, or the
-    /// newest run if no run is active.
+    /// Any run, for a command that reads the files of a run. Without a name, the active run is
+    /// selected, or the newest run if no run is active.
     Any,
-    /// The command acts on an active run.
+    /// An active run, for a command that signals the controller. Without a name, the active run is
+    /// selected.
     Active,
 }
 
@@ -33,13 +34,14 @@ pub(crate) enum RunSelectionError<'r> {
     /// The names of several runs begin with this text.
     #[error("the names of {count} runs begin with `{prefix}`; specify one", count = .1.len(), prefix = .0)]
     SeveralWithPrefix(String, Vec<&'r Run>),
-    /// No run is active here, and several were started on other machines.
+    /// No run is active on this machine, and several runs were started on other machines.
     #[error("no run is active here, and {} runs were started on other machines; specify one", .0.len())]
     SeveralRemote(Vec<&'r Run>),
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the matching runs if several runs match; otherwise an empty slice.
+    /// Returns the runs that the command line could mean if several runs match. Returns an empty
+    /// slice for other errors.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns | RunSelectionError::NoneActive | RunSelectionError::NotFound(_) => &[],
@@ -66,10 +68,12 @@ impl From<RunSelectionError<'_>> for Diagnostic {
 
 /// Selects one of `runs`, which must be sorted from the newest to the oldest.
 ///
-/// `name` is, in this order of precedence, the ID of a run, the name of a job (whose active run or
-/// else newest run is selected), or the beginning of the ID of a run. Without a name the only
-/// active run is selected. If no run is active, [`RunFilter::Any`] selects the newest run, and
-/// [`RunFilter::Active`] the only run that was started on another machine.
+/// `name` is, in this order of precedence, the ID of a run, the name of a job, or the beginning of
+/// the ID of a run. The name of a job selects the job's active run or, if none is active, the
+/// newest run.
+///
+/// Without a name, the only active run is selected. If no run is active, [`RunFilter::Any`] selects
+/// the newest run, and [`RunFilter::Active`] the only run that was started on another machine.
 pub(crate) fn select_run<'r>(
     runs: &'r [Run],
     name: Option<&str>,
@@ -105,8 +109,9 @@ pub(crate) fn select_run<'r>(
     }
 }
 
-/// Selects the only run that was started on another machine, for use when no run is active on this
-/// machine. The error message of the command names the other machine.
+/// Selects the only run that was started on another machine. [`select_run`] calls this function if
+/// no run is active on this machine. The command then reports an error that names the other
+/// machine.
 fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {

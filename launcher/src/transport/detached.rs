@@ -29,9 +29,9 @@ pub(crate) enum DetachedStart {
 /// Starts this executable as a detached controller. Blocks until the job has started or the
 /// controller has ended.
 ///
-/// `args` returns the arguments of the controller. It receives the number of the file descriptor
-/// from which the controller creates its [`StartNotifier`]. Standard output and standard error go
-/// to `console`.
+/// The function `args` returns the arguments of the controller. Its parameter is the number of the
+/// file descriptor from which the controller creates its [`StartNotifier`]. Standard output and
+/// standard error of the controller go to `console`.
 pub(crate) fn start_detached_controller(
     args: impl Fn(RawFd) -> Vec<OsString>,
     console: File,
@@ -65,7 +65,8 @@ pub(crate) fn start_detached_controller(
     Ok(DetachedStart::Started(child.id()))
 }
 
-/// Notifies the process that started a detached controller, once, that the job has started.
+/// Notifies the process that started a detached controller that all workers of the job run. The
+/// notification is one byte on an inherited pipe.
 #[derive(Clone, Debug)]
 pub struct StartNotifier(Arc<OwnedFd>);
 

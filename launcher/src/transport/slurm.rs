@@ -55,7 +55,7 @@ impl SlurmTransport {
         SlurmTransport { allocation, bcast, addresses, steps: Vec::new() }
     }
 
-    /// Divides the nodes among `hosts` into steps.
+    /// Divides the allocated nodes that `hosts` names into steps. Ignores names of other hosts.
     ///
     /// A step holds the nodes of one heterogeneous group. If the job requests GPUs per task and the
     /// nodes have different numbers of GPUs, each node gets a separate step.
@@ -85,8 +85,8 @@ impl SlurmTransport {
         steps
     }
 
-    /// Starts one step of agents and the listener to which they connect. Returns the agents with
-    /// the names of their nodes. The agents have not connected yet.
+    /// Starts one Slurm step with an agent on each of `nodes`, and the listener to which the agents
+    /// connect. Returns the agents, which have not connected yet, with the names of their nodes.
     fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(host::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
@@ -190,8 +190,8 @@ fn build_command_error(command: &str, status: ProcessStatus, stderr: &[u8]) -> D
         .with_field("output", stderr)
 }
 
-/// Returns the output of a command of Slurm, or the error if the command could not be started or
-/// failed.
+/// Returns the output of a command of Slurm. Fails if the command could not be started, or if its
+/// exit status is not 0.
 fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {
@@ -201,7 +201,7 @@ fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result
     }
 }
 
-/// Joins the lines of a text with ` | `.
+/// Joins the lines of a text with ` | `, without white space at both ends.
 fn join_lines(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
 }
@@ -211,8 +211,8 @@ mod tests {
     use super::*;
     use crate::discover::slurm::{SlurmNode, SlurmNodeGroup};
 
-    /// Builds a node of an allocation. `gpus_by_task` states whether the job requested GPUs per
-    /// task.
+    /// Builds a node of an allocation with this number of GPUs. `gpus_by_task` states whether the
+    /// job requested GPUs per task.
     fn build_node(name: &str, gpus: Option<u32>, gpus_by_task: bool) -> SlurmNode {
         SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, gpus_by_task }
     }

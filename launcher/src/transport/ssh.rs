@@ -30,7 +30,8 @@ use std::{
 use target::{SshTarget, TargetResolver};
 use tokio::net::UnixStream;
 
-/// The number of the stream that carries a remote process's stderr (RFC 4254, 5.2).
+/// The number of the SSH channel's stream that carries the stderr of the remote process (RFC 4254,
+/// 5.2).
 const STDERR: i32 = 1;
 /// The stack size of a connection's thread, in bytes. There may be thousands of threads.
 const THREAD_STACK_BYTES: usize = 512 << 10;
@@ -67,7 +68,8 @@ impl SshTransport {
         })
     }
 
-    /// Starts an agent on the host of this name. Also returns the connection's progress.
+    /// Begins to start an agent on the host with this name, and returns at once. Also returns the
+    /// progress of the connection, which a separate thread sets up.
     pub(crate) fn start_agent(
         &self,
         name: &str,
@@ -85,8 +87,8 @@ impl SshTransport {
         })
     }
 
-    /// Starts the thread of a connection. Returns the agent's streams, before the connection is set
-    /// up, and the connection's progress.
+    /// Starts the thread of the connection to a host. Returns the agent's streams, which carry data
+    /// once the connection is set up, and the progress of the connection.
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<(AgentProcess, Arc<ConnectionProgress>)> {
         let (control, control_end) = StdStream::pair()?;
         let (stderr, stderr_end) = StdStream::pair()?;
@@ -116,7 +118,7 @@ impl SshTransport {
     }
 }
 
-/// Converts a stream into a nonblocking stream of tokio.
+/// Converts a socket of the standard library into a nonblocking socket of tokio.
 fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
@@ -151,7 +153,7 @@ struct SshConnection {
 
 impl SshConnection {
     /// Starts the agent and relays its streams. Blocks until the agent or the connection has ended,
-    /// and records how it ended.
+    /// and records the result in `progress`.
     fn run_to_end(self) {
         let (failure, status) = match self.start_and_relay_agent() {
             Ok(status) => (None, status),
@@ -161,8 +163,8 @@ impl SshConnection {
         // The streams end when `self` is dropped. So the result is recorded before they end.
     }
 
-    /// Starts the agent and relays its streams until it ends. Returns the agent's exit status, if
-    /// the host reports it.
+    /// Starts the agent and relays its streams until the agent ends. Returns the agent's exit
+    /// status, or `None` if the host does not report it. Fails if the connection is lost.
     fn start_and_relay_agent(&self) -> diagnostic::Result<Option<ExitStatus>> {
         let target = self.resolver.resolve_target(&self.host)?;
         let (session, agent) = self.start_agent(&target)?;
@@ -175,8 +177,8 @@ impl SshConnection {
             })
     }
 
-    /// Connects to the host and starts the agent. Blocks until the fanout limit permits another
-    /// connection, and holds the permit until the agent runs.
+    /// Connects to the host and starts the agent. First blocks until the fanout limit permits
+    /// another connection, and holds the permit until the agent runs.
     fn start_agent(&self, target: &SshTarget) -> diagnostic::Result<(ssh2::Session, RemoteAgent)> {
         let fanout = if target.jumps.is_empty() { &self.fanout } else { &self.jump_fanout };
         let _permit = fanout.acquire_permit();
@@ -187,21 +189,21 @@ impl SshConnection {
     }
 }
 
-/// A limit of connections that are set up at once.
+/// A limit of connections that are set up at once, as a semaphore.
 #[derive(Debug)]
 struct FanoutLimit {
-    /// The number of permits that are free.
+    /// The number of connections that may be set up in addition to the present ones.
     free: Mutex<u32>,
     released: Condvar,
 }
 
 impl FanoutLimit {
-    /// Creates a limit of `limit` connections, but at least one.
+    /// Creates a limit of `limit` connections. A limit of 0 counts as 1.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
 
-    /// Takes a permit. Blocks until one is free.
+    /// Takes a permit to set up one connection. Blocks until a permit is free.
     fn acquire_permit(&self) -> FanoutPermit<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free =

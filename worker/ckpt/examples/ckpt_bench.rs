@@ -1,5 +1,5 @@
-//! Measures how fast checkpoints are saved, loaded, verified and gathered, and compares saving and
-//! loading with plain O_DIRECT writes and reads of equal size.
+//! Measures the rates in GB/s of saving, loading, verifying and gathering checkpoints. Compares
+//! saving and loading with plain O_DIRECT writes and reads of equal size.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
@@ -46,7 +46,7 @@ fn main() -> Result<(), Error> {
 /// rates. Uses one thread per rank.
 ///
 /// # Errors
-/// When an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
+/// Fails if an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
 fn measure_rates(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Result<(), Error> {
     let gb = data.len() as f64 * 4e-9;
     let parts: Vec<&[f32]> =
@@ -88,7 +88,7 @@ fn measure_rates(dir: &Path, data: &[f32], ranks: usize, rounds: usize) -> Resul
 }
 
 /// Prints the best rate of each operation in GB/s. For saving and loading, also prints the median
-/// over the rounds of their share of the plain rate, in percent.
+/// over all rounds of the ratio to the plain rate, in percent.
 fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
     let median_share = |ours: &[f64], plain: &[f64]| {
@@ -123,8 +123,8 @@ fn run_on_each_part<T: Send>(
     })
 }
 
-/// Writes about `bytes.len()` bytes to a new file with O_DIRECT and syncs the file. Every block has
-/// the content of the first one. Rounds the last block down to a multiple of 4096 bytes.
+/// Writes about `bytes.len()` bytes to a new file with O_DIRECT and syncs the file. Writes the
+/// first block of `bytes` repeatedly. Rounds the last block down to a multiple of 4096 bytes.
 fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let _ = std::fs::remove_file(path);
     let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
@@ -139,8 +139,8 @@ fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads `len` bytes of a file with O_DIRECT and drops them. Rounds the last block down to a
-/// multiple of 4096 bytes.
+/// Reads `len` bytes of a file with O_DIRECT into a buffer that is not used. Rounds the last block
+/// down to a multiple of 4096 bytes.
 fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
     let mut buffer = MmapMut::map_anon(IO_BLOCK_BYTES)?;
@@ -151,7 +151,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves the parts as one weight, with one rank per part. Returns the path of the checkpoint.
+/// Saves the concatenated parts as one weight `w`, with one rank and one thread per part. Returns
+/// the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;

@@ -1,5 +1,5 @@
 //! Reads every floating-point tensor of a checkpoint into memory, verifies the read bytes, and
-//! prints seconds, bytes and GB/s. The numbers are compared with those of `torch.load`.
+//! prints seconds, bytes and GB/s, for comparison with `torch.load`.
 //!
 //! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
 use ckpt::{OpenedCheckpoint, ReadRequest, TensorInfo, TensorSource};

@@ -1,7 +1,8 @@
 //! Creates a ZeRO-2 checkpoint of any size in sparse files: almost all elements are zeros, stored
 //! as holes.
 //!
-//! Measures the memory and time of operations on large checkpoints without the disk space for them.
+//! Such a checkpoint serves to measure the memory and time of operations on large checkpoints with
+//! little disk space.
 //!
 //! `cargo run -p ckpt --release --example sparse_zero -- DIR BYTES [RANKS]`
 use crc32fast::Hasher;
@@ -14,7 +15,7 @@ use std::path::Path;
 const WEIGHT_ELEMENTS: u64 = 64 << 20;
 /// Bytes per parameter: FP32 weight, both moments of Adam, and the module's BF16 weight.
 const BYTES_PER_PARAM: u64 = 14;
-/// Distance between the elements of the flat group that aren't zero, in elements.
+/// Distance between the nonzero elements of the flat group, in elements.
 const NONZERO_DISTANCE: u64 = 10_000_019;
 /// Alignment of the data of zip members in bytes, as `torch.save` aligns them.
 const ZIP_ALIGNMENT: u64 = 64;
@@ -42,11 +43,11 @@ pub(crate) fn compute_value(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
 
-/// Writes a checkpoint of `ranks` ranks with `elements` parameters into `dir`. Writes Adam's
-/// moments if `moments` is true.
+/// Writes a checkpoint of `ranks` ranks with `elements` parameters to the directory `dir`. Writes
+/// Adam's moments if `moments` is true.
 ///
 /// # Panics
-/// If `elements` is not a positive multiple of `2 * ranks`.
+/// Panics if `elements` is not a positive multiple of `2 * ranks`.
 pub(crate) fn write_checkpoint(dir: &Path, elements: u64, ranks: u64, moments: bool) -> io::Result<()> {
     assert!(
         elements > 0 && elements.is_multiple_of(2 * ranks),
@@ -257,7 +258,8 @@ fn write_none(p: &mut PickleWriter) {
     p.0.push(b'N');
 }
 
-/// Encodes the pickle of a rank's optimizer file; `part` is the rank's number of elements.
+/// Encodes the pickle of a rank's optimizer file. `part` is the number of elements that the rank
+/// stores. The pickle refers to Adam's moments if `moments` is true.
 fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     let flat = |role: u64| move |p: &mut PickleWriter| p.write_tensor("FloatStorage", role, part, 0, &[part]);
     let (weights, first, second) = (flat(0), flat(1), flat(2));
@@ -288,7 +290,8 @@ fn encode_optimizer_pickle(part: u64, ranks: u64, moments: bool) -> Vec<u8> {
     encode_dict(&[("optimizer_state_dict", &optimizer), ("ds_version", &|p| p.write_text("0.19.8"))])
 }
 
-/// Encodes the pickle of the model file.
+/// Encodes the pickle of the model file. `shapes` are the shapes of the weights, and `elements` is
+/// the number of elements of all weights.
 fn encode_model_pickle(shapes: &[[u64; 2]], elements: u64, ranks: u64) -> Vec<u8> {
     let named = |p: &mut PickleWriter, value: &dyn Fn(&mut PickleWriter, usize)| {
         p.0.extend(b"}(");

@@ -1,4 +1,5 @@
-//! What a checkpoint contains: tensors by role and name, the model, and facts about the run.
+//! Types that describe the content of a checkpoint: its tensors, its model, and facts about the
+//! run.
 use crate::dtype::Dtype;
 use crate::error::{CkptError, Result};
 use crate::manifest_error::ManifestError;
@@ -7,11 +8,11 @@ use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
-/// The purpose of a tensor.
+/// The purpose of a tensor in a checkpoint: weight, optimizer state or buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorRole {
-    /// A parameter of the model: the FP32 master copy, or BF16.
+    /// A parameter of the model: the FP32 master weight, or BF16 in a run without master weights.
     Weight,
     /// First moment of Adam.
     ExpAvg,
@@ -44,8 +45,8 @@ impl TensorRole {
         }
     }
 
-    /// Returns true for optimizer states. An optimizer state has the name and the shape of its
-    /// weight.
+    /// Returns true for the role of an optimizer state. A tensor of such a role has the name and
+    /// the shape of its weight.
     pub fn is_optimizer_state(self) -> bool {
         matches!(self, TensorRole::ExpAvg | TensorRole::ExpAvgSq | TensorRole::Momentum)
     }
@@ -57,21 +58,21 @@ impl fmt::Display for TensorRole {
     }
 }
 
-/// Name, role, dtype and shape of a whole tensor, however its elements are divided among files.
+/// Name, role, dtype and shape of a whole tensor, whose elements several files may store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Name in the Hugging Face model.
     pub name: String,
-    /// Role of the tensor.
+    /// Purpose of the tensor: weight, optimizer state or buffer.
     pub role: TensorRole,
     /// Dtype of the stored elements.
     pub dtype: Dtype,
-    /// Dimensions.
+    /// Number of elements in each dimension, outermost first.
     pub shape: Vec<u64>,
 }
 
 impl TensorInfo {
-    /// Returns the number of elements.
+    /// Returns the number of elements of the tensor, which is the product of its dimensions.
     pub fn element_count(&self) -> u64 {
         self.shape.iter().product()
     }
@@ -88,7 +89,7 @@ impl TensorInfo {
 pub struct WeightShape {
     /// Name in the Hugging Face model.
     pub name: String,
-    /// Dimensions.
+    /// Number of elements in each dimension, outermost first.
     pub shape: Vec<u64>,
 }
 
@@ -98,12 +99,12 @@ pub struct WeightShape {
 pub struct TiedWeight {
     /// Name of the weight that is not stored.
     pub alias: String,
-    /// Name of the weight that is stored in its place.
+    /// Name of the stored weight, which has the elements of both names.
     pub target: String,
 }
 
-/// A description of the model, from which tensors are checked and a Hugging Face directory is
-/// exported.
+/// A description of the model. The tensors of a checkpoint are checked against it, and the export
+/// of a Hugging Face directory uses it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -113,7 +114,7 @@ pub struct ModelSpec {
     pub hf_config: Value,
     /// Every stored weight, in the order in which the model lists its parameters.
     pub weights: Vec<WeightShape>,
-    /// Tied weights.
+    /// Tied weights: further names of stored weights.
     pub ties: Vec<TiedWeight>,
     /// Weights that are not trained and therefore have no optimizer state.
     #[serde(default)]
@@ -137,7 +138,8 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// Facts about a run and its state that a manifest records. The caller of a save provides them.
+/// Facts about a run and its state that a manifest records. The caller of a save provides these
+/// facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {
@@ -155,20 +157,21 @@ pub struct RunFacts {
     pub program: String,
     /// Cursor: samples consumed, scale of the FP16 loss, and step lags of weights.
     pub cursor: Value,
-    /// RNG streams.
+    /// States of the RNG streams. Null in a checkpoint that was converted from another format.
     pub rng: Value,
     /// Parameter groups with their hyper-parameters.
     pub groups: Value,
     /// Description of the model.
     pub model: ModelSpec,
-    /// Files of the tokenizer.
+    /// Tokenizer files, which are exported with the weights.
     pub tokenizer: Vec<TextFile>,
-    /// The resolved job file.
+    /// The resolved job file. In a checkpoint that was converted from another format: the path and
+    /// the scheduler of the source.
     pub job: Value,
 }
 
-/// Key in the cursor of the step lags: an object that maps the name of a weight to the number of
-/// updates by which the weight is behind the step of the run.
+/// Key under which the cursor stores step lags. The value is an object that maps the name of a
+/// weight to the number of updates by which the weight is behind the step of the run.
 pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Maximum length of a tensor's name in bytes.
@@ -185,15 +188,15 @@ pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
 
-/// A tensor name that is empty, too long, or has control characters.
+/// The error for a tensor name that is empty, longer than 1024 bytes, or has control characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not a valid tensor name (1 to {TENSOR_NAME_MAX} bytes, no control characters)")]
 pub struct InvalidTensorName {
-    /// The first characters of the name.
+    /// The first 60 characters of the invalid name.
     pub name: String,
 }
 
-/// Rejects a tensor name that is empty, too long, or has control characters.
+/// Fails if a tensor name is empty, longer than [`TENSOR_NAME_MAX`], or has control characters.
 pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTensorName> {
     if name.is_empty() || name.len() > TENSOR_NAME_MAX || name.chars().any(char::is_control) {
         return Err(InvalidTensorName { name: name.chars().take(60).collect() });
@@ -210,8 +213,8 @@ pub(crate) fn is_plain_file_name(name: &str) -> bool {
         && !name.chars().any(|c| c == '/' || c == '\\' || c.is_control())
 }
 
-/// Rejects a list with an invalid or repeated tensor name or an impossible shape. `kind` (weight or
-/// buffer) is for the error.
+/// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
+/// elements. `kind` (weight or buffer) precedes the tensor's name in the error.
 fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
     let mut seen = HashSet::new();
     for t in tensors {
@@ -230,7 +233,7 @@ fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result
 }
 
 impl ModelSpec {
-    /// Rejects a model that contradicts itself, such as one with a tie to a weight that it lacks.
+    /// Fails if the parts of the model contradict each other, such as a tie to a missing weight.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         if !self.hf_config.is_object() {
             return Err(ManifestError::ConfigNotAnObject);
@@ -253,9 +256,9 @@ impl ModelSpec {
         }
     }
 
-    /// Finds the first tensor in which this model's weights and `other` differ. Returns the
-    /// tensor's name, and then name and shape as text: first in this model, then in `other`.
-    /// Ignores the order of the tensors, since programs list them in different orders.
+    /// Finds the first weight that only one of this model and `other` has, or whose shapes differ.
+    /// Returns its name, its name and shape in this model as text, and the same text for `other`.
+    /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
             tensors.iter().map(|w| (w.name.as_str(), w)).collect()
@@ -273,13 +276,13 @@ impl ModelSpec {
 
 impl RunFacts {
     /// Returns the update count of a trained weight: the step of the run minus the step lag of the
-    /// weight, which is 0 unless the weight was frozen for a while.
+    /// weight. A weight that was never frozen has no step lag.
     pub(crate) fn count_updates(&self, weight: &str) -> u64 {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Rejects facts that could not be read back or exported: an inconsistent model, a world size
-    /// of 0, or an unsafe or repeated name of a tokenizer file.
+    /// Fails if the facts could not be read back or exported: if the model is inconsistent, the
+    /// world size is 0, or the name of a tokenizer file is unsafe or repeated.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
         if self.world == 0 {
@@ -295,8 +298,8 @@ impl RunFacts {
     }
 }
 
-/// Rejects the checkpoint at `path`, which stores the model `stored`, unless its weights are those
-/// in `wanted`. The error names the first tensor that differs.
+/// Fails if the weights of the model `stored` differ from `wanted` in name or shape. The error
+/// names the first tensor that differs, and the checkpoint at `path` that stores the model.
 pub(crate) fn require_same_model(
     path: &std::path::Path,
     stored: &ModelSpec,

@@ -19,11 +19,12 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open native checkpoint. Its files are opened for each read, relative to the open directory.
-/// Reads therefore still work after the directory is renamed, but not after it is removed.
+/// An open native checkpoint. Each read opens the shards that it needs, relative to the open
+/// directory. Reads therefore still work after the directory is renamed, but not after its removal.
 pub struct Checkpoint {
     path: PathBuf,
-    /// The open checkpoint directory; `None` if no part of the checkpoint is on this host.
+    /// The open directory of the checkpoint, or `None` if no part of the checkpoint is on this
+    /// host.
     directory: Option<Directory>,
     /// For each shard, whether its file is in the directory.
     local_files: Vec<bool>,
@@ -69,8 +70,8 @@ impl Checkpoint {
     /// A shard may be missing if the manifest records that another host stores it.
     ///
     /// # Errors
-    /// [`CkptError::NotFound`] if `path` does not exist; an error that names the damaged or missing
-    /// file otherwise.
+    /// Fails with [`CkptError::NotFound`] if `path` does not exist. Fails with an error that names
+    /// the file if the manifest or a shard is damaged or missing.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if !crate::disk::exists(path) {
             return Err(CkptError::NotFound { path: path.to_owned() });
@@ -94,8 +95,8 @@ impl Checkpoint {
     }
 
     /// Opens a host-local checkpoint from the text of its manifest, which another host may have
-    /// sent. With `has_directory`, the shards in the directory `path` are read from there. Other
-    /// shards can be read only with [`Checkpoint::read_many_with_fetcher`].
+    /// sent. If `has_directory` is true, opens the directory `path`, from which reads take the
+    /// shards of this host. Only [`Checkpoint::read_many_with_fetcher`] can read other shards.
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
         let directory = if has_directory { Some(Directory::open(path)?) } else { None };
@@ -133,8 +134,8 @@ impl Checkpoint {
         &self.local_files
     }
 
-    /// Returns the host that stores the shard with index `file`; `None` if the hosts share the
-    /// checkpoint directory.
+    /// Returns the host that stores the shard with index `file`. Returns `None` if the hosts share
+    /// the checkpoint directory.
     pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.manifest.shard_host(file)
     }
@@ -155,7 +156,7 @@ impl Checkpoint {
         }
     }
 
-    /// Makes the description of a shard and its host for an error.
+    /// Returns the file name and the host of the shard with index `file`, for an error.
     fn make_remote_shard(&self, file: usize) -> RemoteShard {
         let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
         RemoteShard { file: self.manifest.files[file].name.clone(), host }
@@ -166,7 +167,8 @@ impl Checkpoint {
         &self.manifest.facts
     }
 
-    /// Iterates over all tensors: weights first, and within a role in the order of the model.
+    /// Iterates over all tensors, sorted by role as in [`TensorRole::ALL`]. Tensors of one role are
+    /// in the order of the model.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
         self.manifest.tensors.iter().map(|t| TensorInfo {
             name: t.name.clone(),
@@ -191,14 +193,14 @@ impl Checkpoint {
         self.index.contains_key(&(role, name.to_owned()))
     }
 
-    /// Rejects the checkpoint unless its model has exactly these weights. The error names the first
-    /// tensor that differs.
+    /// Fails if the model of the checkpoint differs from `weights` in the name or shape of a
+    /// weight. The error names the first tensor that differs.
     pub fn require_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
     }
 
-    /// Reads the elements `range` of one tensor into `out`, which must have the length of the
-    /// range. For many ranges [`Checkpoint::read_many`] is faster, since it reads no block twice.
+    /// Reads the elements `range` of one tensor as F32 into `out`, which must have the length of
+    /// the range. For many ranges [`Checkpoint::read_many`] is faster: it reads each block once.
     pub fn read_f32(&self, name: &str, role: TensorRole, range: Range<u64>, out: &mut [f32]) -> Result<()> {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
@@ -206,13 +208,15 @@ impl Checkpoint {
         self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges of tensors as F32. Reads and verifies each block once, in the order of the
-    /// offsets. After an error the contents of the outputs are undefined. Needs 24 MiB of memory in
-    /// addition to the outputs.
+    /// Reads many ranges of tensors as F32. Reads and verifies each block once, in the order of
+    /// shards and offsets. After an error the contents of the outputs are undefined. Needs 24 MiB
+    /// of memory in addition to the outputs.
     ///
     /// # Errors
-    /// [`CkptError::Damaged`] names the block and the tensors in it; [`CkptError::NoSuchTensor`]
-    /// and [`CkptError::RangeOutsideTensor`] when a tensor or range does not exist.
+    /// Fails with [`CkptError::Damaged`], which names the block and its tensors, if a block is
+    /// damaged. Fails with [`CkptError::NoSuchTensor`] or [`CkptError::RangeOutsideTensor`] if a
+    /// tensor or range does not exist, and with [`CkptError::ShardsOnOtherHosts`] if a needed shard
+    /// is not on this host.
     pub fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many_with_fetcher(requests, &mut |remote, _| {
             self.require_local_shards(|file| remote.iter().any(|run| run.file == file))
@@ -224,7 +228,7 @@ impl Checkpoint {
     /// pass each block in this order to the sink, which verifies the block.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_many`] and of `fetch`.
+    /// Fails if a local block is damaged, a tensor or range does not exist, or `fetch` fails.
     pub fn read_many_with_fetcher(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -239,8 +243,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads the stored elements of each request without conversion. Elements narrower than F32
-    /// fill only the end of the output.
+    /// Reads the stored elements of each request without conversion, and passes remote blocks
+    /// through `fetch`. Elements narrower than F32 fill only the end of the output buffer.
     fn read_stored_elements(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -307,7 +311,8 @@ impl Checkpoint {
         })
     }
 
-    /// Divides a request into reads of byte ranges of shards, and appends them to `reads`.
+    /// Divides a request into reads of byte ranges of shards, and appends these reads to `reads`.
+    /// Fails if the tensor or the range does not exist.
     fn resolve_request<'a>(
         &self,
         request: &'a mut ReadRequest<'_>,
@@ -326,7 +331,7 @@ impl Checkpoint {
         }
         let size = tensor.dtype.size();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(request.out);
-        // narrower elements are read to the end of the buffer, from where they are widened in place
+        // narrower elements are read to the end of the buffer, and are widened in place from there
         let skip = bytes.len() - bytes.len() / 4 * size as usize;
         let mut rest = &mut bytes[skip..];
         for (i, part) in element_ranges::intersect_ranges(&tensor.pieces, PieceEntry::element_range, range) {
@@ -351,7 +356,8 @@ impl Checkpoint {
         }
     }
 
-    /// Compares a block with its hash in the manifest. The error names the tensors in the block.
+    /// Fails if a block does not match its hash in the manifest. The error names the tensors in the
+    /// block.
     fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         let entry = &self.manifest.files[file];
         if entry.blocks.get(block as usize) == Some(&Hash::digest(bytes)) {
@@ -366,8 +372,8 @@ impl Checkpoint {
         Err(CkptError::Damaged { path: self.path().to_owned(), damage: Box::new(damage) })
     }
 
-    /// Converts the error of a failed read of a job to an error about this checkpoint. An I/O error
-    /// becomes [`CkptError::Damaged`] with the names of the tensors in the job's blocks.
+    /// Converts an error of reading the blocks of `job` to an error about this checkpoint. An I/O
+    /// error becomes [`CkptError::Damaged`] with the names of the tensors in these blocks.
     fn convert_read_error(&self, job: &BlockRequest, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {
@@ -442,8 +448,8 @@ impl TensorSource for Checkpoint {
             // the worker writes groups in this form; any other form is ignored
             groups: serde_json::from_value(facts.groups.clone()).unwrap_or_default(),
             steps: trained.map(|w| (w.name.clone(), facts.count_updates(&w.name))).collect(),
-            // the scheduler of the program from whose checkpoint this one was converted; a native
-            // run computes its schedule from the step
+            // a converted checkpoint keeps the scheduler of its source, while a native run computes
+            // its schedule from the step
             scheduler: facts.job["converted"]["scheduler"].clone(),
             loss_scaler: facts.cursor["loss_scale"].clone(),
             ties: facts.model.ties.clone(),
@@ -493,8 +499,8 @@ fn widen_bf16_in_place(out: &mut [f32]) {
     }
 }
 
-/// Copies blocks to the buffers of the reads that need their bytes. The reads must be sorted by
-/// shard and offset, and the blocks must arrive in this order.
+/// The progress of copying blocks to the buffers of the reads that need their bytes. Reads must be
+/// sorted by shard and offset, and blocks must arrive in the same order.
 struct BlockScatter<'s, 'a> {
     reads: &'s mut [ByteRead<'a>],
     /// Index of the first read that may be incomplete. All reads before it are complete.

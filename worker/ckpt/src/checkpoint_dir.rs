@@ -1,4 +1,4 @@
-//! The checkpoint directory: lists its checkpoints, reads `latest`, and opens checkpoints.
+//! Lists the checkpoints in a checkpoint directory, reads its file `latest`, and opens checkpoints.
 use crate::checkpoint::Checkpoint;
 use crate::disk::{Directory, exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
@@ -26,14 +26,15 @@ pub fn step_dir_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Parses a directory name such as `step-00000010`. Returns the step; `None` for other names.
+/// Parses a directory name such as `step-00000010` and returns the step. Returns `None` for other
+/// names.
 pub(crate) fn parse_step_dir_name(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (step_dir_name(step) == name).then_some(step)
 }
 
-/// Encodes the content of `latest`: the directory name of the step's checkpoint and the hash of the
-/// name. With the hash, a flipped bit can't select another checkpoint.
+/// Encodes the content of `latest`: the directory name of the step's checkpoint, and the hash of
+/// this name. The hash prevents a flipped bit from selecting another checkpoint.
 pub(crate) fn encode_latest(step: u64) -> String {
     let name = step_dir_name(step);
     format!("{name} blake3:{}\n", Hash::digest(name.as_bytes()).to_hex())
@@ -54,7 +55,7 @@ fn has_manifest(path: &Path) -> bool {
 }
 
 /// Lists the steps of all entries of `root` that are named like a checkpoint, newest first. Does
-/// not check whether they have a manifest.
+/// not check whether these entries contain a manifest.
 pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CkptError::io("list", root))? {
@@ -110,18 +111,18 @@ pub fn find_latest(root: &Path) -> Result<Option<PathBuf>> {
 /// The newest readable checkpoint of a directory.
 #[derive(Debug)]
 pub struct NewestCheckpoint {
-    /// The checkpoint.
+    /// The newest checkpoint that could be opened.
     pub checkpoint: Checkpoint,
-    /// The errors because of which newer checkpoints were skipped.
+    /// The error of each newer checkpoint, which was skipped, newest first.
     pub skipped: Vec<CkptError>,
 }
 
-/// Opens the native checkpoint at `path`, or the newest readable one in the checkpoint directory
-/// `path`.
+/// Opens the native checkpoint at `path`. If `path` is a directory of native checkpoints, opens the
+/// newest one that is readable.
 ///
 /// # Errors
-/// Fails if there is no readable checkpoint, with the error of the newest checkpoint or with a
-/// diagnosis of the directory.
+/// Fails with the error of the newest checkpoint if no checkpoint is readable. Fails with a
+/// diagnosis of the directory if there is no native checkpoint.
 pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
     if exists(&path.join(MANIFEST_FILE)) {
         return Ok(NewestCheckpoint { checkpoint: Checkpoint::open(path)?, skipped: Vec::new() });
@@ -145,7 +146,7 @@ pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
 /// An open checkpoint of any format.
 #[derive(Debug)]
 pub enum OpenedCheckpoint {
-    /// A native checkpoint.
+    /// A native checkpoint, with the errors of newer checkpoints that were skipped.
     Native(Box<NewestCheckpoint>),
     /// A checkpoint of another program.
     External(Box<ExternalCheckpoint>),
@@ -161,16 +162,16 @@ impl OpenedCheckpoint {
     }
 }
 
-/// Opens the checkpoint at `path`, which any supported program wrote. If `path` is a directory of
-/// native checkpoints, opens the newest readable one. If it is a DeepSpeed directory, opens the
-/// checkpoint that `latest` names.
+/// Opens the checkpoint at `path`, which any supported program may have written. If `path` is a
+/// directory of native checkpoints, opens the newest readable one. If `path` is a DeepSpeed
+/// directory, opens the checkpoint that `latest` names.
 pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
     open_with_trained_names(path, None)
 }
 
 /// Opens the checkpoint at `path` as [`open_checkpoint`] does, for a run that trains the weights
-/// `trained`. HF Trainer and Accelerate number the optimizer states. If some weights were frozen,
-/// these names are needed to assign the states to weights.
+/// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
+/// weights were frozen, assigning the states to weights needs the names in `trained`.
 pub fn open_with_trained_names(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
     let native = exists(&path.join(MANIFEST_FILE))
         || !exists(path)

@@ -3,7 +3,7 @@
 //! The directory is polled, since shared file systems do not notify other hosts of changes. A poll
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
 //! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
-//! changed for a while. A native checkpoint is complete as soon as it has its name.
+//! changed for a while. A native checkpoint gets its final name when it is complete.
 use crate::checkpoint_dir::{list_checkpoints, parse_step_dir_name};
 use crate::disk::{Directory, exists};
 use crate::error::Result;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum depth of the subdirectories of a checkpoint whose files are checked for changes.
 const DEPTH_MAX: u32 = 4;
-/// Maximum number of files of a checkpoint.
+/// Maximum number of files of a checkpoint. A directory with more files is not reported.
 const FILES_MAX: usize = 1 << 20;
 
 /// Returns true for a part of a training state that programs write last. A save may still be in
@@ -40,11 +40,12 @@ pub enum DirectoryStatus {
     Complete {
         /// Step of the checkpoint, if known.
         step: Option<u64>,
-        /// Parts of a training state that were not written within the limit of the watch.
+        /// Parts of a training state that were still missing after no file had changed for the
+        /// `limit` of [`CheckpointWatch::new`].
         missing: Vec<String>,
     },
-    /// The directory is not a complete checkpoint, and no file changed within the limit of the
-    /// watch. The directory is checked again when it changes.
+    /// The directory is not a complete checkpoint, and no file has changed for the `limit` of
+    /// [`CheckpointWatch::new`]. The directory is checked again when a file in it changes.
     Incomplete {
         /// The message about the missing or damaged part.
         why: String,
@@ -56,7 +57,7 @@ pub enum DirectoryStatus {
 pub struct DirectoryReport {
     /// Path of the directory.
     pub path: PathBuf,
-    /// Status of the directory.
+    /// Whether the directory is a complete checkpoint.
     #[serde(flatten)]
     pub status: DirectoryStatus,
 }
@@ -71,8 +72,8 @@ struct DirectoryState {
     reported: bool,
 }
 
-/// A watch of a directory, which reports each checkpoint in it when it is complete. The directory
-/// may not exist yet, and may be removed and recreated.
+/// A watch of a directory, which reports each complete checkpoint in the directory once. The
+/// directory may not exist yet, and may be removed and recreated.
 pub struct CheckpointWatch {
     root: PathBuf,
     settle: Duration,
@@ -88,11 +89,11 @@ impl CheckpointWatch {
         CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
-    /// Polls the directory once. Returns the directories whose status is new, oldest step first.
-    /// `now` is the time of the poll.
+    /// Polls the watched directory once, at the time `now`. Returns the subdirectories whose status
+    /// was not reported since their files last changed, oldest step first.
     ///
     /// # Errors
-    /// Only if the directory exists and cannot be listed.
+    /// Fails if the watched directory exists and cannot be listed.
     pub fn poll(&mut self, now: Instant) -> Result<Vec<DirectoryReport>> {
         let mut reports = Vec::new();
         let found = match self.root.is_dir() {
@@ -126,7 +127,7 @@ impl CheckpointWatch {
 }
 
 /// Determines the status of a directory in which no file has changed for `quiet`. Returns `None`
-/// while a save may still be in progress.
+/// while a save may still be in progress, which `settle` and `limit` of the watch decide.
 fn determine_status(
     path: &Path,
     quiet: Duration,
@@ -135,7 +136,7 @@ fn determine_status(
 ) -> Option<DirectoryStatus> {
     let is_native = path.file_name().is_some_and(|n| parse_step_dir_name(&n.to_string_lossy()).is_some());
     if is_native {
-        // a native checkpoint gets its name when it is complete
+        // a directory gets the name of a native checkpoint when the checkpoint is complete
         return Some(match crate::Checkpoint::open(path) {
             Ok(checkpoint) => {
                 DirectoryStatus::Complete { step: Some(checkpoint.facts().step), missing: Vec::new() }
@@ -207,8 +208,8 @@ fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
 /// Path, size in bytes, and modification time (seconds, nanoseconds) of each file in a directory.
 type FileSnapshot = Vec<(PathBuf, u64, i64, i64)>;
 
-/// Takes a snapshot of a directory. Returns `None` if the directory is removed meanwhile or has
-/// more than [`FILES_MAX`] files.
+/// Takes a snapshot of the files in a directory tree. Returns `None` if a file or directory is
+/// removed meanwhile, or if there are more than [`FILES_MAX`] files.
 fn take_snapshot(path: &Path) -> Option<FileSnapshot> {
     let mut files = Vec::new();
     let mut directories = vec![(path.to_owned(), DEPTH_MAX)];

@@ -23,8 +23,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
 /// The hidden directory to which a save in progress writes, inside the checkpoint directory. This
-/// value also holds the lock of the checkpoint directory. Dropping it releases the lock and, unless
-/// the save was committed or prepared, removes the staging directory.
+/// value also holds the lock of the checkpoint directory. Dropping the value releases the lock. The
+/// drop also removes the staging directory if the save was neither committed nor prepared.
 pub struct StagingDir {
     pub(crate) root: PathBuf,
     pub(crate) dir: PathBuf,
@@ -41,9 +41,9 @@ impl StagingDir {
     /// that all ranks together write.
     ///
     /// # Errors
-    /// [`CkptError::InsufficientSpace`] if the file system of `root` has too little free space,
-    /// before any file is written; [`CkptError::DirectoryBusy`] if another process holds the lock
-    /// of `root`.
+    /// Fails with [`CkptError::InsufficientSpace`] if the file system of `root` has too little free
+    /// space, before any file is written. Fails with [`CkptError::DirectoryBusy`] if another
+    /// process holds the lock of `root`.
     pub fn create(root: &Path, step: u64, total_bytes: u64) -> Result<StagingDir> {
         disk::make_dirs(root)?;
         let lock = disk::lock_dir(root)?;
@@ -83,7 +83,7 @@ fn make_staging_name(step: &str) -> String {
 /// A checkpoint that is complete on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommittedCheckpoint {
-    /// The checkpoint directory.
+    /// Directory of this checkpoint, such as `checkpoints/step-00000010`.
     pub path: PathBuf,
     /// Total size of the checkpoint's files in bytes.
     pub bytes: u64,
@@ -91,12 +91,12 @@ pub struct CommittedCheckpoint {
 
 /// Completes a save: checks that the shards contain every tensor of the model and of the optimizer
 /// state exactly once, writes the manifest, renames the staging directory, and updates `latest`.
-/// `reports` are those of all ranks. An existing checkpoint of this step remains complete until the
-/// new one replaces it.
+/// `reports` has one report per rank. An existing checkpoint of this step remains complete until
+/// the new one replaces it.
 ///
 /// # Errors
-/// [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete checkpoint; I/O
-/// errors. After an error the staging directory is removed.
+/// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
+/// checkpoint. Also fails if I/O fails. After an error the staging directory is removed.
 pub fn commit_save(
     staging: StagingDir,
     facts: RunFacts,
@@ -105,8 +105,8 @@ pub fn commit_save(
     commit_save_by(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit_save`] does, and includes the parity files that
-/// [`crate::write_parity`] wrote. `parity` are the reports of all ranks.
+/// Completes a save as [`commit_save`] does, and lists the parity files that
+/// [`crate::write_parity`] wrote in the manifest. `parity` has one report per rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -158,7 +158,8 @@ pub(crate) fn write_manifest(
     Ok(bytes)
 }
 
-/// Returns [`SaveProblem::FileSize`] unless the file exists with the size in its entry.
+/// Fails with [`SaveProblem::FileSize`] if the file is missing, or its size differs from the size
+/// in its manifest entry.
 pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> Result<()> {
     let found = directory.file_size(&file.name)?;
     if found == Some(file.bytes) {
@@ -171,8 +172,8 @@ pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> 
 /// Assembles the manifest from the reports of all ranks, and checks its consistency.
 ///
 /// # Errors
-/// [`CkptError::InvalidSave`] if a rank's report is missing, or the tensors aren't exactly those of
-/// the model.
+/// Fails with [`CkptError::InvalidSave`] if a rank's report is missing, or if the tensors in the
+/// reports differ from those of the model.
 pub(crate) fn assemble_manifest(
     facts: RunFacts,
     mut reports: Vec<ShardReport>,
@@ -250,15 +251,15 @@ fn make_tensor_entry(
 /// The method by which one directory replaces another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReplaceMethod {
-    /// Exchange both names atomically; two renames if the file system can't exchange names.
+    /// Exchange both names atomically, or rename twice if the file system can't exchange names.
     AtomicExchange,
-    /// Two renames, which the tests of file systems without atomic exchange request.
+    /// Always rename twice. Tests use this method to imitate file systems without atomic exchange.
     #[cfg_attr(not(test), allow(dead_code))]
     TwoRenames,
 }
 
-/// Renames the complete, synced directory `from` to `to`, durably. If `to` exists, it gets the name
-/// `from`, which the caller then removes.
+/// Renames the complete, synced directory `from` to `to`, durably. An existing directory `to` gets
+/// the name `from`, and the caller then removes this old directory.
 pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
     let parent = disk::parent_dir(to);
     if !disk::exists(to) {
@@ -297,8 +298,8 @@ pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
     replace_file(root, LATEST_TEMP_FILE, LATEST_FILE, encode_latest(step).as_bytes())
 }
 
-/// Replaces the small file `name` in the directory `root` atomically and durably. `new` is the name
-/// under which the new content is written before it is renamed.
+/// Replaces the small file `name` in the directory `root` atomically and durably. Writes `content`
+/// to a file named `new` first, and then renames this file to `name`.
 pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
     let new = root.join(new);
     disk::unlink(&new)?;
@@ -308,7 +309,7 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
 }
 
 /// Removes the remains of interrupted saves and removals from the checkpoint directory `root`.
-/// Gives an old checkpoint its name back if its replacement was interrupted.
+/// Restores the name of an old checkpoint whose replacement was interrupted.
 pub(crate) fn remove_leftovers(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);
@@ -337,9 +338,9 @@ fn remove_hidden_entry(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes all checkpoints from the directory `root` except the newest `keep` ones and the one that
-/// `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before its files are
-/// removed, so that no incomplete checkpoint is visible. Returns the paths of the removed
+/// Locks the directory `root` and removes all its checkpoints except the newest `keep` ones and the
+/// one that `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before removing
+/// its files, so that no incomplete checkpoint is visible. Returns the paths of the removed
 /// checkpoints.
 pub fn prune_checkpoints(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {

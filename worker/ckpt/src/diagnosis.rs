@@ -1,4 +1,4 @@
-//! [`Diagnosis`]: what a path without a readable checkpoint probably is, and what to do.
+//! [`Diagnosis`]: the probable reason why a path has no readable checkpoint, with advice.
 use crate::checkpoint_dir::parse_step_dir_name;
 use crate::disk::{Directory, exists};
 use crate::error::CkptError;
@@ -17,14 +17,14 @@ const LISTED_CANDIDATES_MAX: usize = 4;
 const MARKER_FILES: [&str; 6] =
     [MANIFEST_FILE, "latest", "latest_universal", "trainer_state.json", ".metadata", "random_states_0.pkl"];
 
-/// What a path without a readable checkpoint probably is.
+/// The probable reason why a path has no readable checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Diagnosis {
     /// The directory has no entries.
     #[error("the directory is empty")]
     Empty,
-    /// The path is a file.
+    /// The path is a file, but a directory is expected.
     #[error("not a directory")]
     NotADirectory,
     /// The path is a file without the extension of a weights file.
@@ -43,8 +43,8 @@ pub enum Diagnosis {
         "the directory has .distcp files without .metadata: the save was interrupted, or the hidden file was not copied"
     )]
     DcpMetadataMissing,
-    /// The directory has FSDP's local shards. Only the program that wrote them can read them, on as
-    /// many ranks.
+    /// The directory has FSDP's local shards. Only the program that wrote these shards can read
+    /// them, on the same number of ranks.
     #[error(
         "the directory has FSDP local shards (LOCAL_STATE_DICT), which only the same program on as many ranks can read"
     )]
@@ -84,12 +84,12 @@ pub enum Diagnosis {
     /// The directory has Llama weights in the format in which Meta distributes them.
     #[error("the directory has weights in Meta's format (consolidated.*.pth), which is not supported")]
     MetaWeights,
-    /// The directory is not a checkpoint, but subdirectories of it may be.
+    /// The directory is not a checkpoint, but some of its subdirectories may be checkpoints.
     #[error("the directory has no checkpoint, but these subdirectories may: {}", format_candidates(candidates, *more))]
     Subdirectories {
-        /// Paths of the first candidates, relative to the directory.
+        /// Paths of the first subdirectories that may be checkpoints, relative to the directory.
         candidates: Vec<String>,
-        /// Number of further candidates.
+        /// Number of further subdirectories that may be checkpoints.
         more: usize,
     },
     /// The directory lacks the files by which HF Trainer's and Accelerate's checkpoints are
@@ -104,7 +104,7 @@ pub enum Diagnosis {
         "no {MANIFEST_FILE}, no step-* directories, no DeepSpeed state, no weights (model.safetensors, pytorch_model.bin, .metadata)"
     )]
     NotRecognized,
-    /// The directory cannot be read. The field is the message of the error.
+    /// The directory cannot be read. The field is the message of the I/O error.
     #[error("{0}")]
     Unreadable(String),
 }
@@ -134,7 +134,8 @@ impl Diagnosis {
         }
     }
 
-    /// Returns advice to the user; `None` if there is none.
+    /// Returns advice on how to get a readable checkpoint. Returns `None` for a diagnosis without
+    /// advice.
     pub fn help(&self) -> Option<String> {
         use Diagnosis::*;
         Some(match self {
@@ -155,7 +156,7 @@ impl Diagnosis {
     }
 }
 
-/// Formats the candidates as a list, followed by the number of those that the list lacks.
+/// Formats `candidates` as a list with commas. Appends "and N more" if `more` is not 0.
 fn format_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),
@@ -217,8 +218,8 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
     }
 }
 
-/// Searches the subdirectories `names` and those one level below for checkpoints. Searches at most
-/// [`SEARCHED_SUBDIRECTORIES_MAX`] of them.
+/// Searches the subdirectories `names` of `path`, and the subdirectories one level below, for
+/// checkpoints. Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     let mut left = SEARCHED_SUBDIRECTORIES_MAX;
     let mut candidates = Vec::new();
@@ -243,8 +244,9 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     }
 }
 
-/// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file. Each
-/// directory that is searched decrements `left`; returns false if `left` is 0.
+/// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file. `left`
+/// is the number of directories that may still be searched. Decrements `left` for a directory, and
+/// returns false if `left` is 0.
 fn probe_for_checkpoint(path: &Path, left: &mut usize) -> bool {
     if *left == 0 || !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
         return false;

@@ -27,16 +27,16 @@ const THREADS_MAX: usize = 16;
 /// One of the two checkpoints that are compared.
 #[derive(Clone, Copy)]
 pub struct DiffSide<'a> {
-    /// The checkpoint.
+    /// The open checkpoint, from which tensors are read.
     pub source: &'a dyn TensorSource,
-    /// Tied weights of the checkpoint.
+    /// Tied weights of the checkpoint, which provide further names of its tensors.
     pub ties: &'a [TiedWeight],
 }
 
 /// Options of [`diff_checkpoints`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiffOptions {
-    /// Compare only weights and buffers, and ignore optimizer states.
+    /// Whether to compare only weights and buffers, and ignore optimizer states.
     pub weights_only: bool,
 }
 
@@ -47,9 +47,9 @@ pub struct DiffReport {
     pub a: PathBuf,
     /// Path of the second checkpoint.
     pub b: PathBuf,
-    /// Pairs of tensors whose elements were compared.
+    /// Number of pairs of tensors whose elements were compared.
     pub compared: u64,
-    /// Compared pairs whose elements all have equal bits.
+    /// Number of compared pairs whose elements all have equal bits.
     pub equal: u64,
     /// Floating-point tensors with different elements, in the order of `a`.
     pub different: Vec<FloatTensorDiff>,
@@ -61,18 +61,18 @@ pub struct DiffReport {
     pub shapes: Vec<ShapeDiff>,
     /// Tensors with different dtypes, whose values may be equal.
     pub dtypes: Vec<DtypeDiff>,
-    /// Lines about tensors that one checkpoint stores while the other has only an alias of the
-    /// name. Such a tensor is compared with the target of the alias.
+    /// One line for each tensor that one checkpoint stores and the other has as an alias. Such a
+    /// tensor is compared with the target of the alias.
     pub tied: Vec<String>,
-    /// Tensors whose elements can't be compared, since at most one side is floating-point and the
-    /// dtypes differ. Their shapes were compared.
+    /// `role/name` of tensors with equal shapes whose elements can't be compared, since the dtypes
+    /// differ and are not both floating-point.
     pub not_compared: Vec<String>,
     /// Integer tensors with different bytes.
     pub other_bytes: Vec<IntegerTensorDiff>,
 }
 
 impl DiffReport {
-    /// Returns whether the checkpoints differ at most in dtypes and ties.
+    /// Returns whether all tensors are equal. Differences in dtypes and ties do not count.
     pub fn is_equal(&self) -> bool {
         self.different.is_empty()
             && self.only_a.is_empty()
@@ -105,7 +105,7 @@ pub struct FloatTensorDiff {
     pub tensor: String,
     /// Shape on both sides.
     pub shape: Vec<u64>,
-    /// How the elements differ.
+    /// Statistics of the differences between the elements.
     #[serde(flatten)]
     pub values: ElementDiff,
 }
@@ -175,7 +175,7 @@ fn format_tensor_label(info: &TensorInfo) -> String {
     format!("{}/{}", info.role, info.name)
 }
 
-/// A tensor of `a` and the tensor of `b` that corresponds to it.
+/// A tensor of `a` and the corresponding tensor of `b`, with equal shapes.
 struct TensorPair {
     a: TensorInfo,
     b: TensorInfo,
@@ -256,8 +256,9 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and name of `info`. Returns the tensor, and true if `info`'s
-    /// name is an alias of it. Returns `None` if there is no such tensor.
+    /// Finds the tensor with the role and name of `info`, or the tensor for which this name is an
+    /// alias. Returns the tensor, and true if the name is an alias. Returns `None` if there is no
+    /// such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -268,8 +269,8 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Reports differences in dtype and shape of two tensors. Returns them as a pair if their
-    /// elements can be compared, and `None` otherwise.
+    /// Adds differences in dtype and shape of two tensors to this report. Returns a pair of both
+    /// tensors if their elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: format_tensor_label(a), a: a.dtype, b: b.dtype });
@@ -350,8 +351,8 @@ fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     windows
 }
 
-/// Compares the elements of all pairs in several threads. Returns statistics in the order of the
-/// pairs.
+/// Compares the elements of all pairs in several threads. Returns the statistics of each pair, in
+/// the order of `pairs`.
 fn compare_elements(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
@@ -393,8 +394,8 @@ fn compare_elements(
     Ok(totals)
 }
 
-/// Takes the next window. Returns its number and its spans; `None` if all windows are taken or a
-/// thread has failed.
+/// Takes the next window for a thread. Returns the number and the spans of the window. Returns
+/// `None` if all windows are taken or a thread has failed.
 fn take_window<'a>(
     windows: &'a [Vec<PairSpan>],
     next: &AtomicUsize,
@@ -408,8 +409,8 @@ fn take_window<'a>(
 }
 
 /// Reads the elements of `spans` from both checkpoints into the buffers `left` and `right`, and
-/// compares them. Returns for each span the index of its tensor pair and the statistics of the
-/// differences.
+/// compares the buffers. Returns for each span the index of its tensor pair and the statistics of
+/// the differences.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,

@@ -1,23 +1,23 @@
-//! Arithmetic on ranges of elements and bytes, such as those that divide a tensor among files. Does
-//! no I/O.
+//! Arithmetic on ranges of elements and bytes, such as the ranges of a tensor that several files
+//! store. Does no I/O.
 use std::ops::Range;
 
-/// Why the pieces of a tensor do not cover its elements exactly once.
+/// The reason why the pieces of a tensor do not cover its elements exactly once.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CoverageError {
-    /// No piece has these elements.
+    /// No piece contains the elements of this range.
     #[error("no shard holds elements {}..{}", .0.start, .0.end)]
     Gap(Range<u64>),
-    /// More than one piece has these elements.
+    /// More than one piece contains the elements of this range.
     #[error("elements {}..{} are stored twice", .0.start, .0.end)]
     Overlap(Range<u64>),
-    /// A piece has these elements, which are outside of the tensor.
+    /// A piece contains the elements of this range, which are outside of the tensor.
     #[error("elements {}..{} are outside of the tensor", .0.start, .0.end)]
     Outside(Range<u64>),
 }
 
 /// Finds the first gap, overlap or excess of the ranges `sorted`, which are sorted by start.
-/// Returns `None` if they cover `0..total` exactly once.
+/// Returns `None` if the ranges cover `0..total` exactly once.
 pub(crate) fn find_coverage_error(
     total: u64,
     sorted: impl IntoIterator<Item = Range<u64>>,
@@ -56,8 +56,8 @@ pub(crate) fn intersect_ranges<'a, T>(
         .filter(|(_, r)| r.start < r.end)
 }
 
-/// Finds the blocks of `block` bytes that contain these byte ranges. Returns the indices of the
-/// blocks as sorted ranges, of which no two overlap or touch.
+/// Finds the blocks of `block` bytes that contain the byte ranges `bytes`. Returns the indices of
+/// the blocks as sorted ranges, of which no two overlap or touch.
 pub(crate) fn find_covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
     bytes.retain(|r| r.start < r.end);
     bytes.sort_by_key(|r| r.start);

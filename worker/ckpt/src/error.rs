@@ -33,15 +33,15 @@ pub enum CkptError {
     NotACheckpoint {
         /// The path that the caller gave.
         path: PathBuf,
-        /// What the path probably is instead.
+        /// What the path probably is instead of a checkpoint.
         diagnosis: Diagnosis,
     },
-    /// The stored bytes differ from those that were saved, or contradict each other.
+    /// The stored bytes differ from the saved bytes, or contradict each other.
     #[error("checkpoint {} is damaged: {damage}", .path.display())]
     Damaged {
         /// The checkpoint directory.
         path: PathBuf,
-        /// The file, the block and the reason.
+        /// The damaged file, the block and the reason.
         damage: Box<Damage>,
     },
     /// A file or tensor that belongs to the checkpoint does not exist.
@@ -108,17 +108,17 @@ pub enum CkptError {
         /// What is not supported.
         feature: UnsupportedFeature,
     },
-    /// The file system has too little free space. Detected before anything is written.
+    /// The file system has too little free space. The check runs before anything is written.
     #[error("not enough space in {}: {} needed, {} free", .path.display(), format_bytes(*needed), format_bytes(*free))]
     InsufficientSpace {
         /// The directory to write to.
         path: PathBuf,
-        /// Bytes needed.
+        /// Bytes that the output needs.
         needed: u64,
-        /// Bytes free.
+        /// Bytes that the file system has free for this user.
         free: u64,
     },
-    /// Another process holds the lock of this directory.
+    /// Another process holds the exclusive lock of the directory in which checkpoints are saved.
     #[error("another process is writing checkpoints to {}", .path.display())]
     DirectoryBusy {
         /// The locked directory.
@@ -136,7 +136,7 @@ pub enum CkptError {
     /// A state that the code considers impossible, such as a thread that ended early.
     #[error("internal error: {what}")]
     Internal {
-        /// What happened.
+        /// Describes the unexpected state, such as `a reader thread ended early`.
         what: &'static str,
     },
     /// The output path cannot be used.
@@ -154,7 +154,7 @@ pub enum CkptError {
         tensor: String,
         /// Index of the element in the tensor.
         element: u64,
-        /// The value.
+        /// The value before the conversion.
         value: f32,
         /// PyTorch's name of the dtype that cannot represent the value.
         dtype: &'static str,
@@ -186,17 +186,17 @@ impl CkptError {
         move |e| CkptError::Io { action, path, source: e.into() }
     }
 
-    /// Returns [`CkptError::InvalidSave`] for this problem.
+    /// Wraps a problem of the data given to a save in [`CkptError::InvalidSave`].
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
 
-    /// Returns [`CkptError::InvalidOption`] for this problem.
+    /// Wraps a problem of an option in [`CkptError::InvalidOption`].
     pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
         CkptError::InvalidOption { problem }
     }
 
-    /// Returns [`CkptError::Internal`]; `what` states what happened.
+    /// Returns [`CkptError::Internal`]. `what` describes the unexpected state.
     pub(crate) fn internal(what: &'static str) -> CkptError {
         CkptError::Internal { what }
     }
@@ -212,12 +212,12 @@ impl CkptError {
         CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
     }
 
-    /// Returns [`CkptError::Missing`] for a part of the checkpoint at `path`.
+    /// Returns [`CkptError::Missing`] for the missing part `part` of the checkpoint at `path`.
     pub(crate) fn missing(path: &Path, part: impl Into<MissingPart>) -> CkptError {
         CkptError::Missing { path: path.to_owned(), part: part.into() }
     }
 
-    /// Returns [`CkptError::Unsupported`] for the checkpoint at `path`.
+    /// Returns [`CkptError::Unsupported`] for the feature `feature` of the checkpoint at `path`.
     pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
         CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
     }
@@ -232,8 +232,8 @@ impl CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }
 
-    /// Returns true if the checkpoint itself is at fault, so that another one may work (exit code
-    /// 4), and false if the caller, the disk or the output is at fault.
+    /// Returns true if the checkpoint itself is at fault, so that another checkpoint may work (exit
+    /// code 4). Returns false if the caller, the disk or the output is at fault.
     pub fn is_checkpoint_at_fault(&self) -> bool {
         use CkptError::*;
         match self {

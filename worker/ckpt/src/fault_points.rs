@@ -17,8 +17,8 @@ pub fn arm_fault_points(n: u64) {
     ARE_POINTS_ARMED.store(true, Ordering::Release);
 }
 
-/// Returns the number of points that were passed since [`arm_fault_points`] was called; 0 if it was
-/// not called.
+/// Returns the number of points that were passed since the call of [`arm_fault_points`], or 0
+/// without such a call.
 pub fn count_passed_points() -> u64 {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
 }
@@ -29,8 +29,8 @@ pub fn list_passed_points() -> Vec<&'static str> {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Passes a fault point: counts it if points are armed, and kills the process if it is the selected
-/// one. `name` is the operation before or after which the point is.
+/// Passes a fault point. If points are armed, records the point, and kills the process if the point
+/// is selected. `name` is the operation that follows or precedes the point.
 #[inline]
 pub fn pass_point(name: &'static str) {
     if ARE_POINTS_ARMED.load(Ordering::Relaxed) {
@@ -39,7 +39,8 @@ pub fn pass_point(name: &'static str) {
 }
 
 #[cold]
-/// Appends a point to the passed ones, and kills the process if it is the selected one.
+/// Appends a point to the list of passed points. Kills the process with SIGKILL if its number is
+/// the one that [`arm_fault_points`] selected.
 fn record_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
@@ -48,7 +49,7 @@ fn record_point(name: &'static str) {
     }
 }
 
-/// Runs `op` between two fault points of this name. Returns the result of `op`.
+/// Runs `op` between two fault points with the name `name`. Returns the result of `op`.
 pub(crate) fn run_between_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
     pass_point(name);
     let result = op();

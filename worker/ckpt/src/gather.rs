@@ -1,8 +1,8 @@
 //! Gathers the weights and buffers of a checkpoint into a Hugging Face directory.
 //!
-//! Tensors are streamed: several threads read ahead while one converts and writes. The memory
-//! doesn't depend on the model size: six windows of 4 MiB, one converted window, the buffers of the
-//! readers (2 MiB each) and of one write (24 MiB).
+//! Tensors are streamed: several threads read ahead while one thread converts and writes. The
+//! memory doesn't depend on the model size. It consists of six windows of 4 MiB, one converted
+//! window, a buffer of 2 MiB per reader, and 24 MiB for writing.
 mod adapters;
 pub(crate) mod output;
 mod save_order;
@@ -35,15 +35,15 @@ const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Options of [`gather_weights`].
 #[derive(Clone, Debug)]
 pub struct GatherOptions {
-    /// Dtype of the written tensors: F32, BF16 or F16. By default the dtype in which a native
-    /// checkpoint stores its weights, and F32 for an external checkpoint.
+    /// Dtype of the written tensors: F32, BF16 or F16. `None` means the dtype in which a native
+    /// checkpoint stores its weights, or F32 for an external checkpoint.
     pub dtype: Option<Dtype>,
     /// Maximum size of the tensors in one file in bytes. A larger tensor gets a separate file.
     pub max_shard_size: u64,
-    /// Replace an output directory that an earlier gather wrote.
+    /// Whether to replace an output directory that an earlier gather wrote.
     pub force: bool,
-    /// Merge low-rank adapters into their matrices. Otherwise a checkpoint with adapters is
-    /// gathered as a PEFT directory with only the adapters.
+    /// Whether to merge low-rank adapters into the matrices that they adapt. If false, a checkpoint
+    /// with adapters is gathered as a PEFT directory with only the adapters.
     pub merge_lora: bool,
 }
 
@@ -64,7 +64,7 @@ pub struct GatherReport {
     pub tensors: u64,
     /// Total size of the written tensors in bytes.
     pub bytes: u64,
-    /// The weight files.
+    /// The written weight files, in the order of their numbers.
     pub files: Vec<GatheredFile>,
     /// Whether a config was written: `config.json`, or `adapter_config.json` for adapters. An
     /// external checkpoint may have none.
@@ -86,11 +86,12 @@ pub struct GatheredFile {
 
 /// Gathers the weights and buffers of a checkpoint into the directory `out`: `config.json`, the
 /// weights in one file or in shards with an index, and the tokenizer's files. A checkpoint with
-/// low-rank adapters gives a PEFT directory unless the adapters are merged. Values are rounded to
-/// nearest, ties to even. Calls `progress` with the number of written bytes and the total number.
+/// low-rank adapters gives a PEFT directory if `options` don't merge the adapters. Values are
+/// rounded to nearest, ties to even. Calls `progress` with the number of written bytes and the
+/// total number.
 ///
-/// `out` is either complete or absent. It may exist before the call if it is empty or, with
-/// `force`, if an earlier gather wrote it.
+/// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
+/// or if `force` is set and an earlier gather wrote `out`.
 ///
 /// # Errors
 /// Fails if a finite value is outside of the range of the dtype, the checkpoint is damaged or
@@ -144,7 +145,7 @@ fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String> {
     Ok(text + "\n")
 }
 
-/// The tensors that a gather writes, and the files to which it writes them.
+/// The tensors that a gather writes, and their division among files.
 struct GatherPlan {
     dtype: Dtype,
     tensors: Vec<TensorInfo>,
@@ -155,8 +156,8 @@ struct GatherPlan {
 }
 
 impl GatherPlan {
-    /// Plans which tensors of the checkpoint are written, and divides them among files whose names
-    /// begin with `stem`.
+    /// Selects the weights and floating-point buffers of the checkpoint, and divides these tensors
+    /// among files whose names begin with `stem`.
     ///
     /// # Errors
     /// Fails if the dtype in `options` isn't F32, BF16 or F16.
@@ -240,8 +241,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Makes `config.json` with the gathered dtype, and `generation_config.json` unless the
-    /// checkpoint stores one. Returns names and contents.
+    /// Makes `config.json` with the gathered dtype. Also makes `generation_config.json` if the
+    /// checkpoint doesn't store this file. Returns names and contents of the files.
     fn make_config_files(
         &self,
         checkpoint: &dyn TensorSource,
@@ -263,7 +264,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Makes the index of the shards: file by tensor name, and total sizes.
+    /// Makes the content of [`INDEX_FILE`]: the file of each tensor by name, and the total numbers
+    /// of parameters and bytes.
     fn make_weight_index(&self) -> Value {
         let file_of = |(name, group): &(String, Vec<usize>)| {
             group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()
@@ -273,8 +275,8 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Reads the headers of the written files in `dir`, and checks that together they contain
-    /// exactly the planned tensors with their dtypes, shapes and sizes.
+    /// Reads the headers of the written files in `dir`. Fails if the files do not contain exactly
+    /// the planned tensors with their dtypes, shapes and sizes.
     fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         use std::os::unix::fs::FileExt;
         let directory = Directory::open(dir)?;
@@ -315,8 +317,8 @@ fn sort_keys(map: &Map<String, Value>) -> BTreeMap<&String, &Value> {
     map.iter().collect()
 }
 
-/// Derives the generation config from a model config as transformers does: it contains the special
-/// tokens of the model config. Returns `None` if the model config has none.
+/// Derives the generation config from a model config as transformers does. The result contains the
+/// special tokens of the model config. Returns `None` if the model config has no special tokens.
 fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<String, Value>> {
     let mut generation: BTreeMap<String, Value> = ["bos_token_id", "eos_token_id", "pad_token_id"]
         .into_iter()
@@ -329,9 +331,10 @@ fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<Stri
     Some(generation)
 }
 
-/// Splits items of these sizes into groups of at most `max` bytes, by the algorithm of
-/// transformers. An item larger than `max` is alone in its group and doesn't end the group around
-/// it. Returns the indices of the items of each group, and at least one group.
+/// Splits items with the sizes `sizes` into groups of at most `max` bytes, by the algorithm of
+/// transformers. An item larger than `max` is alone in its group, and the group of its neighbours
+/// continues after the item. Returns the indices of the items of each group, and at least one
+/// group.
 fn split_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
     let (mut groups, mut current, mut filled) = (Vec::new(), Vec::new(), 0u64);
     for (i, &size) in sizes.iter().enumerate() {

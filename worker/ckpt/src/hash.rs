@@ -1,14 +1,14 @@
-//! [`struct@Hash`]: a BLAKE3 hash, which is serialized as hex digits in text formats and as 32 bytes in
-//! binary formats.
+//! [`struct@Hash`]: a BLAKE3 hash. Text formats serialize the hash as hex digits, and binary
+//! formats as 32 bytes.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
-/// A BLAKE3 hash.
+/// A BLAKE3 hash of 32 bytes, with which blocks, manifests and names are verified.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Hash(pub [u8; 32]);
 
 impl Hash {
-    /// Computes the hash of these bytes.
+    /// Computes the hash of the bytes `data`.
     pub fn digest(data: &[u8]) -> Hash {
         Hash(*blake3::hash(data).as_bytes())
     }

@@ -1,11 +1,11 @@
 //! Host-local checkpoints, for hosts that do not share a checkpoint directory. Each host stores the
 //! shards of its ranks and a copy of the manifest, which records the host of each shard.
 //!
-//! The commit has two phases. First, every host prepares: it writes the manifest to its staging
-//! directory and syncs it. When all hosts have prepared, each renames its staging directory. A host
-//! that was killed between the phases finds its prepared directory at the next start, and completes
-//! it if and only if another host has completed the same checkpoint ([`list_prepared_saves`],
-//! [`complete_prepared_save`]).
+//! The commit has two phases. First, every host prepares: the host writes the manifest to its
+//! staging directory and syncs this directory. When all hosts have prepared, each host renames its
+//! staging directory. A host that was killed between the phases finds its prepared directory at the
+//! next start ([`list_prepared_saves`]). The host completes this directory if and only if another
+//! host has completed the same checkpoint ([`complete_prepared_save`]).
 use crate::catalog::RunFacts;
 use crate::checkpoint_dir::{self, SAVING_PREFIX, step_dir_name};
 use crate::commit::{
@@ -24,13 +24,13 @@ use std::path::{Path, PathBuf};
 
 /// Temporary name of [`HOST_ID_FILE`] while the file is written.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that are listed; the oldest ones are left out.
+/// Maximum number of checkpoints that [`list_manifests`] reads, beginning with the newest one.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`, with the id in that directory and the
-    /// name `name` without control characters. Creates the directory, and an id if there is no
-    /// valid one.
+    /// Returns the host whose checkpoint directory is `root`, with the id stored in `root` and the
+    /// name `name` without control characters. Creates `root` if needed, and a new id if `root` has
+    /// no valid id.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -41,7 +41,8 @@ impl StorageHost {
         Ok(StorageHost { id, name: if name.is_empty() { "unnamed".into() } else { name } })
     }
 
-    /// Creates a random id and writes it durably to the checkpoint directory `root`.
+    /// Creates a random id of hex digits, and writes the id durably to [`HOST_ID_FILE`] in the
+    /// checkpoint directory `root`.
     fn create_id(root: &Path) -> Result<String> {
         let mut random = [0u8; HOST_ID_LEN / 2];
         let source = Path::new("/dev/urandom");
@@ -54,10 +55,11 @@ impl StorageHost {
 }
 
 /// Encodes the manifest of a host-local checkpoint, of which every host stores a copy. `reports`
-/// are those of all ranks. The shard of rank r is on `hosts[host_of_rank[r]]`.
+/// has one report per rank. The shard of rank r is on `hosts[host_of_rank[r]]`.
 ///
 /// # Errors
-/// [`CkptError::InvalidSave`] if the shards aren't complete, or a shard is on no host.
+/// Fails with [`CkptError::InvalidSave`] if the shards aren't a complete checkpoint, or a shard has
+/// no host.
 pub fn encode_manifest(
     facts: RunFacts,
     reports: Vec<ShardReport>,
@@ -69,17 +71,17 @@ pub fn encode_manifest(
     manifest.encode()
 }
 
-/// A host's part of a checkpoint after the first phase of the commit: complete and durable under a
-/// hidden name. Dropping this value keeps the directory, since other hosts may complete their
-/// parts.
+/// A host's part of a checkpoint after the first phase of the commit. The part is complete and
+/// durable under a hidden name. Dropping this value keeps the hidden directory, since other hosts
+/// may complete their parts.
 pub struct PreparedSave {
     staging: StagingDir,
     bytes: u64,
 }
 
 impl PreparedSave {
-    /// Performs the first phase on the host `id`: checks that the shards of this host are in the
-    /// staging directory, writes the manifest `text` to it, and syncs the directory.
+    /// Performs the first phase on the host `id`. Checks that the staging directory contains the
+    /// shards of this host, writes the manifest `text` there, and syncs the directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -105,8 +107,8 @@ impl PreparedSave {
         Ok(PreparedSave { staging, bytes })
     }
 
-    /// Performs the second phase: renames the directory to the name of its step and updates
-    /// `latest`. The caller must know that every host has prepared.
+    /// Performs the second phase: renames the prepared directory to the name of its step and
+    /// updates `latest`. The caller must know that every host has prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let StagingDir { root, dir, step, .. } = &self.staging;
         let path = root.join(step_dir_name(*step));
@@ -117,14 +119,14 @@ impl PreparedSave {
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the prepared directory, after another host could not prepare.
+    /// Removes the prepared directory. Called if another host could not prepare.
     pub fn discard(mut self) {
         self.staging.keep_on_drop = false;
     }
 }
 
-/// The identity of a host-local checkpoint, which is equal on all its hosts: the step, and the hash
-/// of the manifest.
+/// The identity of a host-local checkpoint: its step and the hash of its manifest. All hosts of the
+/// checkpoint have the same identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ManifestId {
     /// Step of the checkpoint.
@@ -134,7 +136,7 @@ pub struct ManifestId {
 }
 
 /// Lists the checkpoints in the checkpoint directory `root` whose manifest matches its hash, newest
-/// first.
+/// first. Reads at most the newest 4096 checkpoints.
 pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
     let checkpoints = checkpoint_dir::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -142,8 +144,8 @@ pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
         .collect())
 }
 
-/// Reads the manifest of the checkpoint at `path`. Returns the hash and the text of the manifest;
-/// `None` if it is missing or does not match its hash.
+/// Reads the manifest of the checkpoint at `path`. Returns the hash and the text of the manifest.
+/// Returns `None` if the manifest is missing or does not match its hash.
 pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
     let text = Directory::open(path).and_then(|f| Manifest::read_text(&f)).ok()?;
     let (hash, _) = Manifest::verify_and_unseal(text.clone()).ok()?;
@@ -156,8 +158,8 @@ pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
     checkpoint_dir::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the prepared directories in the checkpoint directory `root`: those of saves that were
-/// interrupted between the two phases.
+/// Lists the prepared directories in the checkpoint directory `root`, which saves left that were
+/// interrupted between the two phases. Returns the identity and the path of each.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     if !disk::exists(root) {
         return Ok(Vec::new());
@@ -174,8 +176,9 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     Ok(found)
 }
 
-/// Performs the second phase for the prepared directory `path`: renames it to the name of `step`
-/// and updates `latest`. The caller must know that another host has completed this checkpoint.
+/// Performs the second phase for the prepared directory `path`. Locks the checkpoint directory
+/// `root`, renames `path` to the name of `step`, and updates `latest`. The caller must know that
+/// another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

@@ -1,13 +1,15 @@
 //! Crate `ckpt`: writes, reads, verifies, repairs and converts checkpoints.
 //!
-//! Of the workspace's crates, `ckpt` depends only on `diagnostic`. It does not use collectives.
+//! Of the workspace's crates, `ckpt` depends only on `diagnostic`. The crate does not use
+//! collectives.
 //!
 //! A native checkpoint is a directory `step-00000010` with one safetensors file per rank and a
 //! `manifest.json`, which maps logical tensors to byte ranges and has a BLAKE3 hash per block. A
 //! checkpoint is complete or absent. A save has three steps:
 //!
 //! 1. Rank 0: [`StagingDir::create`] creates a hidden staging directory.
-//! 2. Every rank: [`write_shard`] writes a file there and returns a small [`ShardReport`].
+//! 2. Every rank: [`write_shard`] writes a file to the staging directory and returns a small
+//!    [`ShardReport`].
 //! 3. Rank 0: [`commit_save`] checks that the shards contain every tensor exactly once, writes the
 //!    manifest, renames the directory and updates `latest`. [`prune_checkpoints`] then removes the
 //!    oldest checkpoints.
@@ -16,7 +18,8 @@
 //! checks every byte, and [`gather_weights`] exports a Hugging Face directory. Checkpoints of other
 //! programs are read in place ([`open_checkpoint`], [`ExternalCheckpoint`]).
 //!
-//! Errors are [`CkptError`]s; each has a stable code and converts to a [`diagnostic::Diagnostic`].
+//! Functions fail with [`CkptError`]. Each error has a stable code and converts to a
+//! [`diagnostic::Diagnostic`].
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are little-endian; big-endian machines are not supported");
 

@@ -1,9 +1,9 @@
 //! [`Manifest`]: the content of `manifest.json`, which lists the byte ranges of each tensor in the
 //! shards, a hash per block, and facts about the run.
 //!
-//! The file begins with `{"blake3":"<64 hex digits>",`. The hash is that of the whole file with
-//! zeros in place of the digits, so that every flipped bit is detected. A hash is not a signature,
-//! so all contents are checked as untrusted input.
+//! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
+//! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
+//! all contents are checked as untrusted input.
 use crate::catalog::{RunFacts, TensorRole, check_tensor_name, count_elements};
 use crate::diagnosis::Diagnosis;
 use crate::disk::{BLOCK, Directory};
@@ -30,7 +30,7 @@ const FORMAT_NAME: &str = "launch checkpoint";
 const BASE_VERSION: u32 = 1;
 /// Version of a manifest with parity, or with the host of each shard.
 const EXTENDED_VERSION: u32 = 2;
-/// Version of a manifest with BF16 weights. It may have everything that version 2 may have.
+/// Version of a manifest with BF16 weights. Such a manifest may also have parity and hosts.
 const BF16_VERSION: u32 = 3;
 /// Maximum number of hosts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
@@ -41,24 +41,25 @@ const HASH_DIGITS: Range<usize> = HASH_FIELD_START.len()..HASH_FIELD_START.len()
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
-    /// BLAKE3 hash of the file. Must be the first field; see the module documentation.
+    /// BLAKE3 hash of the file. Must be the first field, since the hash has a fixed position.
     blake3: String,
     format: String,
     version: u32,
     pub(crate) facts: RunFacts,
     block_bytes: u64,
-    /// The hosts that store the shards, if they don't share a checkpoint directory; empty in
-    /// version 1.
+    /// The hosts that store the shards of a host-local checkpoint. Empty if the hosts share the
+    /// checkpoint directory, and in version 1.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) hosts: Vec<StorageHost>,
     pub(crate) files: Vec<FileEntry>,
     pub(crate) tensors: Vec<TensorEntry>,
-    /// The parity files, one per rank; `None` in version 1.
+    /// The parity files, one per rank. `None` in a checkpoint without parity, and in version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields of the manifest that every version has, from which the version is determined.
+/// The fields that a manifest of every version has. These fields are parsed first, to reject an
+/// unsupported format or version.
 #[derive(Deserialize)]
 struct ManifestHeader {
     format: String,
@@ -71,9 +72,10 @@ struct ManifestHeader {
 pub(crate) struct FileEntry {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// BLAKE3 hash of each [`BLOCK`] of the file; the last block may be shorter.
+    /// BLAKE3 hash of each block of [`BLOCK`] bytes of the file. The last block may be shorter.
     pub(crate) blocks: Vec<Hash>,
-    /// Index into [`Manifest::hosts`] of the host that stores the file; absent in version 1.
+    /// Index into [`Manifest::hosts`] of the host that stores the file. Absent if the manifest has
+    /// no hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) host: Option<usize>,
 }
@@ -86,7 +88,8 @@ pub(crate) struct TensorEntry {
     pub(crate) role: TensorRole,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// The pieces of the tensor, sorted by first element. Together they cover it exactly once.
+    /// The pieces of the tensor, sorted by first element. Together the pieces contain each element
+    /// exactly once.
     pub(crate) pieces: Vec<PieceEntry>,
 }
 
@@ -105,13 +108,13 @@ pub(crate) struct PieceEntry {
 }
 
 impl PieceEntry {
-    /// Returns the range of the tensor's elements in this piece. If the end overflows, it is
+    /// Returns the range of the tensor's elements in this piece. An end that overflows becomes
     /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Returns the byte range of the piece in its shard, for elements of this dtype.
+    /// Returns the byte range of the piece in its shard, for elements of the dtype `dtype`.
     pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
     }
@@ -123,20 +126,20 @@ impl TensorEntry {
         format!("{}/{}", self.role, self.name)
     }
 
-    /// Returns the number of elements; `u64::MAX` if the shape is impossible.
+    /// Returns the number of elements of the tensor, or `u64::MAX` if the shape is impossible.
     pub(crate) fn element_count(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(u64::MAX)
     }
 }
 
-/// Makes the file name of a rank's shard.
+/// Makes the file name of a rank's shard, such as `shard-00000-of-00004.safetensors`.
 pub(crate) fn shard_file_name(rank: u32, world: u32) -> String {
     format!("shard-{rank:05}-of-{world:05}.safetensors")
 }
 
 impl Manifest {
-    /// Makes a manifest with the oldest version that can represent the contents. Does not check
-    /// them.
+    /// Makes a manifest with the oldest version that can represent the contents. Does not check the
+    /// contents, and leaves the hash at zeros.
     pub(crate) fn new(
         facts: RunFacts,
         files: Vec<FileEntry>,
@@ -160,7 +163,7 @@ impl Manifest {
         manifest
     }
 
-    /// Determines the oldest version that can represent the contents.
+    /// Returns the oldest version that can represent the contents of this manifest.
     fn compute_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
             BF16_VERSION
@@ -182,8 +185,8 @@ impl Manifest {
         self
     }
 
-    /// Returns the host that stores the shard with index `file`; `None` if the manifest records no
-    /// hosts.
+    /// Returns the host that stores the shard with index `file`. Returns `None` if the manifest
+    /// records no hosts.
     pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.hosts.get(self.files.get(file)?.host?)
     }
@@ -224,7 +227,7 @@ impl Manifest {
     /// Reads the text of the manifest in `directory` without verifying it.
     ///
     /// # Errors
-    /// [`Diagnosis::ManifestMissing`] if the file does not exist.
+    /// Fails with [`Diagnosis::ManifestMissing`] if the file does not exist.
     pub(crate) fn read_text(directory: &Directory) -> Result<Vec<u8>> {
         match directory.read_file(MANIFEST_FILE, MANIFEST_BYTES_MAX) {
             Err(CkptError::Missing { path, .. }) => {
@@ -234,8 +237,8 @@ impl Manifest {
         }
     }
 
-    /// Writes the matching hash into the text of a manifest. Does nothing if the text is too short
-    /// for a hash.
+    /// Computes the hash of the text of a manifest and writes the hash into the text. Does nothing
+    /// if the text is too short.
     pub(crate) fn seal_text(text: &mut [u8]) {
         if text.get_mut(HASH_DIGITS).map(|hex| hex.fill(b'0')).is_some() {
             let hash = Hash::digest(text).to_hex();
@@ -279,7 +282,7 @@ impl Manifest {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Iterates over the entries of the shards, and then over those of the parity files.
+    /// Iterates over the entries of the shards, followed by the entries of the parity files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }
@@ -298,7 +301,7 @@ impl Manifest {
             .collect()
     }
 
-    /// Rejects a manifest that contradicts itself or exceeds a limit.
+    /// Fails if parts of the manifest contradict each other or exceed a limit.
     pub(crate) fn check_consistency(&self) -> std::result::Result<(), ManifestError> {
         self.facts.check()?;
         if self.block_bytes != BLOCK as u64 {
@@ -332,7 +335,8 @@ impl Manifest {
         self.check_complete(&seen)
     }
 
-    /// Rejects a wrong number, name or number of blocks of the shards.
+    /// Fails if the number of shards is wrong, or the name or the number of block hashes of a shard
+    /// is wrong.
     fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
             return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
@@ -354,8 +358,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Rejects invalid hosts, and shards on a host that isn't listed. Without hosts, rejects shards
-    /// with a host.
+    /// Fails if a host is invalid or listed twice, or if a shard has no listed host. In a manifest
+    /// without hosts, fails if a shard has a host.
     fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -379,9 +383,9 @@ impl Manifest {
         }
     }
 
-    /// Rejects a tensor with an impossible name, dtype or shape, whose pieces don't cover it
-    /// exactly once, or with a piece outside of its shard. Adds the byte ranges of the pieces to
-    /// `spans`, by shard.
+    /// Fails if the name, dtype or shape of a tensor is impossible, if its pieces don't contain
+    /// each element exactly once, or if a piece is outside of its shard. Adds the byte ranges of
+    /// the pieces to `spans`, by shard.
     fn check_tensor(
         &self,
         tensor: &TensorEntry,
@@ -414,9 +418,9 @@ impl Manifest {
         Ok(())
     }
 
-    /// Rejects a manifest in which a tensor of the model or of the optimizer state is missing or
-    /// has another shape than in the model, or which has another tensor. `found` are the tensors of
-    /// the manifest with their shapes.
+    /// Fails if a tensor of the model or of the optimizer state is missing or has another shape
+    /// than in the model. Also fails if the manifest has further tensors. `found` maps each tensor
+    /// of the manifest to its shape.
     fn check_complete(
         &self,
         found: &HashMap<(TensorRole, &str), &[u64]>,

@@ -1,17 +1,17 @@
-//! [`ManifestError`]: why a manifest or the data of a save is rejected.
+//! [`ManifestError`]: the reason for which a manifest or the data of a save is rejected.
 use crate::catalog::InvalidTensorName;
 use crate::dtype::Dtype;
 use crate::element_ranges::CoverageError;
 use std::ops::Range;
 
-/// Why a manifest, or the data of a save, is rejected.
+/// The reason for which a manifest, or the data of a save, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {
     /// The manifest is shorter than its hash.
     #[error("the manifest is truncated")]
     Truncated,
-    /// The manifest does not match the hash in it.
+    /// The content of the manifest does not match the hash at its beginning.
     #[error("the manifest does not match its own BLAKE3 hash")]
     HashMismatch,
     /// The serialized manifest does not begin with its hash.
@@ -32,9 +32,9 @@ pub enum ManifestError {
     /// The number of elements of a tensor overflows, or there are too many dimensions.
     #[error("{tensor} has the impossible shape {shape:?}")]
     ImpossibleShape {
-        /// The tensor.
+        /// Kind or role of the tensor, and its name.
         tensor: String,
-        /// The dimensions of the tensor.
+        /// The recorded dimensions of the tensor.
         shape: Vec<u64>,
     },
     /// A tied weight is itself stored, or the target of the tie is not stored.
@@ -42,7 +42,7 @@ pub enum ManifestError {
     InvalidTie {
         /// Name of the tied weight.
         alias: String,
-        /// Name of the weight that should be stored in its place.
+        /// Name of the weight that should be stored in place of the tied weight.
         target: String,
     },
     /// The list of frozen weights has a name that is not a weight.
@@ -62,12 +62,12 @@ pub enum ManifestError {
         /// The block size that this program uses, in bytes.
         expected: u64,
     },
-    /// The version differs from what the contents need.
+    /// The recorded version differs from the oldest version that can represent the contents.
     #[error("the manifest has version {recorded}, but its contents need version {needed}")]
     Version {
         /// The recorded version.
         recorded: u32,
-        /// The version that the contents need.
+        /// The oldest version that can represent the contents.
         needed: u32,
     },
     /// The number of shards differs from the world size.
@@ -143,15 +143,15 @@ pub enum ManifestError {
     /// A tensor has a dtype that native checkpoints do not store.
     #[error("{tensor} is {dtype}; state is stored as F32, weights as F32 or BF16")]
     Dtype {
-        /// `role/name`.
+        /// Role and name of the tensor, as `role/name`.
         tensor: String,
         /// The recorded dtype.
         dtype: Dtype,
     },
-    /// The pieces of a tensor do not cover it exactly once.
+    /// The pieces of a tensor do not contain each element exactly once.
     #[error("{tensor}: {error}")]
     Coverage {
-        /// `role/name`.
+        /// Role and name of the tensor, as `role/name`.
         tensor: String,
         /// The gap or overlap.
         error: CoverageError,
@@ -159,7 +159,7 @@ pub enum ManifestError {
     /// A piece is outside of its shard.
     #[error("{tensor}: bytes {}..{} are outside of shard {shard}", .bytes.start, .bytes.end)]
     OutsideShard {
-        /// `role/name`.
+        /// Role and name of the tensor, as `role/name`.
         tensor: String,
         /// Byte range of the piece in the shard.
         bytes: Range<u64>,
@@ -172,7 +172,7 @@ pub enum ManifestError {
     /// The shape of a tensor differs from the shape in the model.
     #[error("{tensor} has the shape {found:?}, expected {expected:?}")]
     Shape {
-        /// `role/name`.
+        /// Role and name of the tensor, as `role/name`.
         tensor: String,
         /// The recorded shape.
         found: Vec<u64>,

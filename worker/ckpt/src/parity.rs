@@ -3,10 +3,10 @@
 //!
 //! The parity of N shards is as long as the longest shard. Shorter shards count as padded with
 //! zeros. The parity is divided into N stripes of whole blocks. Rank r computes stripe r from the
-//! blocks of all shards at the positions of the stripe, and writes it to the file
+//! blocks of all shards at the positions of the stripe, and writes the stripe to the file
 //! `parity-r-of-N.bin`. No rank therefore reads more than one Nth of the checkpoint. The manifest
-//! has a BLAKE3 hash per block of shards and stripes. A block is rebuilt if at most one file is
-//! damaged at its position.
+//! has a BLAKE3 hash per block of shards and stripes. A damaged block can be rebuilt if no other
+//! file is damaged at the position of this block.
 use crate::disk::{
     self, BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, IoMode, WINDOW,
     stream_windows,
@@ -41,9 +41,12 @@ pub struct ParityFileReport {
 }
 
 /// Writes this rank's parity file to the staging directory ([`crate::StagingDir::path`]) and syncs
-/// it. Must be called after all ranks have written their shards; `shards` are their reports.
-/// Verifies every block that it reads, so that a faulty write of a shard is detected before the
-/// commit. Needs 40 MiB of memory.
+/// the file. Must be called after all ranks have written their shards. `shards` has one report per
+/// rank. Verifies every block that is read, so that a faulty write of a shard is detected before
+/// the commit. Needs 40 MiB of memory.
+///
+/// # Errors
+/// Fails if a report is missing, a shard differs from its report, or I/O fails.
 pub fn write_parity(
     staging: &Path,
     rank: u32,
@@ -91,7 +94,8 @@ pub fn write_parity(
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
-/// Plans the reads of the blocks `blocks` of all shards, window by window. `sizes` are the sizes of
+/// Plans the reads of the blocks with indices `blocks` from all shards, in windows of
+/// [`WINDOW_BLOCKS`]. The reads of all shards for one window are adjacent. `sizes` are the sizes of
 /// the shards in bytes.
 fn plan_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
@@ -117,16 +121,17 @@ fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
 }
 
-/// The result of [`rebuild_from_parity`], as one line per file for the user.
+/// The result of [`rebuild_from_parity`]: lines for the user about rebuilt or removed files, and
+/// about files that could not be rebuilt.
 #[derive(Debug, Default)]
 pub(crate) struct RebuildReport {
     pub(crate) rebuilt: Vec<String>,
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of the native checkpoint in the directory `from`, and writes them to
-/// the directory `to`, which must be a copy of `from`. Removes files from `to` that do not belong
-/// to the checkpoint. The report lists the files that could not be rebuilt.
+/// Rebuilds the damaged files of the native checkpoint in the directory `from`, and writes the
+/// rebuilt files to the directory `to`, which must be a copy of `from`. Removes files from `to`
+/// that do not belong to the checkpoint. The report lists rebuilt, removed and lost files.
 pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;
@@ -158,12 +163,14 @@ pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildRepor
     Ok(done)
 }
 
-/// Returns the size of an open file in bytes; `None` if it is missing or its size can't be read.
+/// Returns the size of an open file in bytes. Returns `None` if the file is missing or its size
+/// can't be read.
 fn read_file_size(file: &Option<File>) -> Option<u64> {
     file.as_ref()?.metadata().ok().map(|m| m.len())
 }
 
-/// The shards and parity files of a checkpoint, opened; `None` for a missing file.
+/// The opened shards and parity files of a checkpoint. `None` stands for a file that can't be
+/// opened.
 struct CheckpointFiles<'m> {
     manifest: &'m Manifest,
     sizes: Vec<u64>,
@@ -183,13 +190,14 @@ impl<'m> CheckpointFiles<'m> {
         }
     }
 
-    /// Returns the size of a shard in bytes; `None` if its file is missing.
+    /// Returns the size of a shard's file in bytes. Returns `None` if the file can't be opened.
     fn shard_size(&self, shard: usize) -> Option<u64> {
         self.shards.get(shard).and_then(read_file_size)
     }
 
-    /// Reads a block of a shard, or rebuilds it from the other shards and the parity if it is
-    /// damaged. Returns the block, and whether it was rebuilt; `None` if it can't be rebuilt.
+    /// Reads a block of a shard. Rebuilds a damaged block from the other shards and the parity.
+    /// Returns the block, and whether the block was rebuilt. Returns `None` if the block is damaged
+    /// and can't be rebuilt.
     fn read_or_rebuild_block(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
         if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
@@ -215,22 +223,24 @@ impl<'m> CheckpointFiles<'m> {
         Some(sum)
     }
 
-    /// Reads the parity of the blocks with index `block` of all shards; `None` if it is damaged.
+    /// Reads the parity of the blocks with index `block` of all shards. Returns `None` if this
+    /// parity is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank =
             (0..self.sizes.len()).find(|&r| compute_stripe(&self.sizes, r as u32).0.contains(&block))?;
         self.read_stripe_block(rank, block - compute_stripe(&self.sizes, rank as u32).0.start)
     }
 
-    /// Reads the block with index `block` of the parity file of `rank`; `None` if it is damaged.
+    /// Reads the block with index `block` of the parity file of `rank`. Returns `None` if this
+    /// block is damaged or missing.
     fn read_stripe_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
         let entry = self.manifest.parity.as_ref()?.get(rank)?;
         read_intact_block(self.parity.get(rank)?.as_ref(), entry, block)
     }
 }
 
-/// Computes the length of the block with index `block` of a file of `size` bytes, in bytes. Only
-/// the last block is shorter than the others.
+/// Computes the length in bytes of the block with index `block` of a file of `size` bytes. Only the
+/// last block may be shorter than [`BLOCK`].
 fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK as u64)).min(BLOCK as u64) as usize
 }
@@ -242,9 +252,9 @@ fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Opti
     (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some(bytes)
 }
 
-/// Rewrites a file in the directory `to` if blocks of it had to be rebuilt or its size is wrong.
-/// `read` returns a block, and whether it was rebuilt. If a block is not available, only reports
-/// the file as lost in `done`.
+/// Rewrites a file in the directory `to` if a block had to be rebuilt or the size is wrong, and
+/// reports the file in `done`. `read` returns the block with an index, and whether this block was
+/// rebuilt. If a block is not available, only reports the file as lost.
 fn rewrite_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

@@ -1,5 +1,5 @@
 //! [`PassthroughState`]: objects of a checkpoint that [`crate::TrainingState`] cannot represent. A
-//! conversion copies them unchanged.
+//! conversion copies these objects unchanged.
 use crate::catalog::RunFacts;
 use crate::dtype::Dtype;
 use crate::pickle::PythonObject;
@@ -13,29 +13,29 @@ pub struct PassthroughState {
     /// The parameter groups in the order of the optimizer, including values that JSON cannot
     /// represent.
     pub groups: Vec<ParamGroup>,
-    /// Names of the tensors in the module's `state_dict`, in its order, including aliases and
-    /// buffers.
+    /// Names of all entries of the module's `state_dict`, including aliases and buffers, in the
+    /// order of the `state_dict`.
     pub module_tensor_names: Vec<String>,
-    /// Names of weights that were frozen after the optimizer was created. They are still in a
-    /// parameter group.
+    /// Names of weights that were frozen after the optimizer was created. Such weights are still in
+    /// a parameter group.
     pub frozen_late: Vec<String>,
     /// Dtype in which the model computes.
     pub precision: Option<Dtype>,
     /// State of the learning rate scheduler, including values that JSON cannot represent.
     pub scheduler: PythonObject,
-    /// All facts of a native checkpoint; `None` for an external one.
+    /// All facts of a native checkpoint. `None` for an external checkpoint.
     pub native_facts: Option<Box<RunFacts>>,
-    /// Number of steps that were skipped because of overflows.
+    /// Number of steps that FP16 training skipped because gradients overflowed.
     pub skipped_steps: u64,
     /// Entries of DeepSpeed's model file that no other field represents: state of the engine and of
-    /// the client.
+    /// the training program.
     pub model_entries: Vec<(String, PythonObject)>,
     /// Entries of DeepSpeed's optimizer file that no other field represents, such as the loss
     /// scaler and the limit of the gradient norm.
     pub optimizer_entries: Vec<(String, PythonObject)>,
     /// Version of DeepSpeed that wrote the checkpoint.
     pub deepspeed_version: Option<String>,
-    /// Name of the DeepSpeed tag.
+    /// DeepSpeed tag of the checkpoint, which is the name of its directory.
     pub tag: Option<String>,
     /// Messages to the user about entries that cannot be copied.
     pub notices: Vec<String>,
@@ -44,17 +44,17 @@ pub struct PassthroughState {
 /// A parameter group of the optimizer, with hyper-parameters of any type.
 #[derive(Clone, Debug, Default)]
 pub struct ParamGroup {
-    /// Names of the parameters in the order of the optimizer; empty if unknown.
+    /// Names of the parameters in the order of the optimizer. Empty if the names are unknown.
     pub names: Vec<String>,
-    /// Update count of each parameter; `None` if it is not recorded.
+    /// Update count of each parameter, or `None` if the checkpoint does not record the count.
     pub steps: Vec<Option<f64>>,
     /// Hyper-parameters by their names in torch.
     pub options: Vec<(String, PythonObject)>,
 }
 
 impl ParamGroup {
-    /// Makes a group from its form in [`crate::TrainingState`], with the update counts of its
-    /// weights in `steps`.
+    /// Converts a group of a [`crate::TrainingState`]. `steps` has the update counts by the names
+    /// of weights.
     pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
         ParamGroup {
             names: group.names.clone(),
@@ -63,8 +63,8 @@ impl ParamGroup {
         }
     }
 
-    /// Converts hyper-parameters from JSON to objects as torch stores them. Leaves out the name of
-    /// the group.
+    /// Converts hyper-parameters from JSON to the Python objects that torch stores. Leaves out the
+    /// name of the group.
     fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
         let convert = |(key, value): (&String, &serde_json::Value)| match (
             key.as_str(),

@@ -35,14 +35,15 @@ pub fn is_lora_matrix(name: &str) -> bool {
     name.ends_with(LORA_A_SUFFIX) || name.ends_with(LORA_B_SUFFIX)
 }
 
-/// Returns the names of the LoRA matrices A and B of a weight; `None` if the name of the weight
-/// does not end in `.weight`.
+/// Returns the names of the LoRA matrices A and B of a weight. Returns `None` if the name of the
+/// weight does not end in `.weight`.
 pub(crate) fn lora_matrix_names(weight: &str) -> Option<[String; 2]> {
     let module = weight.strip_suffix(".weight")?;
     Some([format!("{module}{LORA_A_SUFFIX}"), format!("{module}{LORA_B_SUFFIX}")])
 }
 
-/// Returns the name of the weight to which a LoRA matrix belongs; `None` for other tensors.
+/// Returns the name of the weight that a LoRA matrix adapts. Returns `None` for the name of another
+/// tensor.
 pub(crate) fn adapted_weight_name(adapter: &str) -> Option<String> {
     let module = adapter.strip_suffix(LORA_A_SUFFIX).or_else(|| adapter.strip_suffix(LORA_B_SUFFIX))?;
     Some(format!("{module}.weight"))
@@ -60,13 +61,14 @@ pub struct AdapterConfig {
     pub use_rslora: bool,
     /// Dropout probability of the inputs of an adapter in training.
     pub dropout: f64,
-    /// LoRA targets: names of modules, or the ends of such names after a dot.
+    /// Modules that have adapters (`target_modules`), given by the whole name of the module or the
+    /// end of the name after a dot.
     pub targets: Vec<String>,
     /// Whether the model stores its matrices as `[in, out]` instead of `[out, in]`.
     pub fan_in_fan_out: bool,
 }
 
-/// Settings of PEFT that do not influence the arithmetic and are ignored.
+/// Keys of `adapter_config.json` that do not influence the arithmetic and are ignored.
 const IRRELEVANT_SETTINGS: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
@@ -77,7 +79,7 @@ const IRRELEVANT_SETTINGS: &[&str] = &[
     "revision",
     "runtime_config",
 ];
-/// Settings of PEFT that are read.
+/// Keys of `adapter_config.json` whose values [`AdapterConfig::parse_object`] reads.
 const KNOWN_SETTINGS: &[&str] = &[
     "bias",
     "fan_in_fan_out",
@@ -95,8 +97,8 @@ impl AdapterConfig {
     /// Reads and parses `adapter_config.json` in a directory.
     ///
     /// # Errors
-    /// [`CkptError::Damaged`] if the file is not JSON, [`CkptError::Unsupported`] if a setting is
-    /// not supported.
+    /// Fails with [`CkptError::Damaged`] if the file is not a JSON object. Fails with
+    /// [`CkptError::Unsupported`] if a setting is invalid or not supported.
     pub fn read(directory: &Path) -> Result<AdapterConfig> {
         let text = Directory::open(directory)?.read_file(ADAPTER_CONFIG_FILE, CONFIG_BYTES_MAX)?;
         AdapterConfig::from_json(&text).map_err(|error| match error {
@@ -106,6 +108,9 @@ impl AdapterConfig {
     }
 
     /// Parses the text of `adapter_config.json`.
+    ///
+    /// # Errors
+    /// Fails if the text is not a JSON object, or a setting is invalid or not supported.
     pub fn from_json(text: &[u8]) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         match serde_json::from_slice(text) {
             Ok(Value::Object(map)) => AdapterConfig::parse_object(&map),
@@ -117,15 +122,15 @@ impl AdapterConfig {
     /// Parses the JSON object in `adapter_config.json`.
     ///
     /// # Errors
-    /// Fails if a setting has an invalid or unsupported value, or an unknown setting isn't switched
-    /// off.
+    /// Fails if a setting has an invalid or unsupported value. Also fails if an unknown setting has
+    /// a value other than null, false or empty.
     pub fn parse_object(map: &Map<String, Value>) -> std::result::Result<AdapterConfig, AdapterConfigError> {
         let get = |key: &str| map.get(key).filter(|v| !v.is_null());
         for (key, allowed) in [
             ("peft_type", vec![json!("LORA")]),
             ("task_type", vec![json!("CAUSAL_LM")]),
             ("bias", vec![json!("none")]),
-            // initializations of new adapters; the other methods change the matrices of the model
+            // methods that initialize only the adapters; other methods change the model's matrices
             ("init_lora_weights", vec![json!(true), json!(false), json!("gaussian")]),
         ] {
             if let Some(v) = get(key).filter(|v| !allowed.contains(v)) {
@@ -196,7 +201,7 @@ impl AdapterConfig {
     }
 }
 
-/// Why an `adapter_config.json` is rejected.
+/// The reason for which an `adapter_config.json` is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterConfigError {
@@ -218,7 +223,7 @@ pub enum AdapterConfigError {
         key: String,
         /// Value of the setting as JSON, shortened.
         value: String,
-        /// What the value must be.
+        /// Description of the valid values.
         expected: &'static str,
     },
     /// `target_modules` is missing.
@@ -244,7 +249,7 @@ impl AdapterConfigError {
     }
 }
 
-/// Parses `target_modules`, a list of at least one name. Returns the names sorted.
+/// Parses `target_modules`, which must be a list of at least one name. Returns the sorted names.
 fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, AdapterConfigError> {
     let wrong = |v: &Value| AdapterConfigError::invalid("target_modules", v, "a list of names");
     let v = v.ok_or(AdapterConfigError::NoTargets)?;
@@ -267,11 +272,12 @@ fn format_shortened(value: &Value) -> String {
     }
 }
 
-/// Opens the PEFT adapters in the directory `path`, with the names that their tensors have in a
-/// checkpoint.
+/// Opens the PEFT adapters in the directory `path`. Removes [`PEFT_NAME_PREFIX`] from the names of
+/// the tensors.
 ///
 /// # Errors
-/// Fails if there is no file of adapter weights, it is damaged, or it has other tensors.
+/// Fails if the file of adapter weights is missing or damaged, or has tensors other than LoRA
+/// matrices.
 pub fn open_adapters(path: &Path) -> Result<ExternalCheckpoint> {
     let mut builder = ExternalCheckpointBuilder::new(path)?;
     let files = [format!("{ADAPTER_MODEL_STEM}.safetensors"), format!("{ADAPTER_MODEL_STEM}.bin")];

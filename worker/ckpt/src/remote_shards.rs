@@ -4,17 +4,17 @@ use crate::manifest::Manifest;
 use crate::storage_host::StorageHost;
 use std::path::Path;
 
-/// Determines which shards may be absent from a checkpoint directory because other hosts store
-/// them.
+/// The shards of a host-local checkpoint that other hosts store, and that may therefore be absent
+/// from the directory on this host.
 pub(crate) struct RemoteShards<'m> {
     manifest: &'m Manifest,
-    /// Id of this host; `None` if the checkpoint is not host-local, or this host has no id.
+    /// Id of this host, or `None` if the checkpoint is not host-local or this host has no id.
     local_id: Option<String>,
 }
 
 impl<'m> RemoteShards<'m> {
-    /// Reads the id of this host from the parent directory of the checkpoint at `path`. If there is
-    /// no id, every shard that has a host counts as remote.
+    /// Reads the id of this host from the parent directory of the checkpoint at `path`. Without an
+    /// id, every shard for which the manifest records a host counts as remote.
     pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
         let local_id = match manifest.hosts.is_empty() {
             true => None,
@@ -23,8 +23,8 @@ impl<'m> RemoteShards<'m> {
         RemoteShards { manifest, local_id }
     }
 
-    /// Returns the other host that stores the shard with index `file`; `None` if this host stores
-    /// it.
+    /// Returns the other host that stores the shard with index `file`. Returns `None` if this host
+    /// stores the shard, or the manifest records no hosts.
     pub(crate) fn remote_host(&self, file: usize) -> Option<&'m StorageHost> {
         self.manifest.shard_host(file).filter(|host| Some(&host.id) != self.local_id.as_ref())
     }

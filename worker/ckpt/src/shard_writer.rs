@@ -15,20 +15,21 @@ use std::path::Path;
 pub struct TensorPiece<'a> {
     /// Name of the tensor.
     pub name: &'a str,
-    /// Role of the tensor.
+    /// Role of the tensor: weight, optimizer state or buffer.
     pub role: TensorRole,
-    /// Index in the tensor of the first element of `data`.
+    /// Row-major index in the tensor of the first element of `data`.
     pub start_element: u64,
-    /// The elements.
+    /// The elements of the piece, one after another.
     pub data: PieceElements<'a>,
 }
 
 /// The elements of a piece, in the dtype in which the shard stores them.
 #[derive(Clone, Copy, Debug)]
 pub enum PieceElements<'a> {
-    /// F32 numbers.
+    /// Elements as F32 numbers.
     F32(&'a [f32]),
-    /// Bits of BF16 numbers. Only for weights, in a run without FP32 master weights.
+    /// Elements as the bits of BF16 numbers. Allowed only for weights, in a run without FP32 master
+    /// weights.
     Bf16(&'a [u16]),
 }
 
@@ -66,7 +67,7 @@ impl PieceElements<'_> {
 pub struct PieceReport {
     /// Name of the tensor.
     pub name: String,
-    /// Role of the tensor.
+    /// Role of the tensor: weight, optimizer state or buffer.
     pub role: TensorRole,
     /// Dtype of the stored elements.
     pub dtype: Dtype,
@@ -74,12 +75,12 @@ pub struct PieceReport {
     pub start: u64,
     /// Number of elements.
     pub count: u64,
-    /// Byte offset of the first element in the file.
+    /// Byte offset of the first element in the shard's file.
     pub offset: u64,
 }
 
-/// The description of a written shard, which its rank sends to rank 0. Any serde format can
-/// serialize it.
+/// The description of a written shard, which the rank that wrote it sends to rank 0 for
+/// [`crate::commit_save`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardReport {
     /// Rank that wrote the shard.
@@ -96,13 +97,13 @@ pub struct ShardReport {
     pub pieces: Vec<PieceReport>,
 }
 
-/// Writes this rank's shard to the staging directory ([`crate::StagingDir::path`]) and syncs it.
-/// The shard is a safetensors file with one tensor `role/name@start` per piece, in the given order.
-/// Omits empty pieces. Needs 24 MiB of memory in addition to the pieces.
+/// Writes this rank's shard to the staging directory ([`crate::StagingDir::path`]) and syncs the
+/// file. The shard is a safetensors file with one tensor `role/name@start` per piece, in the order
+/// of `pieces`. Omits empty pieces. Needs 24 MiB of memory in addition to the pieces.
 ///
 /// # Errors
-/// [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice; I/O
-/// errors.
+/// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice.
+/// Also fails if I/O fails.
 pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<'_>]) -> Result<ShardReport> {
     if rank >= world {
         return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));

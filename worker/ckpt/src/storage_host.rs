@@ -1,5 +1,5 @@
 //! [`StorageHost`]: a host that stores shards in a checkpoint directory that only this host sees.
-//! An id in that directory identifies the host.
+//! An id in the checkpoint directory identifies the host.
 use crate::disk::Directory;
 use crate::error::Result;
 use crate::manifest_error::ManifestError;
@@ -14,7 +14,7 @@ pub(crate) const HOST_ID_LEN: usize = 32;
 /// Maximum length of a host's name in bytes.
 pub(crate) const HOST_NAME_MAX: usize = 255;
 
-/// A host that stores shards in a checkpoint directory that it doesn't share with other hosts.
+/// A host that stores shards in a checkpoint directory that other hosts don't see.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StorageHost {
@@ -36,7 +36,7 @@ impl StorageHost {
         Ok(text.strip_suffix('\n').filter(|id| is_host_id(id)).map(str::to_owned))
     }
 
-    /// Rejects a host whose id is invalid, or whose name is too long or has control characters.
+    /// Fails if the id of the host is invalid, or its name is too long or has control characters.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         let sound = is_host_id(&self.id)
             && self.name.len() <= HOST_NAME_MAX
@@ -45,7 +45,7 @@ impl StorageHost {
     }
 }
 
-/// Returns true for 32 lower-case hex digits.
+/// Returns true if `text` consists of 32 lower-case hex digits.
 fn is_host_id(text: &str) -> bool {
     text.len() == HOST_ID_LEN && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }

@@ -1,15 +1,15 @@
-//! Computes which blocks of the parity each rank stores, without I/O.
+//! Divides the blocks of the parity among ranks. Does no I/O.
 use crate::disk::BLOCK;
 use crate::manifest_error::ManifestError;
 use std::ops::Range;
 
-/// Makes the name of the file with a rank's parity stripe.
+/// Makes the name of the file with a rank's parity stripe, such as `parity-00000-of-00004.bin`.
 pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Computes the range of parity blocks in the stripe of `rank`, and the size of the stripe in
-/// bytes. `sizes` are the sizes of all shards in bytes.
+/// Computes the range of parity blocks that `rank` stores, and the size of this stripe in bytes.
+/// `sizes` are the sizes of all shards in bytes.
 pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
@@ -21,8 +21,8 @@ pub(crate) fn compute_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     (start..end, bytes)
 }
 
-/// Rejects parity files that do not match shards of the sizes `sizes`. Each parity file is given by
-/// its name, size in bytes and number of blocks.
+/// Fails if the parity files do not match shards with the sizes `sizes`, in bytes. `parity` has the
+/// name, the size in bytes and the number of blocks of each parity file.
 pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,

@@ -12,15 +12,16 @@ use std::path::Path;
 pub struct ReadRequest<'a> {
     /// Name of the tensor.
     pub name: &'a str,
-    /// Role of the tensor.
+    /// Role of the tensor: weight, optimizer state or buffer.
     pub role: TensorRole,
-    /// Index of the first element to read.
+    /// Row-major index in the tensor of the first element to read.
     pub start_element: u64,
     /// The buffer that receives the elements. Its length is the number of elements to read.
     pub out: &'a mut [f32],
 }
 
-/// A checkpoint of any format, from whose tensors any ranges are read as F32.
+/// A checkpoint of any format. Any range of elements of its floating-point tensors can be read as
+/// F32.
 pub trait TensorSource: Sync {
     /// Returns the path of the checkpoint.
     fn path(&self) -> &Path;
@@ -28,19 +29,19 @@ pub trait TensorSource: Sync {
     /// Returns the descriptions of all tensors, weights first.
     fn tensors(&self) -> Vec<TensorInfo>;
 
-    /// Reads and verifies the elements of all requests. After an error the contents of the outputs
-    /// are undefined.
+    /// Reads the elements of all requests as F32, and verifies the stored bytes. After an error the
+    /// contents of the outputs are undefined.
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads the elements of all requests, and may leave the verification to a later call of
+    /// Reads the elements of all requests as F32. Verification may be left to a later call of
     /// [`TensorSource::verify_reads`], so that each byte is read only once. The caller must discard
-    /// the results if that call fails.
+    /// the elements if `verify_reads` fails.
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many(requests)
     }
 
     /// Verifies all bytes that [`TensorSource::read_unchecked`] has read, or all stored bytes if
-    /// `every_byte` is true.
+    /// `every_byte` is true. By default does nothing, since `read_unchecked` verifies by default.
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
         let _ = every_byte;
         Ok(())
@@ -50,19 +51,21 @@ pub trait TensorSource: Sync {
     /// bytes. Supports any dtype.
     ///
     /// # Errors
-    /// [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as F32.
+    /// Fails with [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as
+    /// F32.
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
         let _ = (start_element, out);
         let tensor = format!("{role}/{name}");
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Reads the state that a conversion copies unchanged.
+    /// Reads the passthrough state, which a conversion copies unchanged.
     fn read_passthrough(&self) -> Result<PassthroughState> {
         Ok(PassthroughState::default())
     }
 
-    /// Returns the number of completed optimizer steps; `None` if it is not recorded.
+    /// Returns the number of completed optimizer steps, or `None` if the checkpoint does not record
+    /// this number.
     fn completed_steps(&self) -> Option<u64>;
 
     /// Returns the default dtype for an export of the weights: BF16 for a native checkpoint whose
@@ -79,23 +82,24 @@ pub trait TensorSource: Sync {
         false
     }
 
-    /// Returns the reason why the tensors do not include an optimizer state that the checkpoint
-    /// has; `None` if they do, or there is no optimizer state.
+    /// Returns the reason why [`TensorSource::tensors`] omits the optimizer states of the
+    /// checkpoint. Returns `None` if no optimizer state is omitted.
     fn ignored_optimizer(&self) -> Option<&str> {
         None
     }
 
-    /// Returns the number of trained tokens; `None` if it is not recorded.
+    /// Returns the number of tokens trained on, or `None` if the checkpoint does not record this
+    /// number.
     fn tokens(&self) -> Option<u64> {
         None
     }
 
-    /// Returns the content of `config.json`; `None` if the checkpoint has none.
+    /// Returns the content of `config.json`, or `None` if the checkpoint has no such file.
     fn hf_config(&self) -> Option<&Map<String, Value>> {
         None
     }
 
-    /// Returns the content of PEFT's `adapter_config.json`; `None` if the model has no LoRA
+    /// Returns the content of PEFT's `adapter_config.json`, or `None` if the model has no LoRA
     /// adapters.
     fn adapter_config(&self) -> Option<&Value> {
         None
@@ -106,8 +110,8 @@ pub trait TensorSource: Sync {
         &[]
     }
 
-    /// Returns an error if weights or buffers of the checkpoint are known to be missing, for
-    /// example because other hosts store them.
+    /// Fails if weights or buffers of the checkpoint are known to be missing, for example because
+    /// other hosts store their shards.
     fn require_weights(&self) -> Result<()> {
         Ok(())
     }

@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 
 /// A parameter group of the optimizer, with hyper-parameters as JSON.
 ///
-/// It is serialized as one object with the hyper-parameters and the key `params`, the names of the
-/// weights.
+/// A group is serialized as one object with the hyper-parameters and the key `params`, the names of
+/// the weights.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ParamGroupInfo {
-    /// Hyper-parameters by their names in torch (`lr`, `betas`, `eps`, `weight_decay`, …); empty if
-    /// the checkpoint has none.
+    /// Hyper-parameters by their names in torch (`lr`, `betas`, `eps`, `weight_decay`, …). Empty if
+    /// the checkpoint has no hyper-parameters.
     #[serde(flatten)]
     pub hyper: Map<String, Value>,
     /// Names of the weights, in the order of the group.
@@ -19,7 +19,8 @@ pub struct ParamGroupInfo {
     pub names: Vec<String>,
 }
 
-/// A training state without its tensors, as far as the checkpoint records it.
+/// A training state without its tensors. Values that the checkpoint does not record are `None`,
+/// null or empty.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TrainingState {
     /// Number of completed steps, including skipped ones.
@@ -30,17 +31,17 @@ pub struct TrainingState {
     pub world: Option<u32>,
     /// ZeRO stage of the run.
     pub stage: Option<u8>,
-    /// Parameter groups of the optimizer.
+    /// Parameter groups of the optimizer, with hyper-parameters and names of weights.
     pub groups: Vec<ParamGroupInfo>,
     /// Update count by the name of the weight.
     pub steps: BTreeMap<String, u64>,
-    /// State of the learning rate scheduler, in the form of torch's `state_dict`; null if there is
-    /// none.
+    /// State of the learning rate scheduler, in the form of torch's `state_dict`. Null if the
+    /// checkpoint has no scheduler.
     pub scheduler: Value,
-    /// State of the FP16 loss scaler, in the form of the program that wrote the checkpoint; null if
-    /// there is none.
+    /// State of the FP16 loss scaler, in the form of the program that wrote the checkpoint. Null if
+    /// the checkpoint has no loss scaler.
     pub loss_scaler: Value,
-    /// Tied weights of the model.
+    /// Tied weights of the model: further names of stored weights.
     pub ties: Vec<TiedWeight>,
     /// Names of the weights that are not trained.
     pub frozen: Vec<String>,
@@ -53,7 +54,7 @@ pub struct TrainingState {
 pub struct LossScale {
     /// The factor by which the loss is multiplied.
     pub scale: f64,
-    /// Number of steps since the factor last changed.
+    /// Number of steps since the scale last changed.
     pub steps: u64,
 }
 

@@ -1,7 +1,7 @@
 //! One function per parser of untrusted input, for fuzz targets and the tests of malformed input.
 //!
-//! Each function rejects invalid bytes with an error. It must not panic, loop forever, or allocate
-//! more memory than the limits of its parser.
+//! Each function fails if the bytes are invalid. A function must not panic, loop forever, or
+//! allocate more memory than the limits of its parser.
 use crate::error::CkptError;
 use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
 use crate::formats::{dcp, optimizer_state as state_dict, safetensors as header, zip as container};
@@ -13,7 +13,7 @@ use std::path::Path;
 /// Fills `out` with the bytes of a slice from offset `at` on, as a read of a file does.
 ///
 /// # Errors
-/// [`io::ErrorKind::UnexpectedEof`] if the slice is too short.
+/// Fails with [`io::ErrorKind::UnexpectedEof`] if the slice is too short.
 fn read_at(bytes: &[u8], at: u64, out: &mut [u8]) -> io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| bytes.get(s..)?.get(..out.len())) {
@@ -37,14 +37,14 @@ pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
         .map_err(|e| report_rejected(crate::formats::torch_error::TorchFileError::from(e)))
 }
 
-/// Parses the directory of a zip file.
+/// Parses the central directory of a zip file.
 pub fn parse_zip(bytes: &[u8]) -> Result<()> {
     container::read_members(bytes.len() as u64, |at, out| read_at(bytes, at, out))
         .map(drop)
         .map_err(report_rejected)
 }
 
-/// Parses the structure of a torch file in memory.
+/// Parses the zip or legacy structure of a torch file in memory, and its pickle.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
     let read = |at: u64, out: &mut [u8]| read_at(bytes, at, out);
     TorchFile::parse(bytes.len() as u64, read, &[TENSOR_GLOBALS, PLAIN_GLOBALS]).map_err(report_rejected)
@@ -88,8 +88,8 @@ pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
         .map_err(report_rejected)
 }
 
-/// Parses the manifest of a native checkpoint after writing the matching hash into it. Without
-/// this, the parser would reject every modified input because of its hash.
+/// Parses the manifest of a native checkpoint after writing the matching hash into the text.
+/// Without the matching hash, the parser would reject every modified input.
 pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     Manifest::seal_text(&mut text);

@@ -25,30 +25,31 @@ pub struct VerifyReport {
     pub checkpoints: Vec<CheckpointReport>,
     /// Problems of the directory that contains the checkpoints, such as a damaged `latest`.
     pub problems: Vec<Damage>,
-    /// Lines about likely mistakes that aren't damage: a stale `latest`, a missing RNG state, NaN
-    /// values.
+    /// Lines about likely mistakes that aren't damage, such as a stale `latest`, a missing RNG
+    /// state or NaN values.
     pub warnings: Vec<String>,
-    /// Lines about facts that the user should know and that aren't mistakes.
+    /// Lines about facts that aren't mistakes, such as shards that other hosts store.
     pub notes: Vec<String>,
 }
 
 /// Options of [`verify_checkpoints_with`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VerifyOptions {
-    /// Also search every tensor for NaN and infinite values.
+    /// Whether to also search every tensor for NaN and infinite values, which become warnings.
     pub values: bool,
 }
 
 /// The result of the verification of one checkpoint.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckpointReport {
-    /// The checkpoint directory.
+    /// Directory of the checkpoint.
     pub path: PathBuf,
-    /// Step of the checkpoint; `None` when the manifest cannot be read.
+    /// Step of the checkpoint, or `None` if the step cannot be read.
     pub step: Option<u64>,
     /// Number of verified bytes.
     pub bytes: u64,
-    /// Number of verified blocks; for an external checkpoint, number of verified members of files.
+    /// Number of verified blocks. For an external checkpoint, the number of verified members of
+    /// files.
     pub blocks: u64,
     /// Damaged, missing and unexpected files.
     pub problems: Vec<Damage>,
@@ -71,17 +72,18 @@ impl VerifyReport {
     }
 }
 
-/// Calls [`verify_checkpoints_with`] with the default options.
+/// Verifies every byte of the checkpoints at `path`, as [`verify_checkpoints_with`] does with the
+/// default options. Does not search for non-finite values.
 pub fn verify_checkpoints(path: &Path) -> Result<VerifyReport> {
     verify_checkpoints_with(path, VerifyOptions::default())
 }
 
 /// Verifies every byte of the checkpoint at `path`. If `path` is a directory of checkpoints,
-/// verifies each of them and `latest`.
+/// verifies every checkpoint and `latest`.
 ///
 /// # Errors
-/// Only if there is no checkpoint or the directory cannot be listed. Damage is not an error, but in
-/// the report.
+/// Fails if there is no checkpoint, or a directory cannot be listed. Damage is not an error. The
+/// report lists all damage.
 pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = verify_files(path, options)?;
     for c in &report.checkpoints {
@@ -156,7 +158,8 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
 }
 
 /// Verifies the external checkpoint at `path` against the CRC-32s in its files, and adds the result
-/// to `report`. Returns false if there is no external checkpoint.
+/// to `report`. Returns false if there is no external checkpoint at `path`. `name` is the file name
+/// of `path`.
 fn verify_external(
     path: &Path,
     name: &str,
@@ -183,8 +186,8 @@ fn verify_external(
     Ok(true)
 }
 
-/// Makes the report of an external checkpoint that cannot be opened because of `e`: the error and
-/// the problems of each file.
+/// Makes the report of an external checkpoint that cannot be opened because of the error `e`. The
+/// problems are the error, and all damage that a scan of the files finds.
 fn unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
@@ -199,8 +202,9 @@ fn unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Checkpoint
     Ok(CheckpointReport { path: at, bytes: scan.bytes, blocks: scan.members, problems, ..Default::default() })
 }
 
-/// Verifies `latest` in the checkpoint directory `path`. Reports a damaged one, and one that does
-/// not name the newest step. `steps` are sorted, newest first.
+/// Verifies `latest` in the checkpoint directory `path`. Adds a problem if `latest` is damaged, a
+/// warning if it does not name the newest step, and a note if it is missing. `steps` are sorted,
+/// newest first.
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     match (
         checkpoint_dir::find_latest(path).and_then(|_| checkpoint_dir::read_latest_step(path)),
@@ -217,7 +221,7 @@ fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     }
 }
 
-/// Converts an error of opening or reading a file to a problem of this file.
+/// Converts an error of opening or reading the file `file` to a problem for the report.
 fn convert_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,
@@ -232,8 +236,8 @@ fn convert_to_damage(file: &str, e: CkptError) -> Damage {
     }
 }
 
-/// Verifies every file of the native checkpoint at `path`. `named` is the step in the name of its
-/// directory.
+/// Verifies every file of the native checkpoint at `path`, except shards on other hosts. `named` is
+/// the step in the name of the directory, which must equal the step in the manifest.
 fn verify_native(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Directory::open(path).and_then(|directory| Ok((Manifest::load(&directory)?, directory)));
@@ -311,7 +315,7 @@ fn verify_shard(
         report.problems.push(problem(None, Vec::new(), reason));
     }
     let mut first_block_is_valid = false;
-    // blocks that are only partly present are reported above
+    // the size mismatch above already reports blocks that are only partly present
     let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
     let jobs = [BlockRequest { file, size: entry.bytes, blocks: 0..readable }];
     let open = |_| BlockReader::open(directory, &entry.name);
@@ -393,7 +397,8 @@ fn verify_parity_file(
     )
 }
 
-/// Compares the header of a shard with the manifest. Returns the first contradiction.
+/// Compares the header of a shard with the manifest. Returns the first difference, or `None` if the
+/// header matches.
 fn find_header_problem(directory: &Directory, manifest: &Manifest, file: usize) -> Option<DamageReason> {
     use std::os::unix::fs::FileExt;
     let (shard, size) = match directory.open_file(&manifest.files[file].name, nix::fcntl::OFlag::empty()) {

@@ -7,15 +7,16 @@ use ckpt::{ExternalCheckpoint, OpenedCheckpoint, ReadRequest, TensorRole, Tensor
 use std::path::Path;
 use std::process::Command;
 
-/// Elements of one rank's weights, which take 4.2 GiB.
+/// Number of elements of the rank's weights, which take more than 4 GiB in FP32.
 const ELEMENTS: u64 = (1 << 30) + (32 << 20);
-/// Limit on the resident memory of the process, in kB.
+/// Limit on the peak resident memory of the child process, in KiB.
 const MEMORY_MAX_KB: u64 = 128 << 10;
-/// Environment variable with the directory of the checkpoint, which is set only in the child
-/// process.
+/// Environment variable with the directory of the checkpoint. Only the child process has this
+/// variable.
 const CHILD_VARIABLE: &str = "CKPT_LARGE_CHILD";
 
-/// Opens the DeepSpeed checkpoint in `dir`.
+/// Opens the DeepSpeed checkpoint in `dir`. Panics if `dir` has a native checkpoint, or no
+/// checkpoint.
 fn open_external(dir: &Path) -> Box<ExternalCheckpoint> {
     match ckpt::open_checkpoint(dir).expect("whole") {
         OpenedCheckpoint::External(found) => found,
@@ -23,8 +24,8 @@ fn open_external(dir: &Path) -> Box<ExternalCheckpoint> {
     }
 }
 
-/// Reads `count` elements of a weight from index `from` on. Returns those that are not zero, with
-/// their indices.
+/// Reads `count` elements of the weight `layers.{weight}.weight` from index `from` on. Returns the
+/// elements that are not zero, with their indices.
 fn read_nonzero_elements(
     found: &ExternalCheckpoint,
     weight: usize,
@@ -44,14 +45,15 @@ fn read_nonzero_elements(
     (from..).zip(out).filter(|(_, v)| *v != 0.0).collect()
 }
 
-/// Reads the peak resident memory of this process, in kB.
+/// Returns the peak resident memory of this process, in KiB.
 fn read_peak_memory_kb() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).expect("a line").trim();
     line.trim_end_matches(" kB").parse().expect("a number")
 }
 
-/// Reads the checkpoint in a child process, since the peak memory counts everything that a process
+/// Reads elements before and beyond 4 GiB, verifies the checkpoint, and checks that damage beyond
+/// 4 GiB is found. Runs in a child process, since the peak memory counts everything that a process
 /// ever used.
 #[test]
 fn files_larger_than_4_gib_are_read_in_bounded_memory() {

@@ -1,20 +1,20 @@
 //! Tests that random changes of valid files never make a parser panic or use more memory than a
-//! fixed limit, whatever sizes the bytes claim.
+//! fixed limit. Changed files may claim any size.
 #[path = "../../../tests/support/untrusted.rs"]
 mod untrusted;
 
 use std::path::Path;
 use untrusted::{MemoryMeter, SeededNumbers};
 
-/// Limit in bytes on the memory for parsing a few kilobytes.
+/// Limit in bytes on the peak memory of all parser runs. Each file has only a few kilobytes.
 const MEMORY_MAX: usize = 96 << 20;
-/// Changed copies of each file that each parser gets.
+/// Number of changed copies of each corpus file that each parser gets.
 const MUTATIONS_PER_PARSER: u64 = 3000;
 
-/// Opcodes of pickles. The changes insert them into files.
+/// Opcodes of pickles, which the random changes insert into files.
 const OPCODES: &[u8] = b"(.0NKJMX}])tuedrqhjcRbQ\x81\x85\x94\x8a\x93";
 
-/// A function that parses untrusted bytes.
+/// A parser of untrusted bytes, which returns an error for invalid bytes.
 type ParseFn = fn(&[u8]) -> diagnostic::Result<()>;
 
 /// All parsers of untrusted input, by name.
@@ -29,14 +29,15 @@ const PARSERS: [(&str, ParseFn); 8] = [
     ("adapter_config", ckpt::untrusted::parse_adapter_config),
 ];
 
-/// Reads the valid files of the corpus, with their names.
+/// Returns the names and contents of the valid files in `tests/corpus`. Panics if there are fewer
+/// than 7 files.
 fn read_corpus() -> Vec<(String, Vec<u8>)> {
     let files = untrusted::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     assert!(files.len() >= 7, "the corpus exists");
     files
 }
 
-/// Returns a randomly changed copy of a valid file.
+/// Returns a randomly changed copy of a valid file. `numbers` determines the changes.
 fn mutate(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
     untrusted::mutate(valid, numbers, OPCODES, |numbers| numbers.next_below(256) as u8)
 }
@@ -82,7 +83,8 @@ fn unchanged_corpus_files_are_accepted() {
     }
 }
 
-/// The pickles execute commands, claim huge sizes, or nest without bound.
+/// Parses pickles that execute commands, claim huge sizes, or nest without bound, and compares the
+/// errors with a snapshot. Also checks that shared values are not copied.
 #[test]
 fn known_attacks_are_rejected() {
     let long = |op: &[u8], len: u64| [b"\x80\x04".as_slice(), op, &len.to_le_bytes()].concat();

@@ -27,14 +27,15 @@ const MIB: usize = 1 << 20;
 /// The message sizes of the columns, in bytes.
 const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// The arguments: `WORLD FILTER`, followed by `RANK DESCRIPTOR` in the process of a rank.
+/// The parsed command line: `WORLD FILTER`, followed by `RANK DESCRIPTOR` in the process of a rank.
 struct BenchArgs {
     world: usize,
     filter: String,
     rank: Option<(usize, i32)>,
 }
 
-/// Parses the command line. Panics if a number is invalid.
+/// Parses the command line of the benchmark, with a default of 2 ranks. Panics if a number is
+/// invalid.
 fn parse_args() -> BenchArgs {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let number = |i: usize| args.get(i).map(|n| n.parse::<usize>().expect("the argument is a number"));
@@ -50,7 +51,7 @@ fn main() {
     }
 }
 
-/// Starts a process for each rank and waits for all of them.
+/// Starts one process per rank and waits until all have ended. Panics if a process fails.
 fn spawn_ranks(args: &BenchArgs) {
     let fd = memfd_create("comm-bench", MFdFlags::empty()).expect("a memfd can be created");
     let spawn = |r: usize| {
@@ -64,7 +65,8 @@ fn spawn_ranks(args: &BenchArgs) {
     assert!(succeeded, "a rank failed");
 }
 
-/// Joins the group as one rank and measures every row.
+/// Joins the group as rank `rank`, pinned to one processor if there are enough, and measures every
+/// row of the table.
 fn run_rank(rank: usize, world: usize, fd: i32) {
     if std::thread::available_parallelism().expect("the number of processors is known").get() >= world {
         let mut cpus = CpuSet::new();
@@ -123,15 +125,18 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
     measure_latency(&comm);
 }
 
-/// Prints `line` if this is rank 0.
+/// Prints `line` if `rank` is 0, so that the table appears once and not once per rank.
 fn print_on_rank_0(rank: usize, line: &str) {
     if rank == 0 {
         println!("{line}");
     }
 }
 
-/// Measures and prints one row of the table, if its name matches the filter. `make(bytes)` returns
-/// the operation of that size, of which the fraction `share` of the bytes counts.
+/// Measures the collective `name` at every message size and prints one row of the table. Skips rows
+/// whose name does not contain the filter.
+///
+/// `make(bytes)` returns the operation to time for a message size. Bandwidth counts the fraction
+/// `share` of the message's bytes.
 fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn(usize) -> F) {
     if !name.contains(&parse_args().filter) {
         return;
@@ -156,7 +161,7 @@ fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make:
     print_on_rank_0(comm.rank(), &line);
 }
 
-/// Measures and prints the latency of a barrier.
+/// Measures and prints the latency of a barrier, averaged over batches of 1000 barriers.
 fn measure_latency(comm: &ShmComm) {
     const BATCH: u32 = 1000;
     let mut times: Vec<Duration> = (0..50)

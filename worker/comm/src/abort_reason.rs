@@ -7,7 +7,7 @@ use crate::error::format_seconds;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::time::Duration;
 
-/// Bytes of an encoded reason before its text.
+/// Size in bytes of the fixed fields of an encoded abort reason, which precede the text.
 pub(crate) const FIXED_BYTES: usize = 1 + 4 + 4 + 8;
 
 /// Why a group was aborted. Every rank receives the first reason that was given.
@@ -16,31 +16,31 @@ pub enum AbortReason {
     /// [`Comm::abort`](crate::Comm::abort) was called, here or by a peer.
     #[error("{reason}")]
     Requested {
-        /// The caller's reason.
+        /// The text that the caller of `abort` gave.
         reason: String,
     },
-    /// A rank's own error ended its part of a collective.
+    /// An error on one rank ended its part of a collective or its attempt to join the group.
     #[error("{message}")]
     RankFailed {
         /// The rank that failed.
         rank: usize,
-        /// The message of its error.
+        /// The message of the failed rank's error.
         message: String,
     },
     /// The connection to a rank ended without a farewell: its process or host ended.
     #[error("rank {rank} is gone: its connection ended without a farewell")]
     PeerLost {
-        /// The rank that is gone.
+        /// The rank whose process or host ended.
         rank: usize,
     },
-    /// Nothing was received from a rank for too long.
+    /// A peer received nothing from a rank for longer than the silence timeout.
     #[error("rank {rank} is silent: rank {observer} has heard nothing from it for {}", format_seconds(*silence))]
     PeerSilent {
         /// The silent rank.
         rank: usize,
         /// The rank that received nothing from the silent rank.
         observer: usize,
-        /// The limit.
+        /// The silence timeout that expired.
         silence: Duration,
     },
     /// A rank left the group in order while a peer still needed it.
@@ -48,7 +48,7 @@ pub enum AbortReason {
     PeerLeft {
         /// The rank that left.
         rank: usize,
-        /// The collective that needed the rank, and its number.
+        /// The collective in which a peer needed the departed rank, such as `all_reduce (call 12)`.
         collective: String,
     },
     /// A rank panicked.
@@ -60,23 +60,25 @@ pub enum AbortReason {
     /// A peer sent a frame that no version of this protocol sends.
     #[error("rank {observer} received an invalid control frame from rank {rank}")]
     InvalidFrame {
-        /// The sender.
+        /// The rank that sent the invalid frame.
         rank: usize,
-        /// The receiver.
+        /// The rank that received the invalid frame.
         observer: usize,
     },
-    /// The aborting process died before it could store its reason.
+    /// The reason is unknown, because the process that aborted the group died before storing the
+    /// reason or because the stored bytes are invalid.
     #[error("the process that aborted the group died before it stored a reason")]
     Lost,
 }
 
 impl AbortReason {
-    /// Creates the reason that a caller of [`Comm::abort`](crate::Comm::abort) gave.
+    /// Creates the abort reason of a call of [`Comm::abort`](crate::Comm::abort) with the text
+    /// `reason`.
     pub(crate) fn from_request(reason: &str) -> Self {
         AbortReason::Requested { reason: reason.to_owned() }
     }
 
-    /// Returns the stable error code of this reason.
+    /// Returns the stable error code that `launch explain` documents for this abort reason.
     pub fn code(&self) -> Code {
         match self {
             AbortReason::Requested { .. } | AbortReason::RankFailed { .. } | AbortReason::Lost => {
@@ -90,7 +92,8 @@ impl AbortReason {
         }
     }
 
-    /// Returns `diagnostic` with the fields of this reason added.
+    /// Returns `diagnostic` with the ranks, durations and texts of this abort reason added as
+    /// fields.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             AbortReason::Requested { .. } | AbortReason::Lost => diagnostic,
@@ -137,8 +140,8 @@ impl AbortReason {
         bytes
     }
 
-    /// Decodes a reason that a peer encoded. Returns [`AbortReason::Lost`] if the bytes are not
-    /// valid.
+    /// Decodes an abort reason that a peer wrote with [`AbortReason::encode`]. Returns
+    /// [`AbortReason::Lost`] if the bytes are not valid.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let Some((fixed, text)) = bytes.split_first_chunk::<FIXED_BYTES>() else {
             return AbortReason::Lost;

@@ -5,33 +5,34 @@ use std::{fmt, ops::Range};
 
 type Result<T> = std::result::Result<T, ArgumentError>;
 
-/// A rank and the size of its group.
+/// The rank of a communicator and the number of ranks in its group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
     pub(crate) world: usize,
 }
 
-/// The collectives of [`Comm`](crate::Comm). Ranks exchange the numbers of the variants.
+/// Identifies a collective of [`Comm`](crate::Comm). Ranks exchange the variant's number to detect
+/// calls that do not match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectiveKind {
-    /// [`Comm::all_gather`](crate::Comm::all_gather)
+    /// A call of [`Comm::all_gather`](crate::Comm::all_gather).
     AllGather = 1,
-    /// [`Comm::reduce_scatter_ordered`](crate::Comm::reduce_scatter_ordered)
+    /// A call of [`Comm::reduce_scatter_ordered`](crate::Comm::reduce_scatter_ordered).
     ReduceScatterOrdered,
-    /// [`Comm::reduce_scatter`](crate::Comm::reduce_scatter)
+    /// A call of [`Comm::reduce_scatter`](crate::Comm::reduce_scatter).
     ReduceScatter,
-    /// [`Comm::all_reduce`](crate::Comm::all_reduce)
+    /// A call of [`Comm::all_reduce`](crate::Comm::all_reduce).
     AllReduce,
-    /// [`Comm::broadcast`](crate::Comm::broadcast)
+    /// A call of [`Comm::broadcast`](crate::Comm::broadcast).
     Broadcast,
-    /// [`Comm::all_to_all`](crate::Comm::all_to_all)
+    /// A call of [`Comm::all_to_all`](crate::Comm::all_to_all).
     AllToAll,
-    /// [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes)
+    /// A call of [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes).
     AllGatherBytes,
-    /// [`Comm::barrier`](crate::Comm::barrier)
+    /// A call of [`Comm::barrier`](crate::Comm::barrier).
     Barrier,
-    /// [`Comm::shared_window`](crate::Comm::shared_window)
+    /// A call of [`Comm::shared_window`](crate::Comm::shared_window).
     SharedWindow,
 }
 
@@ -48,7 +49,7 @@ impl CollectiveKind {
         CollectiveKind::SharedWindow,
     ];
 
-    /// Returns the name of the corresponding method of [`Comm`](crate::Comm).
+    /// Returns the name of this collective's method in [`Comm`](crate::Comm), such as `all_gather`.
     pub fn name(self) -> &'static str {
         match self {
             CollectiveKind::AllGather => "all_gather",
@@ -73,49 +74,53 @@ impl fmt::Display for CollectiveKind {
 /// The length and the element size of a buffer, for collectives that accept any element type.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BufferShape {
-    /// Number of elements.
+    /// Number of elements in the buffer.
     pub(crate) len: usize,
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub(crate) element_bytes: usize,
 }
 
 impl BufferShape {
-    /// Returns the shape of `view`.
+    /// Returns the length and the element size of `view`.
     pub(crate) fn new(view: device::View<'_>) -> Self {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
 }
 
-/// One call of a collective: the kind, number and arguments that all ranks must agree about.
+/// One call of a collective: the kind, the call number and the arguments that must be equal on all
+/// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CollectiveCall {
     pub(crate) kind: CollectiveKind,
-    /// Number of collectives that this rank called before this one.
+    /// Call number: how many collectives this rank had called before.
     pub(crate) number: u64,
-    /// Number of elements that all ranks must agree about; 0 if they may differ.
+    /// Element count that must be equal on all ranks; 0 for collectives in which ranks may pass
+    /// different counts.
     elements: u64,
-    /// Hash of the other arguments that all ranks must agree about: counts, root, element size.
+    /// Hash of the other arguments that must be equal on all ranks: counts, root and element size.
     digest: u64,
 }
 
 impl CollectiveCall {
-    /// Creates call 0 of `kind`. `agreed` are the other arguments that must be equal on all ranks.
+    /// Describes a call of `kind`, with the call number 0. `elements` and the numbers in `agreed`
+    /// must be equal on all ranks.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         CollectiveCall { kind, number: 0, elements: elements as u64, digest: hash_arguments(agreed) }
     }
 
-    /// Adds the size of an element, in bytes, to what all ranks must agree about.
+    /// Returns this call with the element size, in bytes, added to the arguments that must be equal
+    /// on all ranks.
     fn with_element_size(self, bytes: usize) -> Self {
         CollectiveCall { digest: hash_arguments([self.digest as usize, bytes]), ..self }
     }
 
-    /// Sets the number of the call.
+    /// Returns this call with the call number `number`.
     pub(crate) fn with_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
 
-    /// Describes an all-gather. Fails if an argument contradicts `counts`, with the name of the
-    /// argument.
+    /// Describes an all-gather for comparison with the peers' calls. Fails, with the name of the
+    /// argument, if a buffer's length or element size does not fit `counts` and the other buffer.
     pub(crate) fn describe_all_gather(
         position: GroupPosition,
         recv: BufferShape,
@@ -131,8 +136,8 @@ impl CollectiveCall {
         Ok(call.with_element_size(recv.element_bytes))
     }
 
-    /// Describes an ordered reduce-scatter. Fails if a length in `partial_lens` contradicts
-    /// `counts`.
+    /// Describes an ordered reduce-scatter for comparison with the peers' calls. Fails if a
+    /// partial's length is not the sum of `counts`.
     pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
@@ -146,7 +151,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Describes a reduce-scatter. Fails if a buffer length contradicts `counts`.
+    /// Describes a reduce-scatter for comparison with the peers' calls. Fails if a buffer's length
+    /// does not fit `counts`.
     pub(crate) fn describe_reduce_scatter(
         position: GroupPosition,
         recv_len: usize,
@@ -160,13 +166,13 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Describes an all-reduce of `len` elements.
+    /// Describes an all-reduce of `len` elements for comparison with the peers' calls.
     pub(crate) fn describe_all_reduce(len: usize) -> Self {
         CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
-    /// Describes a broadcast of `len` elements from rank `root`. Fails if the group has no such
-    /// rank.
+    /// Describes a broadcast of `len` elements from rank `root` for comparison with the peers'
+    /// calls. Fails if the group has no rank `root`.
     pub(crate) fn describe_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
         let (collective, world) = (CollectiveKind::Broadcast, position.world);
         if root >= world {
@@ -175,8 +181,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Describes an all-to-all. Fails if an argument contradicts the counts, with the name of the
-    /// argument.
+    /// Describes an all-to-all for comparison with the peers' calls. Fails, with the name of the
+    /// argument, if a buffer does not fit its counts or if this rank's counts for itself differ.
     pub(crate) fn describe_all_to_all(
         position: GroupPosition,
         recv: BufferShape,
@@ -197,8 +203,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, 0, []).with_element_size(recv.element_bytes))
     }
 
-    /// Describes an all-gather of bytes, of which this rank passes `len`. Fails if `len` exceeds
-    /// [`crate::MAX_GATHER_BYTES`].
+    /// Describes an all-gather in which this rank passes `len` bytes, for comparison with the
+    /// peers' calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
     pub(crate) fn describe_all_gather_bytes(len: usize) -> Result<Self> {
         let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
         if len > limit {
@@ -207,7 +213,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, 0, []))
     }
 
-    /// Describes the allocation of a shared window. Fails if `counts` does not fit the group.
+    /// Describes the allocation of a shared window for comparison with the peers' calls. Fails if
+    /// `counts` does not have one entry per rank or if the sum overflows.
     pub(crate) fn describe_shared_window(
         position: GroupPosition,
         counts: &[usize],
@@ -218,7 +225,7 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()).with_element_size(element_bytes))
     }
 
-    /// Describes a call of `barrier`.
+    /// Describes a barrier for comparison with the peers' calls. A barrier has no arguments.
     pub(crate) fn describe_barrier() -> Self {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
@@ -229,8 +236,8 @@ impl CollectiveCall {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails if the call of rank `peer`, encoded in `peer_words`, differs from this call of rank
-    /// `rank`.
+    /// Compares this call, which rank `rank` made, with the encoded call `peer_words` of rank
+    /// `peer`. Fails if the calls differ.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -246,14 +253,16 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes the words of a call for an error message. Accepts any words, because a peer wrote them.
+/// Decodes a call encoded by [`CollectiveCall::to_words`], for an error message. Accepts any words,
+/// because a peer wrote them.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
     CallSummary { collective, call_number: words[0] >> 8, elements: words[1] }
 }
 
-/// Fails unless rank `to` expects as many elements from rank `from` as `from` sends.
+/// Fails if the number of elements that rank `from` sends to rank `to` (`sent`) differs from the
+/// number that `to` expects.
 pub(crate) fn check_transfer_lengths(
     from: usize,
     to: usize,
@@ -266,7 +275,8 @@ pub(crate) fn check_transfer_lengths(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Elements })
 }
 
-/// Computes the index at which each rank's part begins: the exclusive prefix sums of `counts`.
+/// Computes the index of the first element of each rank's part: the exclusive prefix sums of
+/// `counts`.
 pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
     counts
         .iter()
@@ -278,16 +288,16 @@ pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// Computes the share of `rank` if `len` elements are divided among `world` ranks as evenly as
-/// possible.
+/// Computes the range of elements that `rank` gets if `len` elements are divided among `world`
+/// ranks as evenly as possible.
 pub(crate) fn compute_even_share(len: usize, rank: usize, world: usize) -> Range<usize> {
     let (quotient, remainder) = (len / world, len % world);
     let start = quotient * rank + remainder.min(rank);
     start..start + quotient + usize::from(rank < remainder)
 }
 
-/// Sums the counts of all ranks. Fails if `counts` does not have `world` entries or if their sum
-/// does not fit the address space.
+/// Sums the list `counts`, called `name` in errors. Fails if the list does not have `world` entries
+/// or if the sum does not fit the address space.
 fn sum_counts(
     collective: CollectiveKind,
     name: &'static str,
@@ -304,7 +314,8 @@ fn sum_counts(
         .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-/// Fails unless a buffer has the `expected` number of elements.
+/// Fails if the argument `buffer` does not have `expected` elements. `required` names the expected
+/// length in the error, such as `counts[rank]`.
 fn check_buffer_len(
     collective: CollectiveKind,
     buffer: &'static str,
@@ -318,7 +329,7 @@ fn check_buffer_len(
     Err(ArgumentError::BufferLength { collective, buffer, len, required, expected })
 }
 
-/// Fails if the elements of the two buffers differ in size.
+/// Fails if the elements of `recv` and `send` differ in size.
 fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send: BufferShape) -> Result<()> {
     let (send_bytes, recv_bytes) = (send.element_bytes, recv.element_bytes);
     if send_bytes == recv_bytes {

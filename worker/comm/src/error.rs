@@ -1,10 +1,10 @@
-//! [`CommError`]: why a collective ended without a result.
+//! [`CommError`]: errors of collectives and of joining a group, with their codes and diagnostics.
 use crate::{abort_reason::AbortReason, call::CollectiveKind, nccl::NcclError};
 use device::{cuda::CudaError, storage::DeviceError};
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{net::SocketAddr, time::Duration};
 
-/// Why a collective ended without a result.
+/// Error of a collective, or of an attempt to join a group.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
     /// The group was aborted, by this rank or by a peer. An abort is never the root cause of a
@@ -16,33 +16,34 @@ pub enum CommError {
     InvalidArguments {
         /// The rank that made the call.
         rank: usize,
-        /// The argument that is wrong.
+        /// Which argument is wrong, and the numbers that contradict each other.
         error: ArgumentError,
     },
-    /// The ranks called different collectives, or sizes that do not fit each other: a bug.
+    /// Ranks called different collectives, or passed sizes that do not fit each other: a bug of the
+    /// caller.
     #[error("ranks disagree about a collective: {0}")]
     Mismatch(CallMismatch),
-    /// Peers did not enter a collective in time.
+    /// Peers did not enter a collective within the timeout.
     #[error(
         "rank {rank} waited {} in {collective} (call {call_number}) for {}, which did not enter it",
         format_seconds(*timeout),
         format_ranks(missing, *world)
     )]
     Timeout {
-        /// The rank that waited.
+        /// The rank whose wait timed out.
         rank: usize,
-        /// Number of ranks of the job.
+        /// Number of ranks in the job.
         world: usize,
         /// The collective that the rank called.
         collective: CollectiveKind,
-        /// Number of collectives that the rank had called before.
+        /// Call number: how many collectives the rank had called before.
         call_number: u64,
-        /// The limit.
+        /// The timeout that expired.
         timeout: Duration,
         /// The ranks that did not enter the collective, ascending.
         missing: Vec<usize>,
     },
-    /// Peers did not join the group in time.
+    /// Peers did not join the group within the timeout.
     #[error(
         "rank {rank} waited {} for {} to join the group{}",
         format_seconds(*timeout),
@@ -50,37 +51,38 @@ pub enum CommError {
         last_failure.as_ref().map_or_else(String::new, |f| format!("; last attempt: {f}"))
     )]
     JoinTimeout {
-        /// The rank that waited.
+        /// The rank whose wait timed out.
         rank: usize,
-        /// Number of ranks of the job.
+        /// Number of ranks in the job.
         world: usize,
-        /// The limit.
+        /// The timeout that expired.
         timeout: Duration,
         /// The ranks that did not join, ascending.
         missing: Vec<usize>,
-        /// Why the last attempt to connect to a peer failed, if this rank connects.
+        /// The last failed attempt to connect to a peer, if there was one.
         last_failure: Option<Box<ConnectFailure>>,
     },
-    /// The description of the group is wrong.
+    /// The group cannot be joined as described, for example because the number of ranks is out of
+    /// range.
     #[error(transparent)]
     InvalidGroup(#[from] GroupError),
-    /// Shared memory of the ranks of a host cannot be used.
+    /// The shared memory of a host's ranks cannot be used.
     #[error(transparent)]
     SharedMemory(#[from] SharedMemoryError),
-    /// A peer rejected the connection of this rank, and would reject it again.
+    /// A peer rejected this rank's connection for a reason that another attempt would not change.
     #[error("rank {peer} rejected the connection of rank {rank}: {reason}")]
     Rejected {
-        /// The rank that connected.
+        /// The rank that opened the connection.
         rank: usize,
-        /// The rank that rejected it.
+        /// The rank that rejected the connection.
         peer: usize,
-        /// The peer's answer.
+        /// The reason that the peer gave.
         reason: RejectReason,
     },
     /// The operating system failed to set up the transport.
     #[error("cannot {operation}: {error}")]
     Transport {
-        /// What was attempted, such as `accept connections`.
+        /// The operation that failed, such as `accept connections`.
         operation: &'static str,
         /// The operating system's message.
         error: String,
@@ -90,7 +92,7 @@ pub enum CommError {
     NotConnected {
         /// The rank that called the collective.
         rank: usize,
-        /// The rank on another host.
+        /// The rank on another host to which no connection exists.
         peer: usize,
     },
     /// The thread that runs the collectives of a rank ended or panicked.
@@ -107,85 +109,85 @@ pub enum CommError {
     Nccl(Box<NcclError>),
 }
 
-/// The result of a collective.
+/// Result of a collective: a value, or a [`CommError`].
 pub type Result<T> = std::result::Result<T, CommError>;
 
-/// Which argument of a collective is wrong, and why.
+/// An argument of a collective that contradicts the other arguments or the group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgumentError {
-    /// Two buffers have elements of different sizes.
+    /// The `send` and the `recv` buffer have elements of different sizes.
     #[error("{collective}: elements of send have {send_bytes} bytes, those of recv {recv_bytes}")]
     ElementSize {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// Bytes of an element of `send`.
+        /// Size of an element of `send` in bytes.
         send_bytes: usize,
-        /// Bytes of an element of `recv`.
+        /// Size of an element of `recv` in bytes.
         recv_bytes: usize,
     },
     /// A list of counts does not have one entry for each rank.
     #[error("{collective}: {counts} has {len} entries, but the group has {world} ranks")]
     CountsLength {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// The name of the argument.
+        /// Name of the list of counts, such as `send_counts`.
         counts: &'static str,
-        /// Number of entries of the list.
+        /// Number of entries that the list has.
         len: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
     },
     /// The sum of a list of counts does not fit the address space.
     #[error("{collective}: the sum of {counts} overflows")]
     CountsOverflow {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// The name of the argument.
+        /// Name of the list of counts, such as `send_counts`.
         counts: &'static str,
     },
     /// A buffer is not as long as the counts require.
     #[error("{collective}: {buffer} has {len} elements, but {required} is {expected}")]
     BufferLength {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// The name of the argument.
+        /// Name of the buffer, such as `recv`.
         buffer: &'static str,
-        /// Number of elements of the buffer.
+        /// Number of elements that the buffer has.
         len: usize,
-        /// What the length must equal, such as `counts[rank]`.
+        /// Name of the required length, such as `counts[rank]`.
         required: &'static str,
-        /// The required number of elements.
+        /// Number of elements that the buffer must have.
         expected: usize,
     },
     /// The root is not a rank of the group.
     #[error("{collective}: root is {root}, but the group has {world} ranks")]
     RootOutOfRange {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// The root that was given.
+        /// The `root` argument of the call.
         root: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
     },
     /// The number of elements that a rank sends to itself differs from the number that it expects
     /// from itself.
     #[error("{collective}: the rank sends {sent} elements to itself, but expects {expected}")]
     SelfTransfer {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// The rank's own entry of `send_counts`.
+        /// The entry of `send_counts` for the rank itself.
         sent: u64,
-        /// The rank's own entry of `recv_counts`.
+        /// The entry of `recv_counts` for the rank itself.
         expected: u64,
     },
     /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
     #[error("{collective}: {bytes} bytes exceed the limit of {limit} per rank")]
     TooManyBytes {
-        /// The collective.
+        /// The collective that was called.
         collective: CollectiveKind,
-        /// Bytes that were given.
+        /// Number of bytes that the caller passed.
         bytes: usize,
-        /// The limit.
+        /// The largest number of bytes that a rank may pass.
         limit: usize,
     },
 }
@@ -199,27 +201,27 @@ pub enum CallMismatch {
         if call == peer_call { " (the counts, the root or the element type differ)" } else { "" }
     )]
     Call {
-        /// This rank.
+        /// The rank that detected the difference.
         rank: usize,
-        /// The call of this rank.
+        /// The call of the rank that detected the difference.
         call: CallSummary,
-        /// The other rank.
+        /// The rank with the different call.
         peer: usize,
-        /// The other rank's call.
+        /// The call of the rank `peer`.
         peer_call: CallSummary,
     },
     /// A rank sends more or less to a peer than the peer expects.
     #[error("rank {from} sends {sent} {unit} to rank {to}, which expects {expected}")]
     Transfer {
-        /// The sender.
+        /// The rank that sends.
         from: usize,
-        /// The receiver.
+        /// The rank that receives.
         to: usize,
-        /// The amount that the sender sends.
+        /// The amount that `from` sends, in `unit`.
         sent: u64,
-        /// The amount that the receiver expects.
+        /// The amount that `to` expects, in `unit`.
         expected: u64,
-        /// The unit of both amounts.
+        /// The unit of `sent` and `expected`.
         unit: TransferUnit,
     },
     /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
@@ -227,7 +229,7 @@ pub enum CallMismatch {
     TooManyBytes {
         /// The rank.
         rank: usize,
-        /// Bytes that the rank announced.
+        /// Number of bytes that the rank announced.
         bytes: u64,
         /// The limit.
         limit: u64,
@@ -237,7 +239,7 @@ pub enum CallMismatch {
     TooManyPartials {
         /// The rank.
         rank: usize,
-        /// Partials that the rank announced.
+        /// Number of partial vectors that the rank announced.
         partials: u64,
         /// The limit.
         limit: u64,
@@ -245,33 +247,34 @@ pub enum CallMismatch {
     /// A rank did not announce how many partial vectors it passes.
     #[error("reduce_scatter_ordered: {announced} of {world} ranks announced their number of partials")]
     PartialCountMissing {
-        /// Ranks whose announcement is valid.
+        /// Number of ranks that announced a number of partial vectors.
         announced: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
     },
-    /// A message on a connection has an unexpected number.
+    /// A message on a connection between two ranks does not have the next sequence number.
     #[error("rank {rank} received message {number} from rank {peer} instead of message {expected}")]
     MessageNumber {
-        /// The receiver.
+        /// The rank that received the message.
         rank: usize,
-        /// The sender.
+        /// The rank that sent the message.
         peer: usize,
-        /// The number in the message.
+        /// The sequence number in the message.
         number: u64,
-        /// The number that comes next on this connection.
+        /// The sequence number that comes next on this connection.
         expected: u64,
     },
 }
 
-/// The collective that a rank called, as its peers know it.
+/// The call of a rank, as the rank announced it to its peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSummary {
-    /// The collective; `None` if the peer sent an unknown number.
+    /// The collective that was called; `None` if the peer sent an unknown number.
     pub collective: Option<CollectiveKind>,
-    /// Number of collectives that the rank had called before.
+    /// Call number: how many collectives the rank had called before.
     pub call_number: u64,
-    /// Number of elements that all ranks must agree about; 0 if they may differ.
+    /// Element count that must be equal on all ranks; 0 for collectives in which ranks may pass
+    /// different counts.
     pub elements: u64,
 }
 
@@ -285,9 +288,9 @@ impl std::fmt::Display for CallSummary {
 /// The unit of the amounts in [`CallMismatch::Transfer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferUnit {
-    /// Elements of the collective's type.
+    /// The amounts are numbers of elements.
     Elements,
-    /// Bytes.
+    /// The amounts are numbers of bytes.
     Bytes,
 }
 
@@ -306,17 +309,17 @@ pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD`].
     #[error("a group has 1 to {limit} ranks, not {world}")]
     WorldSize {
-        /// The requested number of ranks.
+        /// The number of ranks that the caller requested.
         world: usize,
-        /// The largest number.
+        /// The largest supported number of ranks.
         limit: usize,
     },
-    /// The rank is not one of the group.
+    /// The rank is not below the number of ranks in the group.
     #[error("rank {rank} does not exist in a group of {world} ranks")]
     RankOutOfRange {
-        /// The rank that was given.
+        /// The rank that the caller requested.
         rank: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
     },
     /// The staging memory is too small or too large for the number of ranks.
@@ -324,13 +327,13 @@ pub enum GroupError {
         "{bytes} bytes of staging memory are not possible with {world} ranks: {min} to {max} are required"
     )]
     StagingSize {
-        /// Bytes that were given.
+        /// The requested size of the staging memory, in bytes.
         bytes: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
-        /// The smallest number of bytes.
+        /// The smallest allowed size in bytes.
         min: usize,
-        /// The largest number of bytes.
+        /// The largest allowed size in bytes.
         max: usize,
     },
     /// Several ranks are on one host, but this rank was given no shared memory.
@@ -338,52 +341,53 @@ pub enum GroupError {
     NoSharedMemory {
         /// The rank without shared memory.
         rank: usize,
-        /// Number of ranks of the job.
+        /// Number of ranks in the job.
         world: usize,
-        /// The ranks of the host.
+        /// All ranks on the host.
         local_ranks: Vec<usize>,
     },
-    /// Another process joined as this rank.
+    /// Another process has already joined the group as this rank.
     #[error("rank {rank} has joined already, as process {joined_pid}; this is process {pid}")]
     AlreadyJoined {
         /// The rank.
         rank: usize,
-        /// The process that joined.
+        /// Process id of the process that joined first.
         joined_pid: u32,
-        /// This process.
+        /// Process id of this process.
         pid: u32,
     },
 }
 
-/// Why shared memory cannot be used.
+/// Error of the shared memory through which the ranks of a host communicate.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedMemoryError {
     /// The operating system failed to inspect, resize or map the file.
     #[error("cannot {operation} the shared memory ({bytes} bytes): {}", errno.desc())]
     Os {
-        /// What was attempted: `inspect`, `resize` or `map`.
+        /// The operation that failed: `inspect`, `resize` or `map`.
         operation: &'static str,
         /// Number of bytes that were requested; 0 for `inspect`.
         bytes: usize,
         /// The operating system's error.
         errno: nix::errno::Errno,
     },
-    /// The header was written by another program, or for another group.
+    /// The header of the shared memory was written by another program, or for another group.
     #[error("the {field} of the shared memory is {found:#x}, but this rank has {expected:#x}")]
     HeaderMismatch {
-        /// The field of the header.
+        /// The header field that differs.
         field: &'static str,
-        /// The value in the shared memory.
+        /// The value of the field in the shared memory.
         found: u64,
-        /// The value of this rank.
+        /// The value of the field that this rank requires.
         expected: u64,
     },
-    /// The file does not have the size that the number of ranks and the staging size require.
+    /// The shared memory file does not have the size that follows from the number of ranks and the
+    /// staging size.
     #[error("the shared memory has {found} bytes, but {expected} are required")]
     FileSize {
-        /// Bytes of the file.
+        /// Size of the file in bytes.
         found: usize,
-        /// The required number of bytes.
+        /// The required size in bytes.
         expected: usize,
     },
     /// A shared window does not fit the address space.
@@ -394,42 +398,43 @@ pub enum SharedMemoryError {
     },
 }
 
-/// Why an attempt to connect to a peer failed. The next attempt may succeed.
+/// A failed attempt to connect to a peer. The next attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {peer}{}: {error}", address.map_or_else(String::new, |a| format!(" at {a}")))]
 pub struct ConnectFailure {
-    /// The rank to connect to.
+    /// The rank to which this rank tried to connect.
     pub peer: usize,
-    /// The last address that was tried; `None` if the rank has none.
+    /// The last address that was tried; `None` if the peer announced no address.
     pub address: Option<SocketAddr>,
-    /// What went wrong.
+    /// The error at that address.
     pub error: ConnectError,
 }
 
-/// What went wrong while connecting to one address of a peer.
+/// Error of connecting to one address of a peer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
     /// The peer announced no address.
     #[error("no address is known")]
     NoAddress,
-    /// The operating system failed to connect, read or write.
+    /// The operating system failed to connect, read or write. The value is the system's message.
     #[error("{0}")]
     Os(String),
-    /// The listener does not speak this protocol.
+    /// The program that listens at the address does not speak this protocol.
     #[error("the listener is not a rank of this job")]
     NotAPeer,
-    /// The listener could not prove that it knows the job's key.
+    /// The program that listens at the address could not prove that it knows the job's key.
     #[error("the listener does not know the job's key")]
     WrongKey,
-    /// The listener closed the connection during the handshake, for instance over a wrong key.
+    /// The peer closed the connection during the handshake, for example because this rank has the
+    /// wrong key.
     #[error("the listener closed the connection during the handshake")]
     Closed,
-    /// The listener did not answer in time.
+    /// The peer did not answer within the time limit of the handshake.
     #[error("the listener did not answer in the handshake")]
     NoAnswer,
 }
 
-/// Why a peer rejects a connection.
+/// Reason why a peer rejects a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RejectReason {
     /// The two ranks run different builds of `launch`.
@@ -438,7 +443,7 @@ pub enum RejectReason {
     /// The two ranks belong to different attempts of the run.
     #[error("it belongs to another attempt of the run")]
     OtherAttempt,
-    /// The ranks belong to different runs, or do not connect in this direction.
+    /// The ranks belong to different runs, or the wrong one of the two ranks opened the connection.
     #[error("it does not expect a connection from this rank")]
     UnexpectedRank,
 }
@@ -467,12 +472,13 @@ impl CommError {
         }
     }
 
-    /// Returns a function that converts an I/O error of `operation` to [`CommError::Transport`].
+    /// Returns a function for `map_err` that wraps an I/O error in [`CommError::Transport`].
+    /// `operation` names the failed operation.
     pub(crate) fn from_failed_operation(operation: &'static str) -> impl Fn(std::io::Error) -> CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 
-    /// Returns the reason with which `rank` aborts its group because of this error.
+    /// Returns the abort reason with which `rank` informs its peers of this error.
     pub(crate) fn to_abort_reason(&self, rank: usize) -> AbortReason {
         match self {
             CommError::Aborted(reason) => reason.clone(),
@@ -539,7 +545,7 @@ impl From<CommError> for Diagnostic {
 }
 
 impl CallMismatch {
-    /// Returns `diagnostic` with the fields of this mismatch added.
+    /// Returns `diagnostic` with the ranks, calls and amounts of this mismatch added as fields.
     fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             CallMismatch::Call { rank, call, peer, peer_call } => diagnostic

@@ -75,8 +75,8 @@ pub trait Comm: Send + Sync {
         sink: &mut PartialSink,
     ) -> Result<()>;
 
-    /// Sums this rank's part (`counts[rank]` elements) over all ranks and stores the sum in `recv`.
-    /// The additions follow a fixed binary tree over ranks.
+    /// Sums this rank's part of `send` (`counts[rank]` elements) over all ranks and stores the sum
+    /// in `recv`. The additions follow a fixed binary tree over ranks.
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
     /// Replaces `x` by its sum over all ranks. The additions follow a fixed binary tree over ranks,
@@ -97,10 +97,11 @@ pub trait Comm: Send + Sync {
         send_counts: &[usize],
     ) -> Result<()>;
 
-    /// Gathers a byte string from every rank and returns all of them, indexed by rank.
-    ///
-    /// It is meant for small payloads such as reports and errors: at most [`MAX_GATHER_BYTES`] per
+    /// Gathers a byte string from every rank and returns the byte strings of all ranks, indexed by
     /// rank.
+    ///
+    /// The collective is meant for small payloads such as reports and errors: at most
+    /// [`MAX_GATHER_BYTES`] per rank.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
     /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
@@ -114,14 +115,14 @@ pub trait Comm: Send + Sync {
         Ok(None)
     }
 
-    /// Blocks until every rank has called it.
+    /// Blocks until every rank of the group has called `barrier`.
     fn barrier(&self) -> Result<()>;
 
-    /// Aborts the group: every waiting and later call on every reachable rank returns
-    /// [`CommError::Aborted`]. Callable from any thread.
+    /// Aborts the group with the text `reason`. Every waiting and later call on every reachable
+    /// rank returns [`CommError::Aborted`]. Callable from any thread.
     fn abort(&self, reason: &str);
 
-    /// Returns why the group was aborted, or `None` if this rank knows of no abort. Does not block;
-    /// callable from any thread.
+    /// Returns the reason of the group's abort, or `None` if this rank knows of no abort. Does not
+    /// block; callable from any thread.
     fn abort_reason(&self) -> Option<AbortReason>;
 }

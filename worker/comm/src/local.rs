@@ -5,7 +5,7 @@
 //! data, waits until all have published, reads its peers' memory, and waits until all have finished
 //! reading. The second wait makes the borrowed addresses sound: **no rank leaves an exchange while
 //! a peer still reads**, not even when the group was aborted. After an abort no rank begins to
-//! read, and a rank that reads already never waits for another one, so that wait ends.
+//! read. A rank that is already reading never waits for another rank, so the second wait ends.
 use crate::{
     AbortReason, CallMismatch, Comm, CommError, PartialSink, Result, SharedWindow,
     call::{self, BufferShape, CollectiveCall, CollectiveKind, GroupPosition},
@@ -21,20 +21,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a rank waits for the others in one collective of a [`create_group`].
+/// How long a rank waits for its peers in one collective of a group from [`create_group`].
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// The longest timeout. Longer ones are reduced to it, so that deadlines do not overflow.
+/// The largest timeout of a collective. Longer timeouts are reduced to it, so that deadlines do not
+/// overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The largest length, in elements, up to which every rank computes the whole sum of an all-reduce,
 /// with one exchange instead of two.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
-/// Creates the communicators of `world` ranks, to be used by one thread each.
+/// Creates the communicators of `world` ranks, indexed by rank. Each communicator is meant for one
+/// thread.
 ///
 /// # Panics
-/// If `world` is 0 or above [`crate::MAX_WORLD`].
+///
+/// Panics if `world` is 0 or above [`crate::MAX_WORLD`].
 pub fn create_group(world: usize) -> Vec<LocalComm> {
     create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
@@ -78,13 +81,13 @@ pub struct LocalComm {
 
 /// How many collectives and exchanges one rank has begun.
 struct LocalCallState {
-    /// Collectives called so far.
+    /// Number of collectives called so far.
     calls: u64,
-    /// Exchanges entered so far.
+    /// Number of exchanges entered so far.
     exchanges: u64,
 }
 
-/// The state that the ranks of a group share.
+/// The state that the ranks of a group of threads share.
 struct LocalGroup {
     timeout: Duration,
     state: Mutex<GroupState>,
@@ -101,9 +104,9 @@ struct GroupState {
     finished: Vec<u64>,
     /// By rank: whether the rank's communicator was dropped.
     has_left: Vec<bool>,
-    /// Ranks that are reading their peers' memory now.
+    /// Number of ranks that are reading their peers' memory now.
     readers: usize,
-    /// The memory that rank 0 allocated for the current [`Comm::shared_window`].
+    /// The memory that rank 0 allocated for the latest [`Comm::shared_window`].
     window: Option<Arc<LocalWindow>>,
     aborted: Option<AbortReason>,
 }
@@ -112,7 +115,7 @@ struct GroupState {
 /// so it is ordinary memory.
 struct LocalWindow {
     start: NonNull<u8>,
-    /// The owner of the memory. Ranks access the memory through buffers over its parts.
+    /// Keeps the window's memory allocated. Ranks access the memory through buffers over its parts.
     _memory: Buf,
 }
 
@@ -122,15 +125,17 @@ unsafe impl Send for LocalWindow {}
 unsafe impl Sync for LocalWindow {}
 
 impl WindowMemory for LocalWindow {
-    /// Does nothing: the memory belongs to this process anyway.
+    /// Does nothing: the window is ordinary memory of this process, which counts once for all
+    /// ranks.
     fn release_pages(&self, _: Range<usize>) {}
 }
 
-/// What a rank publishes to its peers in one exchange.
+/// The data of one rank that its peers read in one exchange.
 struct Contribution {
     call: CollectiveCall,
     slices: Vec<PublishedSlice>,
-    /// In an all-to-all: the number of elements that this rank expects from each rank.
+    /// By rank: the number of elements that this rank expects in an all-to-all; empty in other
+    /// collectives.
     expected: Vec<usize>,
 }
 
@@ -148,25 +153,27 @@ unsafe impl Send for PublishedSlice {}
 unsafe impl Sync for PublishedSlice {}
 
 impl PublishedSlice {
-    /// Describes `x`, to be published to the peers.
+    /// Creates the published form of a slice of `f32` elements, for [`PublishedSlice::as_f32`] on
+    /// the peers.
     fn from_f32(x: &[f32]) -> Self {
         let (address, bytes) = (x.as_ptr().cast(), size_of_val(x));
         PublishedSlice { address, bytes, element_bytes: size_of::<f32>() }
     }
 
-    /// Describes `x` as elements of `element_bytes` bytes each, to be published to the peers.
+    /// Creates the published form of a slice of elements with `element_bytes` bytes each.
     fn from_bytes(x: &[u8], element_bytes: usize) -> Self {
         PublishedSlice { address: x.as_ptr(), bytes: x.len(), element_bytes }
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements in the published slice.
     fn len(&self) -> usize {
         self.bytes / self.element_bytes
     }
 
-    /// Returns the elements.
+    /// Returns the published elements as `f32`.
     ///
     /// # Safety
+    ///
     /// The caller must guarantee that [`PublishedSlice::from_f32`] made the slice, and that its
     /// exchange has not ended.
     unsafe fn as_f32<'a>(&self) -> &'a [f32] {
@@ -174,9 +181,10 @@ impl PublishedSlice {
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.len()) }
     }
 
-    /// Returns the bytes of the elements.
+    /// Returns the bytes of the published elements.
     ///
     /// # Safety
+    ///
     /// The caller must guarantee that the exchange in which the slice was published has not ended.
     unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: the caller's promise.
@@ -190,8 +198,8 @@ impl LocalGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Releases the lock and waits for a change of the state, at most until `deadline`. Returns the
-    /// lock.
+    /// Releases the lock of the group's state until a rank changes the state, at most until
+    /// `deadline`. Returns the lock, locked again.
     fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, GroupState>,
@@ -201,15 +209,16 @@ impl LocalGroup {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Aborts the group for `reason`, unless it is aborted already, and wakes all waiting ranks.
+    /// Aborts the group for `reason` and wakes all waiting ranks. Keeps the first reason if the
+    /// group is already aborted.
     fn abort(&self, reason: AbortReason) {
         self.lock_state().aborted.get_or_insert(reason);
         self.changed.notify_all();
     }
 }
 
-/// Counts this rank as a reader. Its drop, by return or by panic, blocks until no peer reads this
-/// rank's memory any more.
+/// Counts this rank as a reader of its peers' memory until dropped. Dropping it, on return or
+/// during a panic, blocks until no peer reads this rank's memory any more.
 struct ReadGuard<'a> {
     comm: &'a LocalComm,
     exchange: u64,
@@ -249,8 +258,8 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl LocalComm {
-    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
-    /// are invalid; invalid arguments abort the group.
+    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
+    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -267,15 +276,16 @@ impl LocalComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, and returns `error`. Without the abort, later calls
-    /// would pair with the wrong calls of peers.
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
+    /// later calls would be paired with the wrong calls of its peers.
     fn abort_on_error(&self, error: CommError) -> CommError {
         self.group.abort(error.to_abort_reason(self.position.rank));
         error
     }
 
-    /// Publishes `contribution`, waits for every rank, checks that all made the same call, and lets
-    /// `read` read the peers' contributions. Returns when no rank reads any more.
+    /// Runs one exchange: publishes `contribution`, waits for every rank, checks that all made the
+    /// same call, and lets `read` read the contributions of all ranks. Returns when no rank reads
+    /// any more.
     fn exchange_contributions(
         &self,
         call_state: &mut LocalCallState,
@@ -297,8 +307,8 @@ impl LocalComm {
         }
     }
 
-    /// Publishes `contribution` and waits until all ranks have published a contribution to the same
-    /// call. Returns all contributions. On success this rank counts as a reader.
+    /// Publishes `contribution` and waits until all ranks have published theirs for this exchange.
+    /// Returns the contributions of all ranks. On success this rank counts as a reader.
     fn publish_and_wait_for_peers(
         &self,
         exchange: u64,
@@ -351,8 +361,8 @@ impl LocalComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Waits until no rank reads, and then returns `error`. The group must be aborted, so that no
-    /// rank begins to read.
+    /// Waits until no rank reads its peers' memory, and then returns `error`. The group must be
+    /// aborted, so that no further rank begins to read.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
@@ -367,8 +377,8 @@ impl LocalComm {
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Checks that every rank made the same call, and that the ranks of an all-to-all expect the
-    /// lengths that are sent to them.
+    /// Compares the contributions of all ranks. Fails if two ranks made different calls, or if the
+    /// ranks of an all-to-all do not expect the lengths that are sent to them.
     fn check_contributions(
         &self,
         call: &CollectiveCall,

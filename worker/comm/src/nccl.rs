@@ -32,14 +32,14 @@ const MIN_VERSION: c_int = 21_800;
 /// The first version of NCCL in which ranks can share a GPU, 2.30. Older versions reject a
 /// duplicate GPU.
 const MIN_GPU_SHARING_VERSION: c_int = 23_000;
-/// The first delay between two polls of a communicator.
+/// The first delay between two polls of a communicator. The delay grows with every poll.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
-/// The delay up to which the delays between two polls grow.
+/// The largest delay between two polls of a communicator.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
-/// Bytes of the unique id of a group.
+/// Size in bytes of NCCL's unique id, with which the ranks of a group find each other.
 pub const ID_BYTES: usize = 128;
 
-/// An opened NCCL library.
+/// A handle to the opened NCCL library, its functions and its version.
 #[derive(Clone)]
 pub struct NcclLibrary {
     api: Arc<NcclFunctions>,
@@ -48,8 +48,8 @@ pub struct NcclLibrary {
 }
 
 impl NcclLibrary {
-    /// Opens `libnccl.so.2` from the first of `directories` that contains it. If no directory does,
-    /// lets the dynamic loader find it.
+    /// Opens `libnccl.so.2` from the first of `directories` that contains a loadable file. If none
+    /// does, lets the dynamic loader search for the library. Fails if the version is too old.
     pub fn open(directories: &[PathBuf]) -> Result<NcclLibrary> {
         let mut attempts = Vec::new();
         let name = PathBuf::from("libnccl.so.2");
@@ -67,7 +67,8 @@ impl NcclLibrary {
         Err(NcclError::LibraryNotFound { attempts })
     }
 
-    /// Looks up the functions of an opened library. Fails if its version is too old.
+    /// Looks up NCCL's functions in an opened library. Fails if a function is missing or the
+    /// version is too old.
     fn from_library(library: libloading::Library, path: PathBuf) -> Result<NcclLibrary> {
         let api = NcclFunctions::load(library).map_err(|missing| NcclError::LibraryTooOld {
             path: path.clone(),
@@ -85,7 +86,8 @@ impl NcclLibrary {
         Ok(nccl)
     }
 
-    /// Returns whether two ranks can share a GPU if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+    /// Returns whether this version of NCCL lets two ranks share a GPU if
+    /// `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
     pub fn supports_gpu_sharing(&self) -> bool {
         self.version >= MIN_GPU_SHARING_VERSION
     }
@@ -100,12 +102,13 @@ impl NcclLibrary {
         &self.path
     }
 
-    /// Formats the version and the path of the library, for logs and messages.
+    /// Formats the library's version and path for logs and messages.
     pub fn describe(&self) -> String {
         format!("NCCL {} ({})", self.version(), self.path.display())
     }
 
-    /// Creates the id of a new group. One rank creates it, and all ranks must know it to join.
+    /// Creates the unique id of a new group. One rank creates the id, and all ranks pass it to NCCL
+    /// to join the group.
     pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = binding::UniqueId([0; ID_BYTES]);
         // SAFETY: writes an id.
@@ -117,7 +120,8 @@ impl NcclLibrary {
         Ok(id.0)
     }
 
-    /// Converts the status of a call of `function` to a result. `comm` may be null.
+    /// Fails with NCCL's message if `status`, which `function` returned, is an error. `comm` is the
+    /// communicator that was used, or null.
     fn check_status(&self, function: &str, status: c_int, comm: OpaqueHandle) -> Result<()> {
         if status == SUCCESS || status == IN_PROGRESS {
             return Ok(());
@@ -136,12 +140,13 @@ impl NcclLibrary {
     }
 }
 
-/// Formats a version number: `21803` → `2.18.3`.
+/// Formats a version number as NCCL reports it: `21803` becomes `2.18.3`.
 fn format_version(version: c_int) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// The sleeps between polls, which grow longer until a timeout.
+/// Sleeps between two polls of a communicator. Each sleep is longer than the one before, and the
+/// total is limited by a timeout.
 struct PollBackoff {
     deadline: Instant,
     timeout: Duration,
@@ -153,7 +158,8 @@ impl PollBackoff {
         PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Sleeps until the next poll. Fails after the timeout; `operation` names what did not end.
+    /// Sleeps until the next poll. Fails once the timeout has expired; `operation` names the
+    /// unfinished operation in the error.
     fn sleep_until_next_poll(&mut self, operation: &str) -> Result<()> {
         if Instant::now() >= self.deadline {
             return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
@@ -164,10 +170,10 @@ impl PollBackoff {
     }
 }
 
-/// A communicator, and why it was aborted. The lock of the state is held only for calls that do not
-/// wait.
+/// NCCL's communicator and the reason of its abort, which a lock protects. The lock is held only
+/// for calls that do not wait.
 struct CommunicatorState {
-    /// The communicator; null once it is aborted.
+    /// NCCL's handle of the communicator; null after the communicator was aborted.
     comm: OpaqueHandle,
     aborted: Option<NcclError>,
 }
@@ -175,7 +181,7 @@ struct CommunicatorState {
 // SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
 unsafe impl Send for CommunicatorState {}
 
-/// One rank's NCCL communicator. Its functions enqueue work on a CUDA stream.
+/// One rank's NCCL communicator. Its collectives enqueue work on a CUDA stream and return.
 pub struct NcclGroup {
     nccl: NcclLibrary,
     state: Mutex<CommunicatorState>,
@@ -185,8 +191,8 @@ pub struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Joins the group `id`. Returns when all ranks have joined. Fails if `host_comm` is aborted
-    /// first, or after `timeout`.
+    /// Joins the NCCL group with the unique id `id` and returns when all ranks have joined. Fails
+    /// if `host_comm` is aborted first, or after `timeout`.
     fn join(
         nccl: &NcclLibrary,
         id: [u8; ID_BYTES],
@@ -219,8 +225,8 @@ impl NcclGroup {
         Ok(group)
     }
 
-    /// Creates a communicator of the ranks of `host_comm`. Collective: every rank of `host_comm`
-    /// must call it. An abort of `host_comm` ends the wait.
+    /// Creates an NCCL communicator between the ranks of `host_comm`. Every rank of `host_comm`
+    /// must call this function, because it is a collective. An abort of `host_comm` ends the wait.
     ///
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
     /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
@@ -256,7 +262,7 @@ impl NcclGroup {
         }
     }
 
-    /// Sets the timeout of every later wait.
+    /// Sets the timeout of every later wait on this communicator.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -284,8 +290,8 @@ impl NcclGroup {
         self.abort_communicator(NcclError::Aborted(AbortReason::from_request(reason)));
     }
 
-    /// Aborts the communicator, so that later calls return `error`. Keeps the error of an earlier
-    /// abort.
+    /// Aborts NCCL's communicator, so that later calls return `error`. Keeps the error of the first
+    /// abort if the communicator is already aborted.
     fn abort_communicator(&self, error: NcclError) {
         let mut state = self.lock_communicator();
         state.aborted.get_or_insert(error);
@@ -296,7 +302,7 @@ impl NcclGroup {
         }
     }
 
-    /// Calls a function of NCCL with the communicator. Fails if the communicator was aborted. A
+    /// Calls a function of NCCL with this communicator. Fails if the communicator was aborted. A
     /// failed call aborts the communicator.
     fn call_function(
         &self,
@@ -313,8 +319,8 @@ impl NcclGroup {
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Polls whether the communicator is still working on an earlier call. Fails, and aborts the
-    /// communicator, if it has an asynchronous error.
+    /// Returns whether the communicator is still working on an earlier call. An asynchronous error
+    /// of the communicator aborts it and is returned.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
         self.call_function(operation, |api, comm| {
@@ -325,13 +331,14 @@ impl NcclGroup {
         Ok(state == IN_PROGRESS)
     }
 
-    /// Waits until the communicator has accepted the last call.
+    /// Polls until the communicator has accepted its latest call. Fails after the timeout or with
+    /// the communicator's error.
     fn wait_until_accepted(&self, operation: &str) -> Result<()> {
         self.wait_until_accepted_unless(operation, &|| Ok(()))
     }
 
-    /// Waits until the communicator has accepted the last call. Fails as soon as `check_abort`
-    /// fails, or after the timeout.
+    /// Polls until the communicator has accepted its latest call. Fails as soon as `check_abort`
+    /// fails, after the timeout, or with the communicator's error.
     fn wait_until_accepted_unless(
         &self,
         operation: &str,
@@ -348,8 +355,8 @@ impl NcclGroup {
     /// Waits until `is_done` returns true for work that was enqueued on a stream. `operation` names
     /// the work in errors.
     ///
-    /// Fails as soon as the library reports an error, the group is aborted, or the timeout is over.
-    /// The communicator is then aborted, and its kernels on the GPU end.
+    /// Fails as soon as the library reports an error, the group is aborted, or the timeout has
+    /// expired. The communicator is then aborted, and its kernels on the GPU end.
     pub fn wait_until_done(&self, operation: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
         let mut backoff = PollBackoff::new(self.timeout);
         loop {
@@ -375,6 +382,7 @@ impl NcclGroup {
     /// each) in `recv`, in rank order.
     ///
     /// # Safety
+    ///
     /// The caller must guarantee that the addresses point to memory of this rank's GPU that holds
     /// the elements until the work is done.
     pub unsafe fn all_gather(
@@ -398,6 +406,7 @@ impl NcclGroup {
     /// order of the additions.
     ///
     /// # Safety
+    ///
     /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn reduce_scatter(
         &self,
@@ -419,6 +428,7 @@ impl NcclGroup {
     /// order of the additions.
     ///
     /// # Safety
+    ///
     /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn all_reduce(
         &self,
@@ -435,9 +445,11 @@ impl NcclGroup {
         })
     }
 
-    /// Enqueues a broadcast that replaces `x` (`count` elements) by the `x` of rank `root`.
+    /// Enqueues a broadcast that replaces `x` (`count` elements) on every rank by the `x` of rank
+    /// `root`.
     ///
     /// # Safety
+    ///
     /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn broadcast(
         &self,
@@ -454,12 +466,14 @@ impl NcclGroup {
         })
     }
 
-    /// Enqueues several sends and receives that run at the same time.
+    /// Enqueues several sends and receives between this rank and its peers. All of them run at the
+    /// same time.
     ///
-    /// Between two ranks, the n-th send matches the n-th receive. Collectives with unequal parts
-    /// consist of such sends and receives.
+    /// Between two ranks, the n-th send matches the n-th receive. Collectives with parts of unequal
+    /// size consist of such sends and receives.
     ///
     /// # Safety
+    ///
     /// The caller must keep the promises of [`NcclGroup::all_gather`].
     pub unsafe fn exchange(
         &self,
@@ -504,12 +518,12 @@ impl Drop for NcclGroup {
     }
 }
 
-/// GPU memory that [`NcclGroup::exchange`] sends to a peer, or receives from it.
+/// A range of GPU memory that [`NcclGroup::exchange`] sends to a peer or receives from a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerBuffer {
-    /// The rank of the peer.
+    /// The rank that receives or sends the elements.
     pub peer: usize,
-    /// The address of the first element.
+    /// GPU address of the first element.
     pub address: u64,
     /// Number of elements.
     pub len: usize,
@@ -519,13 +533,13 @@ pub struct PeerBuffer {
 #[derive(Clone, Copy, Debug)]
 pub struct CudaStream(pub *mut c_void);
 
-/// Converts a device address to a pointer for NCCL.
+/// Converts a GPU address to the pointer type of NCCL's functions.
 fn to_pointer(address: u64) -> *mut c_void {
     address as *mut c_void
 }
 
-/// Returns the first status that is an error. Without an error, returns whether work is in
-/// progress.
+/// Combines the statuses of two NCCL calls: returns the first one that is an error. Without an
+/// error, returns "in progress" if a call is in progress, otherwise success.
 fn first_failed_status(first: c_int, second: c_int) -> c_int {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,

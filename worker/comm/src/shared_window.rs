@@ -5,20 +5,21 @@ use std::{ops::Range, ptr::NonNull, sync::Arc};
 /// The memory of a shared window. It stays mapped while this object lives, and its pages can be
 /// released.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Releases the pages that contain the byte range `bytes` from this process. Their contents
-    /// stay, and the next access maps them again.
+    /// Unmaps from this process the pages that are inside the byte range `bytes` of the window.
+    /// Their contents stay, and the next access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
-/// One rank's access to memory that all ranks share.
+/// One rank's access to a shared window: its own elements to write and the elements of all ranks to
+/// read.
 pub struct SharedWindow {
-    /// The elements of this rank, which only this rank writes.
+    /// This rank's elements of the window. Only this rank writes them.
     pub owned: Buf,
-    /// Read access to the elements of all ranks.
+    /// Read access to the elements of all ranks, in rank order.
     pub view: SharedView,
 }
 
-/// Read access to the elements of all ranks.
+/// Read access to the elements of all ranks in a shared window.
 pub struct SharedView {
     elements: Buf,
     /// The byte range of this rank's elements within the window.
@@ -27,9 +28,11 @@ pub struct SharedView {
 }
 
 impl SharedWindow {
-    /// Wraps the window at `start`, in which `counts[r]` elements belong to rank r.
+    /// Creates one rank's access to the window at the address `start`, in which `counts[r]`
+    /// elements belong to rank r.
     ///
     /// # Safety
+    ///
     /// The caller must guarantee that `start` points to `Σ counts` elements, aligned to their type,
     /// for as long as `memory` lives.
     pub(crate) unsafe fn new<M: WindowMemory + 'static>(
@@ -53,8 +56,8 @@ impl SharedWindow {
 }
 
 impl SharedView {
-    /// Returns the elements of all ranks. No rank may write its elements while the returned view is
-    /// in use.
+    /// Returns a view of the elements of all ranks. No rank may write its elements while the
+    /// returned view is in use.
     pub fn view(&self) -> View<'_> {
         self.elements.view()
     }

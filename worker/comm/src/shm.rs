@@ -39,21 +39,22 @@ pub(crate) use host_exchange::{OutgoingMessage, check_byte_transfer};
 pub use ordered_reduce::count_assembly_elements;
 pub(crate) use ordered_reduce::partition_into_windows;
 
-/// The number of bytes that a rank publishes in one round of a streaming collective, unless staging
-/// is smaller.
+/// The largest number of bytes that a rank publishes in one round of a streaming collective. A
+/// smaller staging slot lowers the number.
 const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
 const CACHE_LINE_ELEMENTS: usize = 16;
 
-/// Timeouts and memory of a group. Every rank must give the same `staging_bytes`.
+/// Timeouts and staging memory of a shared-memory group. Every rank must give the same
+/// `staging_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShmLimits {
     /// How long a rank waits for the others to join the group.
     pub join_timeout: Duration,
-    /// How long a rank waits in a collective for peers that have not entered it.
+    /// How long a rank waits in a collective for peers that have not entered the collective.
     pub collective_timeout: Duration,
-    /// Bytes of one of the two staging slots of a rank; rounded up to whole pages.
+    /// Size in bytes of each of a rank's two staging slots; rounded up to whole pages.
     pub staging_bytes: usize,
 }
 
@@ -71,21 +72,21 @@ impl Default for ShmLimits {
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct ShmComm {
-    /// The rank and the number of ranks within the segment.
+    /// The rank within the segment, and the number of ranks that share the segment.
     position: GroupPosition,
     job_ranks: JobRanks,
     limits: ShmLimits,
-    /// Whether a wait may begin with a short spin. True only if every rank can have a separate
-    /// processor.
+    /// Whether a rank spins briefly before it sleeps in a wait. True only if the machine has at
+    /// least one processor per rank.
     can_spin: bool,
     segment: Segment,
-    /// The segment's file. Shared windows are stored in it after the segment.
+    /// The file (a memfd) of the segment. Shared windows are stored in the file after the segment.
     fd: OwnedFd,
     /// Serializes the collectives of this rank.
     call_state: Mutex<ShmCallState>,
 }
 
-/// The ranks of the job that belong to a segment, for error messages.
+/// Maps ranks within a segment to ranks of the job, because error messages name ranks of the job.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
     /// By rank within the segment: the rank within the job.
@@ -94,34 +95,35 @@ pub(crate) struct JobRanks {
     pub(crate) world: usize,
 }
 
-/// The progress of one rank, and its reusable memory.
+/// How many collectives and rounds one rank has begun, and its reusable memory.
 pub(crate) struct ShmCallState {
-    /// Collectives called so far.
+    /// Number of collectives called so far.
     calls: u64,
-    /// Rounds entered so far.
+    /// Number of rounds entered so far.
     rounds: u64,
-    /// A buffer for pieces that do not fit into the staging memory. The next call reuses it.
+    /// Memory in which pieces are assembled that do not fit into the staging memory; reused by all
+    /// calls.
     scratch: Buf,
-    /// Number of bytes of shared windows after the segment.
+    /// Bytes that shared windows occupy after the segment in the file.
     window_bytes: usize,
 }
 
 impl ShmCallState {
-    /// Returns the slot of the next round: 0 or 1.
+    /// Returns the index of this rank's staging slot for the next round: 0 or 1, alternating.
     fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
 }
 
-/// Aborts the group that shares the segment `fd`. The caller may be a process that is not one of
-/// its ranks, and ranks may still be joining.
+/// Aborts the group that shares the segment `fd`, with the text `reason`. The calling process need
+/// not be one of the group's ranks, and ranks may still be joining.
 pub fn abort_group(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
     HeaderMapping::open(fd)?.header().abort(&AbortReason::from_request(reason));
     Ok(())
 }
 
 impl ShmComm {
-    /// Joins a group of `world` ranks as `rank`, and returns when all ranks have joined.
+    /// Joins a group of `world` ranks as rank `rank`, and returns when all ranks have joined.
     ///
     /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
     /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
@@ -170,24 +172,24 @@ impl ShmComm {
         self.job_ranks.ranks[rank]
     }
 
-    /// Fails with the reason of the abort if the group is aborted.
+    /// Fails with [`CommError::Aborted`] if the group is aborted.
     fn check_not_aborted(&self) -> Result<()> {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Leaves the group. From now on, waits of peers for this rank fail.
+    /// Leaves the group in order. From now on, peers that wait for this rank fail.
     pub(crate) fn leave(&self) {
         self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();
     }
 
-    /// Aborts the group for `reason`, unless it is aborted already.
+    /// Aborts the group for `reason`. Keeps the first reason if the group is already aborted.
     pub(crate) fn abort_with_reason(&self, reason: &AbortReason) {
         self.segment.header().abort(reason);
     }
 
-    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
-    /// are invalid; invalid arguments abort the group.
+    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
+    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -206,14 +208,15 @@ impl ShmComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, and returns `error`. Without the abort, later calls
-    /// would pair with the wrong calls of peers.
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
+    /// later calls would be paired with the wrong calls of its peers.
     fn abort_on_error(&self, error: CommError) -> CommError {
         self.abort_with_reason(&error.to_abort_reason(self.to_job_rank(self.position.rank)));
         error
     }
 
-    /// Aborts the group because its ranks disagree about a collective. Returns the error.
+    /// Aborts the group because `mismatch` shows that its ranks made different calls. Returns the
+    /// mismatch as an error.
     fn abort_on_mismatch(&self, mismatch: CallMismatch) -> CommError {
         self.abort_on_error(CommError::Mismatch(mismatch))
     }
@@ -223,7 +226,8 @@ impl ShmComm {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// Aborts the group because peers did not join, and returns the error.
+    /// Aborts the group because waiting for peers to join failed with `error`. Returns the error of
+    /// the communicator.
     fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -238,7 +242,8 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because a wait in a collective failed, and returns the error.
+    /// Aborts the group because waiting for peers in `call` failed with `error`. Returns the error
+    /// of the collective.
     fn abort_on_failed_wait(&self, error: WaitError, call: &CollectiveCall) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -256,21 +261,22 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because a peer left before `collective`, and returns the error. `rank` is
-    /// the peer's rank within the segment.
+    /// Aborts the group because the peer `rank` (a rank within the segment) left although
+    /// `collective` needs it. Returns the error of the collective.
     fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
         let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
         self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Enters the next round. From now on peers may read this rank's slot.
+    /// Enters the next round of the collective `call`. From now on peers may read this rank's
+    /// staging slot.
     fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
     }
 
-    /// Waits until all ranks have entered the current round, and checks that they made the same
-    /// call.
+    /// Waits until all ranks have entered the current round. Fails, and aborts the group, if a rank
+    /// made another call than `call` or if the wait fails.
     fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
         let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
         self.segment
@@ -286,32 +292,32 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Returns the other ranks. The order begins with the next rank, so that ranks do not all read
-    /// from one rank at a time.
+    /// Returns the ranks other than this one, starting with the next higher rank. So at one time
+    /// each rank reads from a different peer.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let GroupPosition { rank, world } = self.position;
         (1..world).map(move |i| (rank + i) % world)
     }
 
-    /// Returns the number of elements that a rank publishes in one round of a streaming collective.
+    /// Returns how many `f32` elements a rank publishes in one round of a streaming collective.
     fn count_chunk_elements(&self) -> usize {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Returns the number of elements that a rank publishes for each peer in one round, if every
-    /// peer gets different data. It is a multiple of a cache line.
+    /// Returns how many `f32` elements a rank publishes for each peer in one round, if every peer
+    /// gets different data. The result is a multiple of a cache line.
     fn count_peer_chunk_elements(&self) -> usize {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Computes where the chunk for rank `dest` begins in `owner`'s slot, if every peer gets a
-    /// chunk of `chunk` units. The result has the same unit.
+    /// Computes the position in `owner`'s staging slot at which the chunk for rank `dest` begins.
+    /// The chunks for the peers have length `chunk` each; the result has the unit of `chunk`.
     fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }
 
-    /// Publishes `send` to all ranks in chunks, and calls `take(rank, offset, chunk)` for every
-    /// chunk of every rank.
+    /// Gathers `send` from all ranks in chunks, one round per chunk. Calls `take(rank, offset,
+    /// chunk)` for every chunk of every rank, including this one.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must have agreed about `lens`.
     fn gather_chunks(
@@ -346,7 +352,7 @@ impl ShmComm {
         }
     }
 
-    /// Gathers one number from every rank, in one round. Returns the numbers by rank.
+    /// Gathers `number` from every rank in one round, and returns the numbers indexed by rank.
     fn gather_u64(
         &self,
         call_state: &mut ShmCallState,
@@ -361,8 +367,10 @@ impl ShmComm {
         Ok((0..self.position.world).map(number).collect())
     }
 
-    /// Publishes how many elements this rank sends to each peer and expects from it, and checks the
-    /// peers' numbers. Returns the length of the longest message between any two ranks.
+    /// Runs the round of an all-to-all in which ranks compare lengths: publishes how many elements
+    /// this rank sends to each peer and expects from each peer. Returns the length of the longest
+    /// message between any two ranks. Fails, and aborts the group, if a rank sends another length
+    /// than its peer expects.
     fn exchange_transfer_lengths(
         &self,
         call_state: &mut ShmCallState,
@@ -393,8 +401,8 @@ impl ShmComm {
     }
 }
 
-/// Computes the part of `0..len` that begins at `offset` and is at most `chunk` long. The part is
-/// empty beyond the end.
+/// Computes the part of the index range `0..len` that begins at `offset` and has at most `chunk`
+/// indices. The part is empty if `offset` is beyond the end.
 fn compute_chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
     offset.min(len)..offset.saturating_add(chunk).min(len)
 }

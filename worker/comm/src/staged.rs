@@ -14,8 +14,8 @@ pub struct StagedComm {
     buffers: Mutex<StagingBuffers>,
 }
 
-/// The buffers of a [`StagedComm`], reused by all calls. They are as large as the largest
-/// collective so far.
+/// The staging buffers of a [`StagedComm`], reused by all calls. Each grows to the size of the
+/// largest collective so far.
 #[derive(Default)]
 struct StagingBuffers {
     send: PinnedBuffers,
@@ -24,7 +24,7 @@ struct StagingBuffers {
     device_piece: Buf,
 }
 
-/// Pinned host memory, with one buffer for each element size.
+/// Pinned host memory for transfers, with one buffer for each element size.
 #[derive(Default)]
 struct PinnedBuffers {
     halves: Buf,
@@ -32,7 +32,8 @@ struct PinnedBuffers {
 }
 
 impl PinnedBuffers {
-    /// Returns a pinned buffer of `len` elements. Replaces the buffer by a larger one if necessary.
+    /// Returns a pinned buffer of `len` elements with arbitrary content. Replaces the buffer by a
+    /// larger one if necessary.
     fn reserve(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
         let buf = if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves };
         if buf.len() < len || buf.dtype() != dtype {
@@ -42,7 +43,7 @@ impl PinnedBuffers {
         buf.view_mut().slice(0..len)
     }
 
-    /// Returns a copy of `x` in host memory, or `x` itself if it is in host memory.
+    /// Returns `x` itself if it is in host memory, otherwise a copy of `x` in pinned host memory.
     fn copy_to_host<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> View<'a> {
         if x.is_on_host() {
             return x;
@@ -60,7 +61,7 @@ impl StagedComm {
         StagedComm { inner, storage, buffers: Mutex::default() }
     }
 
-    /// Returns the transport between host memories.
+    /// Returns the wrapped transport between host memories, through which all data is transferred.
     pub fn inner(&self) -> &Arc<dyn Comm> {
         &self.inner
     }
@@ -70,7 +71,8 @@ impl StagedComm {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `f` on a host buffer that is as long as `recv`, and copies the result to `recv`.
+    /// Runs the collective `f` with a host buffer of the length of `recv`, and copies the result to
+    /// `recv`. If `recv` is in host memory, runs `f` with `recv` itself.
     fn run_with_host_recv(
         &self,
         staging: &mut PinnedBuffers,
@@ -86,7 +88,8 @@ impl StagedComm {
         Ok(())
     }
 
-    /// Runs `f` on a copy of `x` in host memory, and copies the result back to `x`.
+    /// Runs the collective `f` on a copy of `x` in host memory, and copies the result back to `x`.
+    /// If `x` is in host memory, runs `f` on `x` itself.
     fn run_with_host_copy(&self, mut x: ViewMut, f: impl FnOnce(ViewMut) -> Result<()>) -> Result<()> {
         if x.as_view().is_on_host() {
             return f(x);

@@ -36,17 +36,19 @@ mod network_step;
 mod peer_monitor;
 mod topology;
 
-/// The size up to which every rank computes the whole sum of an all-reduce, in one step instead of
-/// two.
+/// The largest size in bytes up to which every rank computes the whole sum of an all-reduce, in one
+/// network step instead of two.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
-/// The limit of the private buffer, as a multiple of `staging_bytes`.
+/// The largest size of a rank's private buffer for received pieces, as a multiple of
+/// `staging_bytes`.
 const WINDOW_FACTOR: usize = 8;
 /// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
-/// The largest number of connections that wait at the listener to be accepted.
+/// The largest number of incoming connections that the operating system queues until this rank
+/// accepts them.
 const LISTEN_BACKLOG: i32 = 1024;
 
-/// Bytes of the key that authenticates the ranks of a job.
+/// Size in bytes of the secret key with which the ranks of a job authenticate each other.
 pub const KEY_BYTES: usize = SECRET_BYTES;
 
 /// Timeouts and memory of a group on several hosts.
@@ -55,8 +57,8 @@ pub struct TcpLimits {
     /// Timeouts for joining and for collectives, within a host and between hosts, and the size of
     /// the staging memory.
     pub shm: shm::ShmLimits,
-    /// How long a peer may send nothing before it counts as dead. Ranks send five heartbeats in
-    /// this time.
+    /// How long a peer may send nothing before it counts as dead. Every rank sends five heartbeats
+    /// in this time.
     pub silence_timeout: Duration,
 }
 
@@ -75,23 +77,24 @@ pub struct GroupMember {
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The description of the group that a rank joins. It is equal on all ranks except for `rank`.
+/// Description of the group that a rank joins. All ranks give the same description except for
+/// `rank`.
 #[derive(Clone)]
 pub struct GroupSpec {
     /// The rank of this process.
     pub rank: usize,
     /// The members of the group, by rank.
     pub members: Vec<GroupMember>,
-    /// The name of the run.
+    /// The name of the run. Ranks of different runs reject each other's connections.
     pub run: String,
-    /// The attempt of the run. Ranks of different attempts reject each other's connections.
+    /// Number of the run's attempt. Ranks of different attempts reject each other's connections.
     pub attempt: u32,
-    /// The secret that only the ranks of this attempt know.
+    /// The secret key that only the ranks of this attempt know.
     pub key: [u8; KEY_BYTES],
 }
 
-/// The listener of one rank. It is bound before its address is given to the peers, which connect to
-/// it during [`RankListener::join`].
+/// The listening socket of one rank. The socket is bound before its address is given to the peers,
+/// which connect to it during [`RankListener::join`].
 pub struct RankListener {
     listener: TcpListener,
 }
@@ -101,22 +104,23 @@ pub struct RankListener {
 pub struct AbortHandle(Arc<GroupHealth>);
 
 impl AbortHandle {
-    /// Creates the handle that `rank` of `world` ranks passes to [`RankListener::join`].
+    /// Creates a handle for `rank` of `world` ranks, to be passed to [`RankListener::join`]. Fails
+    /// if the operating system has no descriptors left.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
         let health =
             GroupHealth::new(rank, world).map_err(CommError::from_failed_operation("create an eventfd"))?;
         Ok(AbortHandle(Arc::new(health)))
     }
 
-    /// Aborts the group: joining, and every waiting and later collective, fails with
-    /// [`CommError::Aborted`].
+    /// Aborts the group with the text `reason`. Joining, and every waiting and later collective,
+    /// then fails with [`CommError::Aborted`].
     pub fn abort(&self, reason: &str) {
         self.0.abort(&AbortReason::from_request(reason));
     }
 }
 
 impl RankListener {
-    /// Listens at `address`, on a port that the operating system selects.
+    /// Binds a listener to `address`, on a port that the operating system selects.
     pub fn bind(address: IpAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
         // The backlog of std is too short for a thousand peers that connect at once.
@@ -129,7 +133,8 @@ impl RankListener {
         self.listener.local_addr()
     }
 
-    /// Joins the group. Blocks until all peers have joined and authenticated themselves.
+    /// Joins the group as this listener's rank. Blocks until all peers have joined and
+    /// authenticated themselves.
     ///
     /// `memory` is one memfd that the ranks of this host share (see [`ShmComm::join`]). It is
     /// required if the host has several ranks. Fails if a peer does not join within
@@ -157,7 +162,8 @@ impl RankListener {
         })
     }
 
-    /// Joins the shared memory, connects to all peers, and starts the thread that monitors them.
+    /// Joins this host's shared memory, connects to the ranks of other hosts, and starts the thread
+    /// that monitors them.
     fn connect_to_peers(
         self,
         group: &GroupSpec,
@@ -208,7 +214,8 @@ impl RankListener {
     }
 }
 
-/// Joins the shared memory of this host. Returns `None` if the host has only this rank.
+/// Joins the shared memory group of this host's ranks. Returns `None` if the host has only this
+/// rank.
 fn join_shared_memory(
     topology: &Topology,
     memory: Option<OwnedFd>,
@@ -232,7 +239,8 @@ fn join_shared_memory(
 pub struct TcpComm {
     topology: Topology,
     health: Arc<GroupHealth>,
-    /// The communicator of this host's ranks, if there are several.
+    /// The shared-memory communicator of this host's ranks; `None` if this rank is alone on its
+    /// host.
     shm: Option<Arc<ShmComm>>,
     limits: TcpLimits,
     /// Serializes the collectives of this rank.
@@ -240,9 +248,9 @@ pub struct TcpComm {
     monitor: Option<JoinHandle<()>>,
 }
 
-/// The progress of one rank, with its connections and its reusable memory.
+/// How many collectives one rank has begun, its connections, and its reusable memory.
 struct TcpCallState {
-    /// Collectives called so far.
+    /// Number of collectives called so far.
     calls: u64,
     /// By rank: the data connection, or `None` for a rank of this host.
     connections: Vec<Option<DataConnection>>,
@@ -251,7 +259,8 @@ struct TcpCallState {
     scratch: Buf,
 }
 
-/// Returns the first `len` elements of `scratch`. Replaces the buffer by a larger one if necessary.
+/// Returns the first `len` elements of the buffer `scratch`, with arbitrary content. Replaces the
+/// buffer by a larger one if necessary.
 fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     if scratch.len() < len {
         *scratch = Buf::zeroed(0); // free the old buffer before allocating the new one
@@ -260,7 +269,8 @@ fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     &mut scratch.host_mut()[..len]
 }
 
-/// Aborts the group if it is dropped by a panic of a sink, so that peers do not wait for this rank.
+/// Aborts the group if dropped during a panic of the caller's sink, so that peers do not wait for
+/// this rank.
 struct AbortOnPanic<'a>(&'a TcpComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -272,13 +282,13 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl TcpComm {
-    /// Returns this rank and the size of its group.
+    /// Returns this rank and the number of ranks in its group.
     fn position(&self) -> GroupPosition {
         GroupPosition { rank: self.topology.rank, world: self.topology.world() }
     }
 
-    /// Locks the call state and numbers the call. Fails if the group is aborted or the arguments
-    /// are invalid; invalid arguments abort the group.
+    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
+    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
     fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -310,7 +320,8 @@ impl TcpComm {
         }
     }
 
-    /// Runs one step over the network and blocks until it is complete. An error aborts the group.
+    /// Runs one step of a collective over the network connections and blocks until the step is
+    /// complete. An error aborts the group.
     fn run_network_step(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -323,8 +334,8 @@ impl TcpComm {
         step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Distributes the parts of `buf` to all ranks. Before the call, each rank r has only
-    /// `parts[r]`.
+    /// Gathers `buf` on all ranks: runs a replication step. Before the call, each rank r has only
+    /// the bytes `parts[r]`; afterwards, every rank has all parts.
     fn replicate(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -351,9 +362,10 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
+    /// Sends `messages[r]` to each rank r, and receives the message of rank r in
+    /// `buf[recv_ranges[r]]`: runs an exchange step.
     ///
-    /// The entries of this rank itself are ignored.
+    /// The entries for this rank itself are ignored.
     fn exchange_messages(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -376,7 +388,8 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Gathers one number from every rank. Returns the numbers by rank.
+    /// Gathers `number` from every rank in one replication step, and returns the numbers indexed by
+    /// rank.
     fn all_gather_u64(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -390,15 +403,15 @@ impl TcpComm {
         Ok(numbers)
     }
 
-    /// Computes the limit of the private buffer in elements, if the largest piece has
-    /// `largest_piece` elements.
+    /// Computes the largest length of the private buffer in `f32` elements, if the largest piece
+    /// has `largest_piece` elements.
     fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
         let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Receives the pieces of one window of an ordered reduce-scatter, and then passes them to the
-    /// sink.
+    /// Sends and receives the pieces of one window of an ordered reduce-scatter, and then passes
+    /// the received pieces to the sink.
     fn exchange_window(
         &self,
         call_state: &mut TcpCallState,
@@ -437,7 +450,7 @@ impl TcpComm {
 
     /// Sums the range `ranges[r]` of `send` over all ranks on each rank r, in one exchange step.
     ///
-    /// This rank stores its sum in `out`, which is as long as its range.
+    /// This rank stores the sum of its range in `out`, which has the length of that range.
     fn reduce_scatter_ranges(
         &self,
         call_state: &mut TcpCallState,
@@ -463,7 +476,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Runs an all-reduce in one replication step: every rank computes the whole sum.
+    /// Replaces `x` by its sum over all ranks, in one replication step: every rank computes the
+    /// whole sum.
     fn all_reduce_small(
         &self,
         call_state: &mut TcpCallState,
@@ -481,8 +495,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Runs an all-reduce block by block: each rank sums its share of the block, and then the
-    /// shares are replicated.
+    /// Replaces `x` by its sum over all ranks, block by block. Each rank sums its share of a block
+    /// in an exchange step, and then a replication step distributes the sums.
     fn all_reduce_large(
         &self,
         call_state: &mut TcpCallState,
@@ -505,7 +519,8 @@ impl TcpComm {
     }
 }
 
-/// Computes the ranges of parts with the lengths `lens` that are stored one after the other.
+/// Computes the index ranges of parts with the lengths `lens`, which are stored one after the
+/// other.
 fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
     call::compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }

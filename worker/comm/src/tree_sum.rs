@@ -1,9 +1,9 @@
-//! The fixed order in which values of several ranks are summed.
+//! Sums of values of several ranks in one fixed order, which every transport uses.
 //!
-//! The tree over n ranks is a binary counter: ranks are pushed one after the other, two neighbours
-//! that cover equally many ranks are added at once, and the remaining ones are added from the
-//! right. Stated recursively, the left child covers the largest power of two that is smaller than
-//! n, and the right child covers the rest.
+//! The order is a binary tree over n ranks, built like a binary counter: ranks are pushed one after
+//! the other, two neighbouring subtrees that cover equally many ranks are added at once, and the
+//! remaining ones are added from the right. Stated recursively, the left child covers the largest
+//! power of two that is smaller than n, and the right child covers the rest.
 //!
 //! ```text
 //! n = 4: (0+1)+(2+3)      n = 5: ((0+1)+(2+3))+4      n = 7: ((0+1)+(2+3))+((4+5)+6)
@@ -12,11 +12,12 @@
 //! Additions are in f32 and none is skipped. So the bits of an element depend only on the ranks'
 //! values, not on the chunks in which messages travel or on the rank that computes the sum.
 
-/// The number of elements that a tree with intermediate nodes sums at a time, so that the values of
-/// a node stay in the first-level cache.
+/// The number of elements that are summed at a time if there are intermediate sums, so that these
+/// stay in the first-level cache.
 const BLOCK_LEN: usize = 512;
 
-/// Stores the tree sum of `parts[r][i]` over r in `out[i]`. Every part is as long as `out`.
+/// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, added in the order of the tree.
+/// Every part is as long as `out`.
 pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     match parts {
         [] => out.fill(0.0),
@@ -30,8 +31,8 @@ pub(crate) fn tree_sum(out: &mut [f32], parts: &[&[f32]]) {
     }
 }
 
-/// Stores the tree sum of `parts[r][start + i]` over r in `out[i]`. `out` has at most [`BLOCK_LEN`]
-/// elements.
+/// Stores the sum of `parts[r][start + i]` over all ranks r in `out[i]`, added in the order of the
+/// tree. `out` has at most [`BLOCK_LEN`] elements.
 fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     let n = out.len();
     let block = |r: usize| &parts[r][start..start + n];
@@ -73,8 +74,8 @@ fn add_to_slice(out: &mut [f32], b: &[f32]) {
 mod tests {
     use super::tree_sum;
 
-    /// Computes the tree sum of `values` with an explicit binary counter, as the reference for
-    /// [`tree_sum`].
+    /// Computes the sum of `values` in the order of the tree with an explicit binary counter, as
+    /// the reference for [`tree_sum`].
     fn compute_binary_counter_sum(values: &[f32]) -> f32 {
         let mut stack: Vec<(usize, f32)> = Vec::new();
         for &v in values {

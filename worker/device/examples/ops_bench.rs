@@ -60,7 +60,7 @@ fn main() {
     }
 }
 
-/// Returns the bytes that are copied per second, 32 MiB at a time.
+/// Measures memcpy, 32 MiB at a time, and returns the bytes copied per second.
 fn measure_memcpy() -> f64 {
     let (a, mut b) = (make_random_buf(8 << 20), Buf::zeroed(8 << 20));
     let seconds = measure_fastest_run(|| b.host_mut().copy_from_slice(a.host()));
@@ -77,7 +77,7 @@ struct TrainingStep<'a> {
     sin: Buf,
     layers: Vec<TransformerLayer>,
     head: TrainedWeight,
-    /// Residual stream, a branch of it, and the gradients of both.
+    /// Residual stream, the output of a branch of a block, and the gradients of both.
     x: Buf,
     branch: Buf,
     dx: Buf,
@@ -87,7 +87,7 @@ struct TrainingStep<'a> {
     loss: Buf,
 }
 
-/// A parameter, its gradient and the optimizer's averages.
+/// A trained parameter, its gradient, and AdamW's moving averages.
 struct TrainedWeight {
     w: Buf,
     dw: Buf,
@@ -102,7 +102,7 @@ impl TrainedWeight {
     }
 }
 
-/// Parameters of a layer, and the activations that its backward pass needs.
+/// Parameters of one layer, and the activations that the layer's backward pass needs.
 struct TransformerLayer {
     norms: [TrainedWeight; 2],
     matrices: [TrainedWeight; 4],
@@ -178,7 +178,7 @@ impl<'a> TrainingStep<'a> {
         );
     }
 
-    /// Runs the forward pass, and the classifier with its gradients.
+    /// Runs the forward pass of all layers, and the classifier with its gradients.
     fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
@@ -247,7 +247,7 @@ impl<'a> TrainingStep<'a> {
         cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
     }
 
-    /// Runs the backward pass from the gradient of the classifier's input.
+    /// Runs the backward pass of all layers, from the gradient of the classifier's input.
     fn run_backward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         for l in self.layers.iter_mut().rev() {
@@ -318,7 +318,7 @@ impl<'a> TrainingStep<'a> {
         cpu.embedding_backward(self.head.dw.view_mut(), self.dx.view(), &self.tokens, d);
     }
 
-    /// Updates all parameters with AdamW.
+    /// Updates all parameters of the model with AdamW.
     fn update_weights(&mut self) {
         let h = AdamWHyperparams {
             lr: 1e-4,
@@ -348,7 +348,7 @@ fn make_random_buf(len: usize) -> Buf {
     b
 }
 
-/// Runs a function many times and returns the seconds of the fastest run.
+/// Runs `run` many times and returns the seconds of the fastest run.
 fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     let (begin, mut best, mut runs) = (Instant::now(), f64::INFINITY, 0);
     while runs < 5 || (begin.elapsed() < Duration::from_millis(250) && runs < 1000) {
@@ -360,7 +360,7 @@ fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     best
 }
 
-/// Measurement of every op with `m` rows.
+/// Benchmarks of every op with `m` rows.
 struct OpsBench<'a> {
     cpu: &'a Cpu,
     peak: f64,
@@ -425,8 +425,9 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures grouped matmuls: two of eight experts for each row. The matrices of the experts are
-    /// read from memory each time, because those of other layers are used in between.
+    /// Measures the grouped matmuls of a layer with eight experts, of which each row uses two. The
+    /// experts' matrices are read from memory each time, because other matrices are used in
+    /// between.
     fn bench_experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {

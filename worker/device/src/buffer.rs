@@ -10,7 +10,7 @@ use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 /// Alignment of every host buffer in bytes: the size of a cache line and of an AVX-512 register.
 pub const BUFFER_ALIGNMENT: usize = 64;
 
-/// Element type of a buffer.
+/// Element type of a buffer or a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dtype {
     /// IEEE single precision.
@@ -31,9 +31,10 @@ impl Dtype {
     }
 }
 
-/// Owner of a buffer's memory that was not allocated by the Rust allocator.
+/// Owner of the memory of a buffer that the Rust allocator did not allocate. The buffer's drop
+/// calls it.
 pub(crate) trait MemoryOwner: Send + Sync {
-    /// Frees the memory of a dropped buffer.
+    /// Frees the memory of a dropped buffer: `bytes` bytes at `address`.
     fn release(&self, address: u64, bytes: usize);
 }
 
@@ -43,7 +44,7 @@ pub struct Buf {
     len: usize,
     dtype: Dtype,
     on_host: bool,
-    /// The owner of the memory; `None` for the Rust allocator.
+    /// The owner that frees the memory; `None` if the Rust allocator allocated it.
     owner: Option<Arc<dyn MemoryOwner>>,
 }
 
@@ -59,7 +60,8 @@ impl Buf {
         Self::zeroed_as(Dtype::F32, len)
     }
 
-    /// Allocates `len` zeros of this type on the host. Aborts the process when memory is exhausted.
+    /// Allocates `len` zeros of the type `dtype` on the host. Aborts the process when memory is
+    /// exhausted.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
             return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
@@ -148,7 +150,7 @@ impl Buf {
         self.len
     }
 
-    /// Returns true if there are no elements.
+    /// Returns true if the number of elements is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -219,7 +221,7 @@ impl std::fmt::Debug for Buf {
     }
 }
 
-/// Panics if GPU memory is accessed as host memory. `on_host` is true for host memory.
+/// Panics if `on_host` is false, because GPU memory was accessed as host memory.
 #[track_caller]
 fn expect_host(on_host: bool) {
     assert!(on_host, "a buffer in GPU memory is used as host memory");
@@ -231,7 +233,7 @@ fn expect_dtype(is_expected: bool, dtype: Dtype, expected: &str) {
     assert!(is_expected, "a buffer of {dtype:?} is used as {expected}");
 }
 
-/// A shared range of a buffer, to read.
+/// A read-only range of a buffer. Several views of the same elements may exist.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     ptr: *const u8,
@@ -252,7 +254,7 @@ impl<'a> View<'a> {
         self.len
     }
 
-    /// Returns true if there are no elements.
+    /// Returns true if the number of elements is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -311,7 +313,7 @@ impl<'a> From<&'a [f32]> for View<'a> {
     }
 }
 
-/// An exclusive range of a buffer, to read and write.
+/// A range of a buffer to read and write. No other view of the same elements exists.
 pub struct ViewMut<'a> {
     ptr: *mut u8,
     len: usize,
@@ -331,7 +333,7 @@ impl<'a> ViewMut<'a> {
         self.len
     }
 
-    /// Returns true if there are no elements.
+    /// Returns true if the number of elements is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -364,12 +366,13 @@ impl<'a> ViewMut<'a> {
         (ViewMut { len: mid, ..self }, rest)
     }
 
-    /// Borrows a range of the view. Panics if the range is out of bounds.
+    /// Borrows a range of the view, which becomes usable again when the borrow ends. Panics if the
+    /// range is out of bounds.
     pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
         self.reborrow().slice(r)
     }
 
-    /// Borrows the whole view.
+    /// Borrows the whole view to write, so that the view can be used again afterwards.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
@@ -379,7 +382,7 @@ impl<'a> ViewMut<'a> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }
 
-    /// Borrows the whole view, to read.
+    /// Borrows the whole view as a read-only view.
     pub fn as_view(&self) -> View<'_> {
         View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
     }

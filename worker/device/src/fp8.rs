@@ -12,7 +12,7 @@ pub enum Fp8Format {
     /// 4 bits of exponent and 3 of mantissa, for weights and activations. The largest number is
     /// 448; there is no infinity.
     E4M3,
-    /// 5 bits of exponent and 2 of mantissa, for gradients. The largest number is 57344.
+    /// 5 bits of exponent and 2 of mantissa, for gradients. The largest finite number is 57344.
     E5M2,
 }
 

@@ -10,15 +10,15 @@ use std::{ptr::NonNull, sync::Arc};
 /// Size of a huge page in bytes. Buffers of at least this size get a separate mapping.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// The memory mapping of one buffer. Dropping it unmaps the buffer's memory.
+/// The anonymous memory mapping of one host buffer. Dropping it unmaps the buffer's memory.
 struct BufferMapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
 
 impl MemoryOwner for BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Maps `bytes` zeros, aligned to a huge page. Returns the mapping and the address of the zeros, or
-/// `None` if the system is out of memory.
+/// Maps `bytes` zero bytes of host memory, aligned to a huge page. Returns the mapping and the
+/// address of the memory, or `None` if the system is out of memory.
 pub(crate) fn map_zeroed(bytes: usize) -> Option<(Arc<dyn MemoryOwner>, NonNull<u8>)> {
     let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE_BYTES)?).ok()?;
     let skip = map.as_ptr().align_offset(HUGE_PAGE_BYTES);

@@ -4,7 +4,8 @@
 //! A random number is a function of key and counter, so it does not depend on the order in which
 //! elements are processed.
 
-/// Returns the block of four random words for a counter of 128 bits and a key of 64 bits.
+/// Returns the four random words of Philox4x32-10 for the counter `c` (128 bits) and the key `k`
+/// (64 bits).
 pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     for _ in 0..10 {
         let p0 = u64::from(c[0]) * 0xD251_1F53;
@@ -19,7 +20,8 @@ pub fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
 /// compiler can vectorise the 64-bit multiplications.
 type WordPair = u64;
 
-/// Multiplies both words with `m`, and returns the high halves and the low halves of the products.
+/// Multiplies both words of `pair` by `m`, and returns the high halves and the low halves of the
+/// 64-bit products.
 #[inline(always)]
 fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     const LOW: u64 = 0xffff_ffff;

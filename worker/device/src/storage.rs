@@ -21,12 +21,12 @@ pub trait Storage: Send + Sync {
     /// Copies the elements of `from` to `to`. Both must have the same type and length, and either
     /// may be on the host. A copy to or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
-    /// Sets every element to zero.
+    /// Sets every element of `x` to zero.
     fn clear(&self, x: ViewMut);
     /// Moves the elements `from` of `x` to the lower position `to`, which must be at most
     /// `from.start`. The ranges may overlap.
     fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize);
-    /// Blocks until all work of this thread's stream is complete.
+    /// Blocks until all work that this thread has enqueued on its stream is complete.
     fn synchronize(&self);
     /// Runs `work` with a separate stream for this thread's calls, and blocks until that stream's
     /// work is complete.
@@ -36,7 +36,8 @@ pub trait Storage: Send + Sync {
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
         work(); // this backend's calls are complete on return
     }
-    /// Records an event after all work that this thread has given to its stream so far.
+    /// Records an event on this thread's stream, after all work that the thread has enqueued so
+    /// far.
     fn record_event(&self) -> Event {
         Event::default()
     }
@@ -79,7 +80,7 @@ pub trait Storage: Send + Sync {
     /// at one time. Returns 0 if the backend computes in the host's memory.
     fn peak_memory_bytes(&self) -> u64;
 
-    /// Allocates a buffer where ops compute, and copies `from` to it.
+    /// Allocates a buffer in the memory in which ops compute, and copies `from` to it.
     fn clone_to_device(&self, from: View) -> Buf {
         let mut buf = self.zeroed(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
@@ -106,8 +107,8 @@ pub trait Storage: Send + Sync {
         staging.view().slice(0..x.len())
     }
 
-    /// Returns `x` itself if it is where ops compute. Otherwise copies `x` to `buf`, which is
-    /// replaced if it is too small or has another type, and returns the copy.
+    /// Returns `x` itself if it is in the memory in which ops compute. Otherwise copies `x` to
+    /// `buf`, which is replaced if it is too small or has another type, and returns the copy.
     fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
             return x;
@@ -198,7 +199,7 @@ impl fmt::Display for BackendNotice {
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// Implementation of [`Event`] for a backend.
+/// Backend-specific implementation of [`Event`].
 pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
@@ -237,14 +238,14 @@ impl Event {
     }
 }
 
-/// Copies to the host that are in progress, and the buffers that they fill.
+/// Asynchronous copies to the host that are in progress, and the buffers that they fill.
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
 }
 
 impl Download {
-    /// Returns the event after the last copy.
+    /// Returns the event that is reached when all copies are complete.
     pub fn done_event(&self) -> Event {
         self.done.clone()
     }
@@ -273,7 +274,7 @@ impl Drop for Download {
 }
 
 thread_local! {
-    /// The label of this thread's allocations.
+    /// The label of this thread's allocations for out-of-memory errors; empty if none is set.
     static ALLOC_LABEL: Cell<&'static str> = const { Cell::new("") };
 }
 
@@ -295,12 +296,13 @@ pub(crate) fn current_alloc_label() -> &'static str {
     ALLOC_LABEL.get()
 }
 
-/// Failure of a backend's op. Ops return no errors, so this value is the payload of a panic.
+/// Failure of a backend's op, with the diagnostic for the user. Ops return no errors, so this value
+/// is the payload of a panic.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);
 
-/// Returns the message in the payload of a panic.
+/// Returns the message in the payload of a panic: a text, or the message of a [`DeviceError`].
 pub fn extract_panic_message(panic: &(dyn Any + Send)) -> String {
     if let Some(error) = panic.downcast_ref::<DeviceError>() {
         return error.to_string();

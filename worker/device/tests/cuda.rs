@@ -7,7 +7,7 @@ use device::ops::WriteMode;
 use device::{Buf, Cuda, Dtype, Ops, Storage, View, conformance};
 use std::sync::OnceLock;
 
-/// Returns the search paths of the emulated libraries only.
+/// Returns library paths that contain only the emulated libraries.
 fn library_paths() -> LibraryPaths {
     LibraryPaths { configured: vec![emulated_gpu::library_directory().to_owned()], ..LibraryPaths::default() }
 }
@@ -49,7 +49,7 @@ fn round_on_gpu(dtype: Dtype, values: &[f32]) -> Vec<f32> {
     download_as_f32(buf.view())
 }
 
-/// Ops on empty shapes launch no kernel, because a grid without blocks is an error.
+/// Checks that ops on empty shapes launch no kernel, because a grid without blocks is an error.
 #[test]
 fn empty_shapes_have_no_effect() {
     let poisoned = open_shared_gpu().clone_to_device((&[f32::NAN; 12][..]).into());
@@ -157,7 +157,8 @@ fn compiled_kernels_are_cached() {
     assert!(cached.iter().all(|f| std::fs::metadata(f).expect("a file").len() > 48));
 }
 
-/// The emulated library suggests a slow algorithm, a fast one, and one that fails.
+/// Checks that autotuning selects and stores the fastest algorithm. The emulated cuBLASLt suggests
+/// a slow algorithm, a fast one, and one that fails.
 #[test]
 fn the_fastest_algorithm_is_found_and_stored() {
     let cache = tempfile::tempdir().expect("a directory");
@@ -193,8 +194,8 @@ fn the_fastest_algorithm_is_found_and_stored() {
     assert_eq!(stored_choices().len(), 2);
 }
 
-/// The library may have no algorithm for unaligned 16-bit operands, or none that adds a bias. Other
-/// algorithms and kernels are used then.
+/// Checks matmuls for which the library has no algorithm: unaligned 16-bit operands, and a bias.
+/// Other algorithms and kernels are used then.
 #[test]
 fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
     for lacking in ["", "odd"] {
@@ -208,7 +209,8 @@ fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
     }
 }
 
-/// Runs in a child process of the test above.
+/// Compares unaligned matmuls with a bias with their definition, in a child process of the test
+/// above.
 #[test]
 fn unaligned_matmuls_with_a_bias_match_the_definition() {
     if std::env::var_os("UNALIGNED_MATMULS").is_none() {
@@ -270,8 +272,8 @@ fn host_and_gpu_memory_are_not_interchangeable() {
     assert!(!panics(&|| assert_eq!(host.view().host(), [0.0; 4])));
 }
 
-/// Returns the kernels of an image (ELF), each with the bytes of its static shared memory. Since
-/// sm_90 the system reserves some of these bytes.
+/// Returns the names of the kernels in a binary image (ELF), each with its bytes of static shared
+/// memory. Since sm_90 the system reserves some of these bytes.
 fn read_static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
     let number = |at: u64, bytes: usize| {
         let at = at as usize;
@@ -291,7 +293,8 @@ fn read_static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
     (0..count).filter_map(kernel).collect()
 }
 
-/// Compiles with NVIDIA's NVRTC, which needs no GPU.
+/// Compiles the kernels with NVIDIA's NVRTC, which needs no GPU, and checks their shared memory.
+/// Skipped if NVRTC is not installed.
 #[test]
 fn kernels_compile_for_each_architecture() {
     let Some(directory) = emulated_gpu::nvrtc_directory() else { return };

@@ -13,7 +13,7 @@ use device::{
 use diagnostic::codes::device::CUDA_GRAPHS_DISABLED;
 use std::time::Duration;
 
-/// Opens the emulated GPU.
+/// Opens the emulated GPU as a CUDA backend.
 fn open_gpu() -> Cuda {
     let configured = vec![emulated_gpu::library_directory().to_owned()];
     Cuda::open(&LibraryPaths { configured, ..LibraryPaths::default() }, 0, None).expect("the emulated GPU")
@@ -27,7 +27,7 @@ struct StepBuffers<'a> {
 }
 
 impl<'a> StepBuffers<'a> {
-    /// Allocates the buffers and fills each with another number.
+    /// Allocates the buffers and fills each with a different number.
     fn new(cuda: &'a Cuda) -> Self {
         let buffers = [1.0f32, -0.5, 0.25, 2.0].map(|x| {
             let mut buf = cuda.zeroed(Dtype::F32, 64);
@@ -51,7 +51,7 @@ impl<'a> StepBuffers<'a> {
         cuda.scale(w.view_mut(), factor);
     }
 
-    /// Returns the bits of all buffers.
+    /// Copies all buffers to the host and returns their bits.
     fn download_bits(&self) -> Vec<u32> {
         let copies = self.buffers.iter().map(|buf| self.cuda.clone_to_host(buf.view()));
         copies.flat_map(|buf| buf.host().iter().map(|x| x.to_bits()).collect::<Vec<_>>()).collect()

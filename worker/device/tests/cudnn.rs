@@ -12,7 +12,7 @@ use device::{Buf, Cuda, Dtype, Ops, Storage, conformance};
 use diagnostic::codes::device::CUDNN_ATTENTION_UNSUPPORTED;
 use std::time::Duration;
 
-/// Returns the search paths of the emulated libraries, with the emulated cuDNN.
+/// Returns library paths that contain only the emulated libraries, including the emulated cuDNN.
 fn library_paths() -> LibraryPaths {
     let directory = emulated_gpu::library_directory();
     LibraryPaths {
@@ -92,7 +92,7 @@ impl AttentionCase {
     }
 }
 
-/// Shape that cuDNN supports.
+/// An attention shape that cuDNN supports.
 const SHAPE: AttentionShape = AttentionShape {
     b: 2,
     t: 24,
@@ -104,7 +104,7 @@ const SHAPE: AttentionShape = AttentionShape {
     dropout: None,
 };
 
-/// Returns every pending notice.
+/// Removes and returns every pending notice of the backend.
 fn take_notices(cuda: &Cuda) -> Vec<BackendNotice> {
     std::iter::from_fn(|| cuda.record_step_duration(Duration::from_millis(1))).collect()
 }

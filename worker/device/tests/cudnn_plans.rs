@@ -1,5 +1,5 @@
-//! NVIDIA's cuDNN accepts and compiles the graphs of attention. No GPU is needed: cuDNN makes plans
-//! for a GPU's properties.
+//! Tests that NVIDIA's cuDNN accepts and compiles the graphs of attention. No GPU is needed: cuDNN
+//! makes plans for a GPU's properties.
 mod emulated_gpu;
 
 use device::cuda::{

@@ -1,5 +1,5 @@
-//! Results of the CPU backend do not depend on the number of threads, on the alignment of buffers,
-//! or, with fused multiply-add, on the instruction set.
+//! Tests that results of the CPU backend do not depend on the number of threads, on the alignment
+//! of buffers, or, with fused multiply-add, on the instruction set.
 mod reference;
 
 use device::ops::{
@@ -106,7 +106,8 @@ fn matmuls_of_deep_and_wide_shapes_give_the_same_bits() {
     }
 }
 
-/// A batch may therefore be divided anywhere.
+/// Checks that a row's result does not depend on the other rows, so that a batch may be divided
+/// anywhere.
 #[test]
 fn each_row_of_a_matmul_is_independent_of_the_other_rows() {
     let (m, n, k) = (37, 83, 700);
@@ -318,7 +319,8 @@ fn flat_vector_ops_give_the_same_bits() {
     });
 }
 
-/// A flat vector may therefore be divided anywhere without changing any element's update.
+/// Checks that an element's update does not depend on its position, so that a flat vector may be
+/// divided anywhere.
 #[test]
 fn optimizer_updates_do_not_depend_on_the_position() {
     let mut r = TestRng::new(12);
@@ -344,7 +346,8 @@ fn optimizer_updates_do_not_depend_on_the_position() {
     }
 }
 
-/// Calls from several threads share the helpers, but not their results.
+/// Checks that calls from several threads at once give the results of single calls, although they
+/// share the helpers.
 #[test]
 fn concurrent_calls_do_not_affect_each_other() {
     let cpu = Cpu::new(3);
@@ -377,7 +380,7 @@ fn concurrent_calls_do_not_affect_each_other() {
     });
 }
 
-/// After the first calls of each size, scratch memory does not grow.
+/// Checks that scratch memory does not grow after the first calls of each size.
 #[test]
 fn scratch_memory_is_reused() {
     let cpu = Cpu::new(1);

@@ -1,5 +1,5 @@
-//! Dropout drops elements with the requested probability. Which elements it drops depends only on
-//! the numbers of the sample and of the position in it.
+//! Tests that dropout drops elements with the requested probability, and that the choice depends
+//! only on the numbers of the sample and of the position in it.
 mod reference;
 
 use device::ops::{AttentionDropout, AttentionShape, SampleDropout};
@@ -126,7 +126,8 @@ fn a_mask_depends_only_on_the_number_of_its_sample() {
     }
 }
 
-/// 16-bit and f32 vectors lose the same elements. The other elements are rounded once.
+/// Checks that dropout drops the same elements of 16-bit and f32 vectors, and rounds the other
+/// elements once.
 #[test]
 fn vectors_of_any_type_lose_the_same_elements() {
     let mut r = TestRng::new(1);

@@ -90,7 +90,7 @@ fn matmuls_multiply_the_rounded_operands() {
     }
 }
 
-/// The result differs measurably from the matmul of the unrounded operands.
+/// Checks that the result differs measurably from the matmul of the unrounded operands.
 #[test]
 fn operands_are_rounded() {
     let (cpu, mut r) = (Cpu::new(1), TestRng::new(5));
@@ -105,7 +105,7 @@ fn operands_are_rounded() {
     assert!(worst > 1e-2 && worst < 0.3, "{worst}");
 }
 
-/// A NaN or infinity affects exactly the results of which it is a term.
+/// Checks that a NaN or infinity affects exactly the results of which it is a term.
 #[test]
 fn nan_and_infinity_reach_the_results() {
     let cpu = Cpu::new(2);
@@ -143,7 +143,8 @@ fn operands_that_no_gpu_multiplies_are_rejected() {
     assert!(!is_rejected(16, [Fp8Format::E4M3; 2]));
 }
 
-/// The file tests/golden/fp8/README.md describes the lines of the golden file.
+/// Compares conversions with torch's results in the golden file. tests/golden/fp8/README.md
+/// describes the file's lines.
 #[test]
 fn conversions_match_torch() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/fp8/casts.txt");

@@ -1,5 +1,5 @@
-//! Each op's forward pass is compared with its definition in f64, and its backward pass with finite
-//! differences of that definition, on every instruction set of this machine.
+//! Tests that compare each op's forward pass with its definition in f64, and the backward pass with
+//! finite differences of that definition, on every instruction set of this machine.
 mod reference;
 
 use device::ops::{
@@ -304,8 +304,9 @@ fn attention_within_documents_matches_the_definition() {
     assert_attention_matches(&mut r, shape, &starts);
 }
 
-/// The backward pass drops the elements that the forward pass drops. The cases have odd shapes,
-/// grouped heads, packed documents and sliding windows, with and without a softcap.
+/// Checks attention with dropout: the backward pass drops the elements that the forward pass drops.
+/// The cases have odd shapes, grouped heads, packed documents and sliding windows, with and without
+/// a softcap.
 #[test]
 fn attention_with_dropout_matches_the_definition() {
     let mut r = TestRng::new(16);
@@ -419,7 +420,7 @@ fn gelu_and_its_gradient_match_the_definition() {
     }
 }
 
-/// A weight that is stored as `[in, out]` gives the matmuls of its transpose.
+/// Checks Conv1D: a weight that is stored as `[in, out]` gives the matmuls of its transpose.
 #[test]
 fn conv1d_and_its_gradient_match_the_definition() {
     let mut r = TestRng::new(13);
@@ -589,7 +590,7 @@ fn extreme_and_non_finite_logits_have_the_expected_loss() {
     }
 }
 
-/// A rank may have no rows, so every op accepts empty inputs.
+/// Checks that every op accepts empty inputs, because a rank may have no rows.
 #[test]
 fn ops_accept_empty_inputs() {
     for cpu in open_backends() {

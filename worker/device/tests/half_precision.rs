@@ -1,5 +1,5 @@
-//! Ops on 16-bit elements give the bits of the op in `f32` on the same values, rounded once to 16
-//! bits, for any number of threads and on every instruction set.
+//! Tests that ops on 16-bit elements give the bits of the op in `f32` on the same values, rounded
+//! once to 16 bits, for any number of threads and on every instruction set.
 mod reference;
 
 use device::ops::{
@@ -343,7 +343,8 @@ fn transposed_matrices_round_once() {
     });
 }
 
-/// In f32, a matmul with a bias equals a matmul followed by the bias op.
+/// Checks that 16-bit matmuls with a bias round once, and that in f32 they equal a matmul followed
+/// by the bias op.
 #[test]
 fn matmuls_with_a_bias_round_once() {
     for (m, n, k) in [(37, 91, 50), (300, 4200, 9), (1, 1, 700)] {

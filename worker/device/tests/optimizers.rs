@@ -1,4 +1,5 @@
-//! The optimizers' updates equal torch's arithmetic, which is written here for single elements.
+//! Tests that the optimizers' updates equal torch's arithmetic, which is written here for single
+//! elements.
 mod reference;
 
 use device::ops::{AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, SgdHyperparams};
@@ -50,7 +51,7 @@ fn adamw_updates_equal_torchs_arithmetic() {
     }
 }
 
-/// Ten steps in f32 differ from the update rule in f64 by rounding only.
+/// Checks that ten AdamW steps in f32 differ from the update rule in f64 by rounding only.
 #[test]
 fn ten_adamw_steps_match_the_update_rule_in_f64() {
     let mut r = TestRng::new(2);

@@ -55,8 +55,8 @@ const KERNEL_PROLOGUE: &str = "
     add.s64 %rd1, %rd0, %rd1;
 ";
 
-/// The rest of each kernel, and the error that the emulator reports. The error is `None` for a
-/// correct kernel.
+/// Test kernels: the text after [`KERNEL_PROLOGUE`], and the error that the emulator reports. The
+/// error is `None` for a correct kernel.
 const KERNELS: [(&str, Option<&str>); 19] = [
     ("st.shared.u32 [%r1], %r0; bar.sync 0; ld.shared.u32 %r9, [%r3]; st.global.u32 [%rd1], %r9;", None),
     ("st.shared.u32 [%r1], %r0; bar.warp.sync -1; ld.shared.u32 %r9, [%r2];", None),
@@ -115,7 +115,8 @@ fn races_and_invalid_accesses_are_always_detected() {
     }
 }
 
-/// Runs one of the kernels in a child process of the test above, because an error ends the process.
+/// Runs one of the test kernels in a child process of the test above, because an error ends the
+/// process.
 #[test]
 fn the_kernel_that_the_parent_process_selects_runs() {
     let Ok(index) = std::env::var("PTX_TEST_KERNEL") else { return };
@@ -170,7 +171,8 @@ fn launch_kernel(image: &CString) -> c_int {
     }
 }
 
-/// The alignment of an op's memory decides which kernel the op uses, but not the results.
+/// Checks that results do not depend on the alignment of an op's memory, which decides which kernel
+/// the op uses.
 #[test]
 fn results_do_not_depend_on_alignment() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };

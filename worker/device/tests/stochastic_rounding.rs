@@ -1,6 +1,6 @@
-//! Stochastic rounding to bf16 selects one of the two neighbours of a value. The probability of the
-//! upper one is the value's relative distance from the lower one. The choice depends only on key,
-//! step and element.
+//! Tests that stochastic rounding to bf16 selects one of the two neighbours of a value. The
+//! probability of the upper one is the value's relative distance from the lower one, and the choice
+//! depends only on key, step and element.
 mod reference;
 
 use device::ops::StochasticRounding;
@@ -20,7 +20,7 @@ fn round_on_cpu(cpu: &Cpu, x: &[f32], first: u64, step: u64) -> Vec<u16> {
     y.view().half_bits().to_vec()
 }
 
-/// Returns the value of a bf16 number.
+/// Converts the bits of a bf16 number to `f32`.
 fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
@@ -34,8 +34,8 @@ fn find_neighbours(x: f32) -> (f32, f32, f64) {
     (below, above, (f64::from(x) - f64::from(below)).abs() / step)
 }
 
-/// An element rounds away from zero if the upper half of its random word, plus the bits that
-/// truncation removes, overflows 16 bits.
+/// Checks that an element rounds away from zero if the upper half of its random word, plus the bits
+/// that truncation removes, overflows 16 bits.
 #[test]
 fn each_element_uses_the_random_word_of_its_number() {
     let mut r = TestRng::new(1);
@@ -54,8 +54,8 @@ fn each_element_uses_the_random_word_of_its_number() {
     }
 }
 
-/// Over n draws, the mean equals the value within five standard errors. The variance is that of a
-/// choice between two numbers.
+/// Checks that over n draws, the mean equals the value within five standard errors, and the
+/// variance is that of a choice between two numbers.
 #[test]
 fn rounding_is_unbiased() {
     let n = 20_000u64;
@@ -114,7 +114,8 @@ fn finite_values_stay_finite_and_nan_stays_nan() {
     }
 }
 
-/// If half of the draws round up, half of the pairs of draws of different elements or steps agree.
+/// Checks that draws of different elements or steps are independent: if half of the draws round up,
+/// half of the pairs of draws agree.
 #[test]
 fn draws_are_independent() {
     let n = 40_000;

@@ -25,7 +25,8 @@ fn map_byte_to_character(byte: u8) -> char {
     char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// Returns file name and content of the byte tokenizer's tokenizer.json and tokenizer_config.json.
+/// Returns the name and content of two files that describe the byte tokenizer for Hugging Face
+/// libraries: tokenizer.json and tokenizer_config.json.
 pub(crate) fn build_hf_tokenizer_files() -> Vec<(String, String)> {
     let vocab: serde_json::Map<String, serde_json::Value> =
         (0..=255u8).map(|b| (map_byte_to_character(b).to_string(), json!(b))).collect();

@@ -13,12 +13,12 @@ use diagnostic::{Code, Diagnostic, codes::data as codes};
 use minijinja::{ErrorKind, Value};
 use std::path::{Path, PathBuf};
 
-/// Returns the path of a golden file.
+/// Returns the path of the file `name` in tests/golden/data.
 fn golden_file_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/data").join(name)
 }
 
-/// Opens the golden tokenizer.
+/// Opens the tokenizer.json in tests/golden/data.
 fn open_golden_tokenizer() -> TextTokenizer {
     TextTokenizer::open(&TokenizerSpec::File(golden_file_path("tokenizer.json")), Path::new("/")).unwrap()
 }
@@ -124,7 +124,7 @@ fn assistant_text_is_located_without_generation_tags() {
                 "{}",
                 case.name
             );
-            // The range contains no text of another message.
+            // At most 12 bytes longer: the range contains no text of another message.
             assert!(located_range.len() <= tagged_range.len() + 12, "{}: {located_text:?}", case.name);
         }
         compared += 1;
@@ -143,7 +143,8 @@ fn a_template_that_changes_earlier_messages_is_ambiguous() {
     assert!(compile_template(source, LossTargets::All).render_chat(&create_chat_record(case)).is_ok());
 }
 
-/// Renders these messages, given as JSON, and returns the error.
+/// Renders a chat with these messages, a JSON text, and returns the error. Panics if the chat can
+/// be rendered.
 fn expect_chat_problem(messages: &str) -> ChatProblem {
     let messages = serde_json::from_str(messages).unwrap();
     let template = compile_template(&read_golden_cases()[0].template, LossTargets::Assistant);
@@ -195,8 +196,8 @@ fn endless_templates_are_stopped() {
     assert!(matches!(syntax, ChatTemplateProblem::Syntax(_)), "{syntax}");
 }
 
-/// Reads the documents of a file. The document of a chat consists of the loss ranges only, joined
-/// by `|`.
+/// Reads a data file and returns its documents. For a chat, returns only the ranges that count for
+/// the loss, joined by `|`.
 fn read_documents(path: &Path, format: RecordReadOptions) -> Result<Vec<String>, DataError> {
     let mut out = Vec::new();
     let hash = read_data_file(path, format, SplitFilter::All, &mut |part| {
@@ -252,7 +253,7 @@ fn unusable_parquet_files_are_errors_with_field_and_row() {
     assert_eq!(error("README.md", chat), (codes::DATA_FORMAT_NOT_CHAT, None, None));
 }
 
-/// Changing any byte of a Parquet file gives the same texts, other texts, or an error, but never a
+/// Changes single bytes of Parquet files. Each damaged file gives texts or an error, but never a
 /// panic.
 #[test]
 fn damaged_parquet_files_are_errors() {
@@ -293,7 +294,7 @@ fn compressed_files_are_rejected_with_a_remedy() {
     }
 }
 
-/// From files to samples: only the assistant's tokens are labels, each exactly once.
+/// Reads chats from files into samples. Only the assistant's tokens are labels, each exactly once.
 #[test]
 fn only_the_assistants_tokens_count_for_the_loss() {
     let dir = tempfile::tempdir().unwrap();

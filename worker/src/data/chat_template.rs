@@ -6,8 +6,9 @@
 //!
 //! A template with the generation tags `{% generation %}` and `{% endgeneration %}` encloses the
 //! assistant's replies in them. A template without these tags is rendered twice more for each
-//! reply: up to and before the reply, which ends with the generation prompt. The reply is the
-//! difference of the two texts. The record is rejected if they are not prefixes of the whole text.
+//! reply: up to and before the reply. The text before the reply ends with the generation prompt.
+//! The reply is the difference of the two texts. The record is rejected if these texts are not
+//! prefixes of the whole text.
 use super::{
     error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
     tokenizer::{TextTokenizer, read_text_file},
@@ -17,7 +18,7 @@ use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxCon
 use regex::Regex;
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
-/// Largest chat template, bytes.
+/// Largest size of a chat template, bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// Largest number of template instructions per rendering, which stops endless loops.
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
@@ -107,8 +108,8 @@ impl ChatTemplate {
         })
     }
 
-    /// The digest of the template's source, special tokens and loss setting. Templates with equal
-    /// digests render equal chats equally.
+    /// Returns the digest of the template's source, special tokens and loss setting. Templates with
+    /// equal digests render equal chats equally.
     pub(crate) fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -209,8 +210,8 @@ fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// Returns the messages as a list. Fails unless they are a list of at least one object, and each
-/// object has a role and no reserved character.
+/// Returns the messages as a list. Fails if `value` is not a list, the list is empty, a message has
+/// no role, or a message contains a reserved character.
 fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
     let items: Vec<Value> = items.collect();

@@ -30,7 +30,7 @@ const INDEX_FILE_NAME: &str = "contents";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Largest number of files in the digest index.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The time after which a second change of a file certainly leaves another modification time, on
+/// Two changes of a file that are at least this far apart leave different modification times on
 /// every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
@@ -58,8 +58,9 @@ impl FileIdentity {
     }
 }
 
-/// Returns the digest of each file's content, in order. Hashes the files that the index in
-/// `cache_dir` lacks. Adds those to the index that did not change shortly before `now`.
+/// Returns the digest of each file's content, in the order of `files`. Hashes only files that the
+/// index in `cache_dir` lacks, and adds their digests to the index. Files that changed shortly
+/// before `now` are not added.
 pub(crate) fn find_or_compute_digests(
     files: &[DataFile],
     cache_dir: &Path,
@@ -72,7 +73,7 @@ pub(crate) fn find_or_compute_digests(
     let new = hashed.iter().filter(|(id, _)| !index.contains_key(id) && id.is_settled(now));
     let new: Vec<(FileIdentity, ContentDigest)> = new.copied().collect();
     if !new.is_empty() {
-        // Without an index the next start only takes longer.
+        // The error is ignored: without an index the next start only takes longer.
         let _ = write_digest_index(cache_dir, index, &new);
     }
     Ok(hashed.into_iter().map(|(_, digest)| digest).collect())
@@ -138,7 +139,8 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes an index of the `new` files followed by the `known` ones, at most [`MAX_INDEX_ENTRIES`].
+/// Writes an index of the `new` files followed by the `known` ones, at most [`MAX_INDEX_ENTRIES`]
+/// in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,
@@ -175,7 +177,7 @@ pub(crate) mod tests {
         SystemTime::now() + Duration::from_secs(60)
     }
 
-    /// Writes a file for each of the contents.
+    /// Writes each of `contents` to a new file in `dir`, and returns the files.
     fn write_files(dir: &Path, contents: &[&str]) -> Vec<DataFile> {
         let file = |(i, c): (usize, &&str)| {
             let path = dir.join(format!("{i}.txt"));

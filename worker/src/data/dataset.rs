@@ -28,7 +28,7 @@ pub struct Dataset {
 
 /// The samples of one data source.
 struct SourceSampleReader {
-    /// The name in the job file; empty if the data are not a mixture.
+    /// The source's name in job.yaml; empty if the data are not a mixture.
     name: String,
     cache: TokenCache,
     packer: Packer,
@@ -97,7 +97,8 @@ impl Dataset {
         self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
-    /// Creates the order in which a run uses the samples.
+    /// Creates the order in which a run uses the samples. If `shuffle` is set, the samples of each
+    /// source have another order in each epoch.
     pub fn create_sample_order(&self, seed: u64, shuffle: bool) -> SampleOrder {
         let permutation =
             |s: &SourceSampleReader| EpochPermutation::new(seed, &s.name, s.packer.len(), shuffle);
@@ -125,16 +126,21 @@ impl Dataset {
         &self.digest
     }
 
-    /// Warnings from opening the data, such as a damaged token cache that was rebuilt.
+    /// Returns the warnings from opening the data, such as a damaged token cache that was rebuilt.
     pub fn warnings(&self) -> &[Diagnostic] {
         &self.warnings
     }
 
-    /// Writes the `micro` samples of the run from `first_position` on into the slices.
+    /// Writes `micro` consecutive samples of the run, from position `first_position` on, to
+    /// `tokens`, `labels` and `starts`.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
     /// `starts` is, for each input, the position in the sample at which the input's document
-    /// begins. Panics if `order` belongs to another data set or a slice has another length.
+    /// begins.
+    ///
+    /// # Panics
+    ///
+    /// Panics if `order` belongs to another data set or a slice has another length.
     ///
     /// [`IGNORE_INDEX`]: super::IGNORE_INDEX
     pub fn fill_samples(
@@ -225,8 +231,8 @@ pub(super) fn open_chat_template(
     }
 }
 
-/// Returns the data source of the eval files. Its format is that of the training sources. Fails if
-/// the formats of the training sources differ.
+/// Returns the data source of the eval files, with the format of the training sources. Fails if the
+/// formats of the training sources differ.
 pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<DataSource, DataError> {
     let format = |s: &DataSource| (s.format, s.field.clone(), s.loss_on);
     let first = &spec.sources[0];

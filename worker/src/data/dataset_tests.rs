@@ -31,7 +31,7 @@ fn create_text_source(files: Vec<String>) -> DataSource {
     }
 }
 
-/// Creates a directory with files of these names and contents.
+/// Creates a temporary directory with files of these names and contents.
 fn create_directory_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -40,12 +40,12 @@ fn create_directory_with(files: &[(&str, &str)]) -> tempfile::TempDir {
     dir
 }
 
-/// Opens the training data.
+/// Opens the training side of the data in `dir`.
 fn open_train_data(spec: &DataSpec, dir: &tempfile::TempDir) -> Result<Dataset, DataError> {
     Dataset::open(spec, None, Split::Train, dir.path())
 }
 
-/// Returns the error of opening a data set. Panics if it was opened.
+/// Returns the error of opening a data set. Panics if the data set was opened.
 fn expect_open_error(result: Result<Dataset, DataError>) -> DataError {
     result.err().expect("opening the data failed")
 }
@@ -96,7 +96,7 @@ fn the_digest_depends_on_the_samples_only() {
     let base = digest(&["a.txt", "b.txt"], &same);
     assert_eq!(base.len(), 64);
     assert_eq!(base, digest(&["[ab].txt"], &|s| s.cache = "elsewhere".into()));
-    // Equal documents in equal order have one digest, whatever their files are.
+    // Equal documents in equal order have one digest, however they are divided among files.
     assert_eq!(base, digest(&["a.txt", "z.jsonl"], &same));
     let others = [
         digest(&["a.txt"], &same),
@@ -184,7 +184,7 @@ fn the_estimate_counts_files_bytes_and_tokens() {
 }
 
 /// The preflight check reports several files with invalid first records at once, and reads no
-/// further.
+/// further records.
 #[test]
 fn the_first_record_of_each_file_is_checked() {
     let long = "é".repeat(20_000);

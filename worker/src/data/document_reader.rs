@@ -44,7 +44,8 @@ pub enum Split {
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
     All,
-    /// Accepts the pieces on one side of a split whose held-out share is the number, from 0 to 1.
+    /// Accepts the pieces on the given side of the split. The number is the held-out share, from 0
+    /// to 1.
     Only(Split, f64),
 }
 
@@ -130,7 +131,7 @@ pub(crate) fn read_data_file(
 }
 
 /// Returns whether a data file has a record, or any text if it is a text file. Reads only the first
-/// record or piece, and fails if it is invalid.
+/// record or piece, and fails if this record or piece is invalid.
 pub(crate) fn has_record(path: &Path, format: RecordReadOptions) -> Result<bool, DataError> {
     let (file_format, mut file) = open_data_file(path, format)?;
     let mut found = false;
@@ -158,7 +159,7 @@ fn open_data_file(path: &Path, format: RecordReadOptions) -> Result<(DataFileFor
     }
 }
 
-/// Returns the error that a data file cannot be read.
+/// Builds the error of a data file that cannot be read.
 fn unreadable_file_error(path: &Path, source: io::Error) -> DataError {
     DataError::Unreadable { path: path.to_path_buf(), source }
 }
@@ -208,8 +209,8 @@ fn emit_record(
     Ok(Ok(()))
 }
 
-/// Rejects compressed and other binary files by their extension. Otherwise they would be read as
-/// text and reported as invalid UTF-8.
+/// Rejects compressed and other binary files by their extension. Without this check such files
+/// would be read as text and reported as invalid UTF-8.
 fn reject_compressed_file(path: &Path) -> Result<(), DataError> {
     let extension = get_lower_case_extension(path);
     let remedy = match extension.as_str() {
@@ -246,9 +247,9 @@ impl parquet_reader::AsFile for HashingReader<File> {
 
 /// Joins adjacent accepted pieces of a text file into segments and documents.
 struct DocumentAssembler<'a, 'b> {
-    /// Text of the current document that is not in the sink yet.
+    /// Text of the current document that was not passed to the sink yet.
     pending: String,
-    /// Whether the current document has text, pending or already in the sink.
+    /// Whether the current document has text, pending or already passed to the sink.
     has_text: bool,
     sink: &'a mut DocumentPartSink<'b>,
 }
@@ -272,7 +273,8 @@ impl DocumentAssembler<'_, '_> {
         (self.sink)(DocumentPart::Text(std::mem::take(&mut self.pending)))
     }
 
-    /// Ends the current document, if it has text.
+    /// Passes the pending text and the end of the current document to the sink. Does nothing if the
+    /// document has no text.
     fn end_document(&mut self) -> Result<(), DataError> {
         self.flush_pending_text()?;
         if std::mem::take(&mut self.has_text) { (self.sink)(DocumentPart::End) } else { Ok(()) }
@@ -340,7 +342,7 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
 }
 
 /// Returns the length in bytes of the first piece of `bytes`. `bytes` is longer than
-/// [`PIECE_BYTES`] or the end of the file.
+/// [`PIECE_BYTES`] or contains the whole rest of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= PIECE_BYTES {
         return bytes.len();

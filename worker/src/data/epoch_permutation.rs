@@ -15,21 +15,23 @@ const FEISTEL_ROUNDS: u64 = 8;
 /// The order of `n` samples over an unlimited number of epochs.
 ///
 /// If shuffled, each epoch is a keyed Feistel permutation of `0..4^k`, the smallest such domain
-/// with at least `n` elements. Cycle walking restricts it to `0..n`: a result outside is permuted
-/// again, fewer than four times on average. Otherwise every epoch has the samples in order.
+/// with at least `n` elements. Cycle walking restricts the permutation to `0..n`: a result outside
+/// is permuted again, fewer than four times on average. Otherwise every epoch has the samples in
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EpochPermutation {
     /// Number of samples in an epoch.
     samples: u64,
     /// Number of bits of half an index. The network permutes `2 * half_bits` bits.
     half_bits: u32,
-    /// The keys of the network; `None` if the samples keep their order.
+    /// The random stream that keys the Feistel network; `None` if the samples keep their order.
     stream: Option<RandomStream>,
 }
 
 impl EpochPermutation {
-    /// Creates the order of `n` samples, shuffled or not. `name` is the name of the data source, so
-    /// that sources of equal sizes have different orders. Panics unless `n` is 1 to 2^48.
+    /// Creates the order of `samples` samples, shuffled or not. `name` is the name of the data
+    /// source, so that sources of equal sizes have different orders. Panics if `samples` is 0 or
+    /// above 2^48.
     pub(crate) fn new(seed: u64, name: &str, samples: u64, shuffle: bool) -> Self {
         assert!(
             (1..=MAX_SAMPLES).contains(&samples),
@@ -40,7 +42,7 @@ impl EpochPermutation {
         EpochPermutation { samples, half_bits: bits.div_ceil(2), stream }
     }
 
-    /// Number of samples in an epoch.
+    /// Returns the number of samples in an epoch.
     pub(crate) fn epoch_len(&self) -> u64 {
         self.samples
     }
@@ -141,7 +143,7 @@ mod tests {
     }
 
     proptest! {
-        /// In orders too large to list, samples are in range and distinct.
+        /// In orders too large to list, sample numbers are in range and distinct.
         #[test]
         fn large_orders_are_injective(n in 1u64..=MAX_SAMPLES, seed: u64, start: u64) {
             let order = EpochPermutation::new(seed, "", n, true);

@@ -1,4 +1,4 @@
-//! [`DataError`]: why training data, a tokenizer or the token cache cannot be used.
+//! [`DataError`]: the reasons why training data, a tokenizer or the token cache cannot be used.
 mod problems;
 
 pub use problems::{
@@ -19,7 +19,7 @@ fn format_count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Why training data, a tokenizer or the token cache cannot be used.
+/// The reason why training data, a tokenizer or the token cache cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -29,7 +29,7 @@ pub enum DataError {
     /// A pattern or file name matches no file.
     #[error("`{pattern}` matches no file in {}", .directory.display())]
     NoMatch {
-        /// The pattern or name of the job file.
+        /// The pattern or name in the job file.
         pattern: String,
         /// The directory that relative patterns start from.
         directory: PathBuf,
@@ -37,7 +37,7 @@ pub enum DataError {
     /// A pattern is malformed.
     #[error("`{pattern}` is not a valid pattern")]
     InvalidPattern {
-        /// The pattern of the job file.
+        /// The pattern in the job file.
         pattern: String,
         /// The rule that the pattern breaks.
         #[source]
@@ -49,11 +49,11 @@ pub enum DataError {
         if *.is_directory { "a directory, not a file" } else { "not a regular file" }
     )]
     NotAFile {
-        /// The name of the job file.
+        /// The name in the job file.
         pattern: String,
         /// The path that the name leads to.
         path: PathBuf,
-        /// The path is a directory.
+        /// Whether the path is a directory. Otherwise it is a device, pipe or other special file.
         is_directory: bool,
     },
     /// A data file or directory cannot be read.
@@ -81,7 +81,7 @@ pub enum DataError {
         path: PathBuf,
         /// The extension in lower case, without the dot.
         extension: String,
-        /// What converts the file to a supported format.
+        /// How to convert the file to a supported format, for the help of the error.
         remedy: &'static str,
     },
     /// A plain text file was given for chats, which are records.
@@ -95,7 +95,7 @@ pub enum DataError {
     InvalidParquet {
         /// Path of the data file.
         path: PathBuf,
-        /// What is wrong with the file.
+        /// The problem of the file.
         #[source]
         problem: ParquetProblem,
     },
@@ -104,9 +104,9 @@ pub enum DataError {
     InvalidRecord {
         /// Path of the data file.
         path: PathBuf,
-        /// The line or row.
+        /// The line or row of the record.
         position: RecordPosition,
-        /// What is wrong with the record.
+        /// The problem of the record.
         problem: RecordProblem,
     },
     /// All files of a source are empty or have no record.
@@ -131,7 +131,7 @@ pub enum DataError {
     InvalidTokenizer {
         /// Path of tokenizer.json or of a companion file.
         path: PathBuf,
-        /// What is wrong with the file.
+        /// The problem of the file.
         #[source]
         problem: TokenizerProblem,
     },
@@ -144,7 +144,7 @@ pub enum DataError {
     /// The chat template cannot be used.
     #[error("cannot use the chat template")]
     InvalidChatTemplate {
-        /// What is wrong with the template.
+        /// The problem of the template.
         #[source]
         problem: ChatTemplateProblem,
     },
@@ -163,7 +163,7 @@ pub enum DataError {
     CacheCorrupt {
         /// Path of the cache file.
         path: PathBuf,
-        /// Why the cache file cannot be used.
+        /// The reason why the cache file cannot be used.
         #[source]
         damage: CacheDamage,
     },
@@ -173,7 +173,7 @@ pub enum DataError {
     /// `train.data.held_out` is not a share.
     #[error("`train.data.held_out` is {share}; it must be a number from 0 to below 1")]
     InvalidHeldOutShare {
-        /// The value of the job file.
+        /// The value in the job file.
         share: f64,
     },
     /// Evaluation was requested, but the job names no held-out data.
@@ -205,7 +205,7 @@ pub enum DataError {
     InSource {
         /// The name of the source.
         name: String,
-        /// The error.
+        /// The error, without the name of the source.
         error: Box<DataError>,
     },
 }
@@ -376,7 +376,8 @@ impl DataError {
     }
 }
 
-/// Converts the error with code, fields, help and cause. The subject is the key of job.yaml.
+/// Converts the error to a diagnostic with its code, fields, help and cause. The subject is the key
+/// of job.yaml that the error is about.
 impl From<DataError> for Diagnostic {
     fn from(error: DataError) -> Self {
         let mut diagnostic = Diagnostic::error(error.code(), error.to_string()).with_subject(error.job_key());

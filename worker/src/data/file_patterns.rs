@@ -22,7 +22,7 @@ const MAX_BRACE_ALTERNATIVES: usize = 1024;
 /// Path and size of a regular file that a pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DataFile {
-    /// The path of the file. It starts with the workdir if the pattern is relative.
+    /// The path of the file, below the workdir if the pattern is relative.
     pub(crate) path: PathBuf,
     /// Size of the file, bytes.
     pub(crate) bytes: u64,
@@ -55,7 +55,7 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     Ok(unique)
 }
 
-/// Returns the error that a file or directory cannot be read.
+/// Builds the error of a file or directory that cannot be read.
 fn unreadable_path_error(path: &Path, source: io::Error) -> DataError {
     DataError::Unreadable { path: path.to_path_buf(), source }
 }
@@ -100,7 +100,8 @@ fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
     }
 }
 
-/// Expands the braces of a pattern. Returns the patterns without braces that it stands for.
+/// Expands the braces of a pattern. Returns one pattern without braces for each combination of
+/// alternatives.
 fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
     let mut done = Vec::new();
     let mut todo = vec![pattern.to_string()];
@@ -122,8 +123,8 @@ fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
     Ok(done)
 }
 
-/// Finds the byte positions of the first `{`, of its `}`, and of the commas directly between them.
-/// Returns `None` if the pattern has no braces, and fails if they are unpaired.
+/// Finds the byte positions of the first `{`, the matching `}`, and the commas directly between
+/// these braces. Returns `None` if the pattern has no braces. Fails if braces are unpaired.
 fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, PatternProblem> {
     let (mut open, mut depth, mut commas) = (None, 0, Vec::new());
     for (i, c) in p.bytes().enumerate() {
@@ -144,12 +145,13 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
     open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
 }
 
-/// The part of a pattern between two slashes. It matches one name of a path or, if it is `**`, any
-/// number of names.
+/// The part of a pattern between two slashes. A part matches one name of a path or, if the part is
+/// `**`, any number of names.
 enum PatternPart {
     /// Matches this name only.
     Name(OsString),
-    /// Matches the names that fit the wildcards. The flag is set if the wildcards begin with a dot.
+    /// Matches the names that fit the wildcards. The flag is set if the wildcards begin with a dot
+    /// and may match hidden names.
     Wildcards(GlobMatcher, bool),
     /// Matches any number of directories: `**`.
     AnyDirectories,

@@ -16,8 +16,8 @@ const MAX_CYCLE: u64 = 1 << 16;
 pub(crate) struct MixtureSchedule {
     /// Number of positions of each source in the cycle.
     cycle_counts: Vec<u64>,
-    /// For each position of the cycle, its source and the number of earlier positions of that
-    /// source.
+    /// For each position of the cycle, the source, and the number of earlier positions of that
+    /// source in the cycle.
     cycle: Vec<(u8, u32)>,
 }
 
@@ -80,7 +80,7 @@ fn compute_gcd(a: u64, b: u64) -> u64 {
 
 /// Selects the source of a position (from 1) in the cycle by Tijdeman's algorithm: the eligible
 /// source with the earliest deadline, or the first of several. `served` is the number of earlier
-/// positions of each source.
+/// positions that each source got.
 fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
     let d = (2 * counts.len() as i64 - 2).max(1);
     let length = length as i64;
@@ -116,8 +116,9 @@ impl SampleOrder {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// Returns the source, the epoch of the source and its sample at a position of the run. The
-    /// position is `step * global batch + micro-batch * micro-batch + index in the micro-batch`.
+    /// Returns the source, the source's epoch and the sample's number in the source for a position
+    /// of the run. The position is `step * global batch size + number of the micro-batch *
+    /// micro-batch size + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);

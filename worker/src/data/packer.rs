@@ -20,8 +20,8 @@
 //! A binary search over the documents locates a sample; nothing is stored per epoch.
 use super::token_cache::{NO_LOSS_BIT, TokenStream};
 
-/// The label of an input that does not count for the loss, the `ignore_index` of PyTorch's
-/// cross-entropy.
+/// The label of an input that does not count for the loss. Corresponds to `ignore_index` of
+/// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
 /// Number of documents between two entries of the index of unpacked samples.
@@ -42,7 +42,7 @@ pub(crate) struct Packer {
 
 /// The output buffers for one sample, each of `seq_len` elements.
 pub(crate) struct SampleBuffers<'a> {
-    /// The inputs.
+    /// The input tokens.
     pub(crate) tokens: &'a mut [u32],
     /// The next token of each input, or [`IGNORE_INDEX`].
     pub(crate) labels: &'a mut [u32],
@@ -235,7 +235,7 @@ mod tests {
     /// Tokens, labels and starts of one sample.
     type SampleVectors = [Vec<u32>; 3];
 
-    /// Returns sample `s` of a stream.
+    /// Returns tokens, labels and starts of sample `s` of a stream.
     fn read_sample(packer: &Packer, stream: &MemoryStream, s: u64) -> SampleVectors {
         let n = packer.seq_len as usize;
         let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![7_777_777; n]);

@@ -48,7 +48,7 @@ pub(crate) fn read_rows_and_hash_file<R: Read + AsFile>(
     Ok(())
 }
 
-/// Reads at most `limit` rows of a Parquet file and passes them to `sink` as records. Converts
+/// Reads at most `limit` rows of a Parquet file and passes each row to `sink` as a record. Converts
 /// panics of the Parquet library to errors. `path` is for error messages.
 pub(crate) fn read_rows(
     file: File,
@@ -57,17 +57,18 @@ pub(crate) fn read_rows(
     limit: u64,
     sink: &mut RecordSink,
 ) -> Result<(), DataError> {
-    // The library reports damaged files as errors; if it panics nevertheless, the file is invalid.
+    // The library reports damaged files as errors. A panic also means that the file is invalid.
     let result = catch_unwind(AssertUnwindSafe(|| decode_rows(file, path, format, limit, sink)));
     result.unwrap_or_else(|_| Err(invalid_parquet_error(path, ParquetProblem::DecoderPanicked)))
 }
 
-/// Returns the error that a Parquet file as a whole cannot be used.
+/// Builds the error of a Parquet file that cannot be used as a whole.
 fn invalid_parquet_error(path: &Path, problem: ParquetProblem) -> DataError {
     DataError::InvalidParquet { path: path.to_path_buf(), problem }
 }
 
-/// Reads rows without catching panics of the Parquet library.
+/// Reads at most `limit` rows and passes them to `sink` as records. Does not catch panics of the
+/// Parquet library.
 fn decode_rows(
     file: File,
     path: &Path,

@@ -16,7 +16,7 @@ pub(crate) enum Record {
     Chat(ChatRecord),
 }
 
-/// How the records of a data source are converted to text.
+/// The options with which the records of a data source are converted to text.
 #[derive(Clone, Copy)]
 pub(crate) struct RecordReadOptions<'a> {
     /// The field or column of a record with the text or messages.
@@ -26,5 +26,6 @@ pub(crate) struct RecordReadOptions<'a> {
 }
 
 /// A callback that receives records in order. The outer error ends the reading. The inner error
-/// states why the record cannot be used; the reader adds the file and the line or row to it.
+/// states why the record cannot be used. The reader adds the file and the line or row to the inner
+/// error.
 pub(crate) type RecordSink<'a> = dyn FnMut(Record) -> Result<Result<(), RecordProblem>, DataError> + 'a;

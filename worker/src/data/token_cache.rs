@@ -29,7 +29,7 @@ const MAGIC: [u8; 8] = *b"LNCHTOKS";
 /// The version of the file format, and of how documents are split and tokenized. The key of every
 /// cache depends on the version.
 pub(crate) const FORMAT_VERSION: u32 = 2;
-/// The bit that marks a token as not counting for the loss. Only streams with a loss mask use it.
+/// The bit that marks a token as not counting for the loss. Only set in streams with a loss mask.
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
 /// Size of the header, bytes.
 const HEADER_BYTES: usize = 256;
@@ -44,7 +44,7 @@ const FAULT_AROUND_BYTES: usize = 64 << 10;
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
     pub(crate) vocab_size: u32,
-    /// The end-of-document token.
+    /// The id of the end-of-document token.
     pub(crate) eod: u32,
     /// Number of tokens, end-of-document tokens included.
     pub(crate) tokens: u64,
@@ -145,7 +145,7 @@ pub(crate) struct TokenCache {
     offsets_at: usize,
 }
 
-/// Why a token cache was not opened.
+/// The reason why a token cache was not opened.
 #[derive(Debug)]
 pub(crate) enum CacheOpenError {
     /// The file does not exist.
@@ -169,7 +169,8 @@ impl From<CacheDamage> for CacheOpenError {
 }
 
 impl TokenCache {
-    /// Opens the cache file at `path`, and checks its whole content and that it has this key.
+    /// Opens the cache file at `path`. Checks the whole content, and that the key in the header
+    /// equals `key`.
     pub(crate) fn open(path: &Path, key: &[u8; 32]) -> Result<Self, CacheOpenError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
@@ -198,8 +199,8 @@ impl TokenCache {
     }
 
     /// Unmaps the pages of a byte range of the file from this process. The page cache of the system
-    /// may keep them. Otherwise the resident memory of a rank would grow up to the size of the
-    /// cache.
+    /// may keep these pages. Without this call the resident memory of a rank would grow up to the
+    /// size of the cache.
     fn release_pages(&self, at: usize, len: usize) {
         let from = at / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES;
         let to = (at + len).next_multiple_of(FAULT_AROUND_BYTES).min(self.map.len());
@@ -254,7 +255,7 @@ fn check_body_digest_and_tokens(
     }
 }
 
-/// A stream of tokens with document boundaries. [`super::packer::Packer`] cuts it into samples.
+/// A stream of tokens with document boundaries, which [`super::packer::Packer`] cuts into samples.
 pub(crate) trait TokenStream {
     /// Returns the number of documents.
     fn documents(&self) -> u64;
@@ -295,7 +296,7 @@ impl TokenStream for TokenCache {
     }
 }
 
-/// The error that a token id is not below the vocabulary size.
+/// The error of a token id that is not below the vocabulary size.
 #[derive(Debug, thiserror::Error)]
 #[error("token id {token} is beyond the vocabulary of {vocab_size}")]
 struct TokenOutOfVocabulary {
@@ -368,7 +369,8 @@ impl TokenCacheWriter {
         if self.offsets.last() == Some(&self.tokens) {
             return Ok(());
         }
-        // A chat template ends the assistant's text with its own token.
+        // The end-of-document token does not count for the loss, because a chat template ends the
+        // assistant's text with another token.
         self.push_tokens(&[if self.has_loss_mask { self.eod | NO_LOSS_BIT } else { self.eod }])?;
         self.offsets.push(self.tokens);
         Ok(())

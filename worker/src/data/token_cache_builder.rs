@@ -33,16 +33,17 @@ const BATCH_BYTES: usize = 4 << 20;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 /// Time between two attempts to acquire the lock of a cache.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of caches that are kept in a directory. The least recently used ones are deleted.
+/// Number of caches that are kept in a directory. If there are more, the least recently used ones
+/// are deleted.
 const CACHES_KEPT: usize = 16;
 
-/// Everything that the content of a token cache depends on.
+/// The inputs that determine the content of a token cache.
 pub(crate) struct TokenCacheInputs<'a> {
     /// The files in order, without empty ones.
     pub(crate) files: &'a [DataFile],
     /// The digest of each file's content, in the order of `files`.
     pub(crate) digests: &'a [ContentDigest],
-    /// How records are converted to text.
+    /// The options with which records are converted to text.
     pub(crate) format: RecordReadOptions<'a>,
     /// The tokenizer that encodes the text.
     pub(crate) tokenizer: &'a TextTokenizer,
@@ -174,7 +175,7 @@ fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     Ok(())
 }
 
-/// What a process does after the wait for the lock of a cache: open the cache or build it.
+/// The outcome of the wait for the lock of a cache: open the finished cache, or build it.
 enum BuildLockOutcome {
     /// Another process has built the cache.
     AlreadyBuilt(Box<TokenCache>),
@@ -213,8 +214,11 @@ fn wait_for_build_lock(
     }
 }
 
-/// Removes the temporary files of killed builders, and the least recently used caches except the
-/// newest [`CACHES_KEPT`]. Ignores errors, because stale files only take disk space.
+/// Removes the temporary files of killed builders, and all but the [`CACHES_KEPT`] most recently
+/// used caches. Ignores errors, because stale files only take disk space.
+///
+/// `current_stem` is the file name of this process's cache without extension. This cache is never
+/// removed. `is_locked` states whether this process holds the lock of this cache.
 fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     let mut caches = Vec::new();
@@ -239,7 +243,8 @@ fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
     }
 }
 
-/// Returns whether no process holds the lock of the cache with this stem.
+/// Returns whether no process holds the lock of the cache with this stem. Returns false if the
+/// cache has no lock file.
 fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }
@@ -265,7 +270,7 @@ fn build_cache(
     File::open(directory).and_then(|d| d.sync_all()).map_err(error)
 }
 
-/// Returns the error that the cache file at `path` cannot be written.
+/// Builds the error of a cache file at `path` that cannot be written.
 fn cache_write_error(path: &Path, source: io::Error) -> DataError {
     DataError::CacheUnusable { path: path.to_path_buf(), operation: CacheOperation::Write, source }
 }
@@ -279,8 +284,9 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// Reads and tokenizes all files in order, and returns the writer. `path` is the path of the cache
-/// file for error messages. Fails if a file no longer matches its digest.
+/// Reads and tokenizes all files in order, and writes the tokens to `writer`, which is returned.
+/// `path` is the path of the cache file for error messages. Fails if a file no longer matches its
+/// digest.
 fn tokenize_files(
     inputs: &TokenCacheInputs,
     mut writer: TokenCacheWriter,

@@ -54,7 +54,7 @@ pub enum TextTokenizer {
 /// A tokenizer that was loaded from a Hugging Face tokenizer.json and its companion files.
 pub struct FileTokenizer {
     inner: tokenizers::Tokenizer,
-    /// The end-of-document token.
+    /// The id of the end-of-document token.
     eod: u32,
     /// The text of the end-of-document token.
     eod_text: String,
@@ -66,9 +66,9 @@ pub struct FileTokenizer {
 impl TextTokenizer {
     /// Loads the tokenizer of a job. A relative path starts at `workdir`.
     ///
-    /// The end-of-document token is the `eos_token` of the tokenizer_config.json in the same
-    /// directory, otherwise the `eos_token` of special_tokens_map.json, otherwise the first of a
-    /// list of well-known tokens that is a special token of the tokenizer.
+    /// The end-of-document token is the `eos_token` of tokenizer_config.json in the same directory,
+    /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
+    /// of a list of well-known tokens is used that is a special token of the tokenizer.
     pub fn open(spec: &TokenizerSpec, workdir: &Path) -> Result<Self, DataError> {
         let TokenizerSpec::File(path) = spec else { return Ok(TextTokenizer::Bytes) };
         let path = workdir.join(path);
@@ -213,12 +213,12 @@ impl TextTokenizer {
     }
 }
 
-/// Returns the error that the `tokenizers` library failed on a text or on token ids.
+/// Builds the error of the `tokenizers` library that failed on a text or on token ids.
 fn tokenizer_failed_error(source: tokenizers::Error) -> DataError {
     DataError::TokenizerFailed { source }
 }
 
-/// Returns the error that the tokenizer's file at `path` cannot be used.
+/// Builds the error of the tokenizer's file at `path`, which cannot be used.
 fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
@@ -237,7 +237,7 @@ impl FileTokenizer {
             .ok_or_else(|| invalid(TokenizerProblem::FileMissing))?;
         let parse_error = |e| invalid(TokenizerProblem::InvalidTokenizerJson(e));
         let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(parse_error)?;
-        // Documents are encoded completely, whatever the file sets for batches.
+        // Documents are encoded completely, whatever truncation the file sets.
         inner.with_truncation(None).map_err(parse_error)?;
         inner.with_padding(None);
         let mut files = vec![("tokenizer.json".to_string(), text)];
@@ -357,8 +357,8 @@ mod tests {
         TextTokenizer::open(&TokenizerSpec::File("tokenizer.json".into()), dir.path())
     }
 
-    /// Opens an invalid tokenizer of these files. Returns the name of the invalid file and its
-    /// problem.
+    /// Opens an invalid tokenizer of these files. Returns the name of the invalid file and the
+    /// problem. Panics if the tokenizer is valid.
     fn expect_tokenizer_problem(files: &[(&str, &str)]) -> (String, TokenizerProblem) {
         match open_tokenizer_files(files) {
             Err(DataError::InvalidTokenizer { path, problem }) => {

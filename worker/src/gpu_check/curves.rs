@@ -1,5 +1,5 @@
-//! Compares the losses of training on a GPU with the CPU's, for `launch gpu-check`. Models have
-//! random weights, and the data are generated.
+//! Compares the losses of training on a GPU with those of training on the CPU, for `launch
+//! gpu-check`. Models have random weights, and the data are generated.
 use super::{NCCL_TIMEOUT, panic_to_diagnostic};
 use crate::{
     error::Error,
@@ -47,7 +47,8 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains `model`, with defaults for keys that `rest` does not set.
+/// Builds a job that trains `model`, the keys of `train.model` as YAML. `rest` sets further keys of
+/// `train`, separated by spaces; all other keys have their defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
@@ -60,7 +61,7 @@ pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<Job
     Ok(job)
 }
 
-/// Returns the `train` section of the job, or an error if it has none.
+/// Returns the `train` section of the job. Fails if the job has no such section.
 pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
     job.train.as_ref().ok_or_else(|| {
         Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
@@ -171,8 +172,8 @@ const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// Compares the curves of all cases with the CPU's and prints a table of the errors. Returns
-/// whether all agree.
+/// Trains all cases on the GPU and on the CPU, and prints a table of the differences. Returns
+/// whether all curves agree.
 pub(super) fn compare_and_print_curves(
     open: OpenGpu,
     nccl: Option<&NcclLibrary>,
@@ -184,7 +185,8 @@ pub(super) fn compare_and_print_curves(
     let (cases, steps) = if tiny { (&TINY_CURVE_CASES[..], 2) } else { (&CURVE_CASES[..], 10) };
     let mut agrees = true;
     for case in cases {
-        // In fp8 a difference in the last bit of a sum may round an operand to another value.
+        // In fp8 a difference in the last bit of a sum may round an operand to another value, so
+        // the tolerance is larger.
         let fp8_case = fp8.then_some(("fp8", 5e-2));
         for (precision, limit) in [("fp32", 1e-4), ("bf16", 2e-2)].into_iter().chain(fp8_case) {
             let rest = format!("{} precision={precision} zero.stage=3 optimizer.lr=1e-3", case.rest);

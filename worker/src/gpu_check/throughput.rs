@@ -66,7 +66,8 @@ const TIMED_MODELS: [TimedModel; 15] = [
         "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
     ),
     define_timed_model(
-        // One running sum of gradients; the tree over eight micro-batches would need four.
+        // With `deterministic: false` gradients need one running sum. The fixed-order tree over
+        // eight micro-batches would need four sums.
         "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
         LLAMA_8B,
         "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",
@@ -94,7 +95,7 @@ const TIMED_MODELS: [TimedModel; 15] = [
         LLAMA_1B,
         "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
     ),
-    // Limited by kernel launches: without CUDA graphs, and with them.
+    // These models are limited by kernel launches. They are timed without and with CUDA graphs.
     define_timed_model(
         "GPT-2 124M, 2 × 256",
         GPT2,
@@ -105,7 +106,8 @@ const TIMED_MODELS: [TimedModel; 15] = [
         GPT2,
         "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
     ),
-    // The cost of determinism: models from above with the fastest algorithms.
+    // Models from above with the fastest, non-deterministic algorithms, to show the cost of
+    // determinism.
     define_timed_model(
         "GPT-2 124M, 32 × 1024, deterministic: false",
         GPT2,
@@ -153,7 +155,7 @@ const TINY_TIMED_MODELS: [TimedModel; 5] = [
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Returns the models, and how long each model is timed.
+/// Returns the models to time, and the duration for which each model is timed.
 fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
     if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, Duration::from_secs(10)) }
 }
@@ -172,7 +174,8 @@ pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!();
 }
 
-/// Describes the models as JSON for other programs that train them, each with its `config.json`.
+/// Describes the timed models as JSON, each with its `config.json`, so that other programs can
+/// train the models.
 pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
     let models = select_timed_models(tiny).0.iter().map(|timed| {
         let spec = timed.build_spec()?.1;
@@ -195,7 +198,7 @@ pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
     models.collect()
 }
 
-/// Measures speed and memory of the model with this number, and returns them as JSON.
+/// Measures speed and memory of the model with this number. Returns the measured values as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let (timed, duration) = (find_model_by_number(tiny, number)?, select_timed_models(tiny).1);
     let Measurement { tokens_per_s, flops, mfu, memory, .. } =
@@ -250,7 +253,8 @@ impl TimedModel {
         let paths = collect_library_search_paths(&[], Path::new(""));
         // The reason why cuDNN is not usable is printed before the tables.
         let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
-        // Without CUDA graphs the calls of all other models are comparable.
+        // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
+        // comparable.
         cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
         let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
         let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
@@ -262,7 +266,7 @@ impl TimedModel {
     }
 }
 
-/// A model that has run its first steps.
+/// A trainer that has run its first steps on an open GPU.
 struct WarmModel {
     job: JobSpec,
     spec: TrainSpec,
@@ -318,7 +322,7 @@ fn measure_or_report_panic(
     measured.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
 }
 
-/// Measures speed, memory and, if the model requires it, saving.
+/// Measures speed, memory and, if [`TimedModel::saves`] is set, the cost of saving.
 fn measure_training(
     timed: &TimedModel,
     open: OpenGpu,
@@ -361,8 +365,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// Saves once while training continues. Returns the text of the cell about saving. `step_seconds`
-/// is the time of a step without saving.
+/// Measures one save while training continues. Returns the text of the cell about saving.
+/// `step_seconds` is the time of a step without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,
@@ -374,7 +378,7 @@ fn measure_save(
     })?;
     let directory = TemporaryDirectory(here.join(format!("gpu-check-{}", std::process::id())));
     let mut saver = build_checkpoint_saver(running, job, &directory.0);
-    // A run allocates this memory when it starts.
+    // A run allocates staging memory when it starts, so the allocation is not measured.
     saver.wait_for_staging(running)?;
     running.trainer.ops.synchronize();
     let began = Instant::now();

@@ -36,8 +36,8 @@ impl HostLocalCheckpoint {
         self.fail_on_collective_error()
     }
 
-    /// Ends [`HostLocalCheckpoint::serve_blocks`] on the other ranks. Rank 0 calls it when it has
-    /// read everything.
+    /// Ends [`HostLocalCheckpoint::serve_blocks`] on the other ranks. Rank 0 calls this function
+    /// when it has read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
         self.fail_on_collective_error()?;
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
@@ -49,8 +49,8 @@ impl HostLocalCheckpoint {
         error.clone().map_or(Ok(()), Err)
     }
 
-    /// Runs one fetch of all ranks. Returns whether it was the last one. Collective: every rank
-    /// must call it.
+    /// Exchanges the blocks that any rank requests, and passes the blocks for this rank to `sink`.
+    /// Returns whether rank 0 ended the serving of blocks. Collective: every rank must call it.
     ///
     /// An unreadable or invalid block does not interrupt the fetch of other blocks. The error is
     /// returned at the end.
@@ -170,7 +170,7 @@ impl HostLocalCheckpoint {
 /// The blocks received in one round, ordered by sender.
 struct ReceivedBlocks {
     buf: Buf,
-    /// By sender: the number of elements.
+    /// For each sender, the number of `f32` elements received.
     counts: Vec<usize>,
 }
 
@@ -209,8 +209,8 @@ impl TensorSource for HostLocalCheckpoint {
             fetch(missing, sink)
         });
         if !has_fetched {
-            // The other ranks wait for this one, even if it failed. Its own error is returned
-            // below.
+            // The other ranks wait for this rank's part in the fetch, even if this rank failed. The
+            // error of this rank is returned below.
             let _ = fetch(Vec::new(), &mut |_, _, _| Ok(()));
         }
         read

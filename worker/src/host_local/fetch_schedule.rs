@@ -23,10 +23,11 @@ pub(super) struct FetchSchedule<'h> {
 }
 
 impl<'h> FetchSchedule<'h> {
-    /// Creates a schedule for the blocks that each rank is `missing`. `holders` are the ranks that
-    /// have each file, and `blocks` the numbers of blocks of the files.
+    /// Creates a schedule. `missing` lists the blocks that each rank needs, `holders` the ranks
+    /// that have each file, and `blocks` the number of blocks of each file.
     ///
     /// # Errors
+    ///
     /// Fails if a rank requests a block that does not exist or that no rank has.
     pub(super) fn new(
         missing: Vec<Vec<BlockRange>>,
@@ -50,7 +51,7 @@ impl<'h> FetchSchedule<'h> {
     }
 
     /// Plans the transfers of the next round, ordered by receiver and then by request. Returns no
-    /// transfers if all blocks are sent.
+    /// transfers if all blocks were sent.
     pub(super) fn plan_next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();

@@ -1,5 +1,5 @@
-//! [`DecoderModel`]: the decoder-only transformer of all families except GPT-2, with RMSNorm, rotary
-//! embedding, grouped-query attention, and SwiGLU, GeGLU or experts.
+//! [`DecoderModel`]: the decoder-only transformer of all families except GPT-2, with RMSNorm,
+//! rotary embedding, grouped-query attention, and SwiGLU, GeGLU or experts.
 //!
 //! [`DecoderConfig`] has the options in which families differ.
 mod attention;
@@ -47,7 +47,8 @@ pub(super) struct DecoderModel {
     /// The layout of a dense layer. A layer with experts has an equal layout up to the norm before
     /// its router.
     spans: DecoderLayerSpans,
-    /// The number of elements of the matrices of all layers by which one token is multiplied.
+    /// The number of matrix elements of all layers by which one token is multiplied, for counting
+    /// floating-point operations.
     matrix_elements: usize,
     /// For each layer, the matrices whose gradients are computed.
     grad_masks: Vec<DecoderGradMask>,
@@ -116,8 +117,8 @@ impl DecoderModel {
         self.config.heads * self.config.head_dim
     }
 
-    /// Returns the factors by which a norm multiplies: the weight, or 1 + weight. Writes the latter
-    /// to `buffer` in f32.
+    /// Returns the factors by which a norm multiplies: `weight`, or 1 + `weight`. Writes 1 +
+    /// `weight` to `buffer` in f32.
     fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         if !self.config.norms_add_one {
             return weight;
@@ -129,7 +130,7 @@ impl DecoderModel {
     }
 
     /// Returns the head's matrix, `[vocab, hidden]`, and the weight of the final norm. The matrix
-    /// is the embedding if they are tied.
+    /// is the embedding if head and embedding are tied.
     fn select_head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
         let d = self.config.hidden_size;
         let norm = p.head.slice(0..d);
@@ -259,8 +260,8 @@ impl Model for DecoderModel {
         6.0 * matrix_elements + 6.0 * keys * self.attention_width() as f64
     }
 
-    /// The buffers, by index, with `qkv` the widths of q, k and v together and `o` the width of the
-    /// attention output:
+    /// Returns the lengths of these buffers, by index. `qkv` is the width of q, k and v together,
+    /// and `o` is the width of the attention output:
     /// 0. 1/rms of the layer's input, `[rows]`
     /// 1. q and k after rotation, and v, `[rows, qkv]`
     /// 2. attention output, `[rows, o]`
@@ -297,7 +298,7 @@ impl Model for DecoderModel {
         ]
     }
 
-    /// The buffers, by index:
+    /// Returns the lengths of these buffers, by index:
     /// 0. normalized rows, `[rows, hidden]`
     /// 1. gradient of buffer 0
     /// 2. output of the MLP's gate, `[rows, intermediate]`

@@ -1,9 +1,9 @@
-//! [`ModelError`]: why a model cannot be built, or does not support a feature that the job
-//! requests.
+//! [`ModelError`]: the reasons why a model cannot be built, or does not support a feature that the
+//! job requests.
 use diagnostic::{Code, Diagnostic, codes::model as codes};
 use std::{error::Error, path::PathBuf};
 
-/// Why a model cannot be built, or does not support a feature that the job requests.
+/// The reason why a model cannot be built, or does not support a feature that the job requests.
 ///
 /// A config key is a key of config.json. For a model that the section `train.model` describes, the
 /// config.json is built from that section.
@@ -12,7 +12,7 @@ pub enum ModelError {
     /// config.json cannot be opened or read.
     #[error("cannot read {}", path.display())]
     ConfigUnreadable {
-        /// The file.
+        /// The path of config.json.
         path: PathBuf,
         /// The operating system's error.
         source: std::io::Error,
@@ -20,15 +20,15 @@ pub enum ModelError {
     /// config.json is larger than any configuration of a model.
     #[error("{} is larger than {max_bytes} bytes", path.display())]
     ConfigTooLarge {
-        /// The file.
+        /// The path of config.json.
         path: PathBuf,
-        /// The largest size that is read.
+        /// The largest size that is read, bytes.
         max_bytes: u64,
     },
     /// config.json is not a JSON object.
     #[error("{} is not a JSON object", path.display())]
     ConfigMalformed {
-        /// The file.
+        /// The path of config.json.
         path: PathBuf,
         /// The parser's error; `None` for valid JSON of another type.
         source: Option<serde_json::Error>,
@@ -84,7 +84,7 @@ pub enum ModelError {
     /// `architectures` of config.json names no supported architecture.
     #[error("architecture {} is not supported", join_items_or(architectures, "(none)"))]
     ArchitectureUnsupported {
-        /// The names in config.json, shortened.
+        /// The names in `architectures` of config.json, shortened.
         architectures: Vec<String>,
         /// The supported architectures.
         supported: Vec<&'static str>,

@@ -63,8 +63,8 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// Reads the config keys that both families have. Every `pattern`-th layer has full attention,
-/// unless `layer_types` is set.
+/// Reads the config keys that Gemma 2 and 3 share. Every `pattern`-th layer has full attention. The
+/// config key `layer_types` overrides this pattern.
 fn read_gemma_config(
     hf_config: &Map<String, Value>,
     fields: &HfConfigFields,
@@ -113,8 +113,8 @@ fn read_softcap(
     }
 }
 
-/// Reads the rotary embeddings of layers with full attention and of sliding-window layers. They are
-/// in `rope_parameters` (transformers 5), or in `rope_theta`, `rope_scaling` and
+/// Reads the rotary embeddings of layers with full attention and of sliding-window layers. The
+/// config keys are `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` and
 /// `rope_local_base_freq` (transformers 4).
 fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
     const NEW: &str = "rope_parameters";
@@ -139,7 +139,7 @@ fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<Rope
 }
 
 /// Builds the config.json of a Gemma model that job.yaml describes. `family_keys` are the keys in
-/// which the two families differ.
+/// which Gemma 2 and Gemma 3 differ.
 fn build_gemma_hf_config(
     spec: &ModelSpec,
     model_type: &str,

@@ -206,14 +206,14 @@ struct Gpt2Model {
 }
 
 impl Gpt2Model {
-    /// Returns the number of elements of the token embedding. The position embedding follows it in
-    /// the embedding unit.
+    /// Returns the number of elements of the token embedding. The position embedding follows the
+    /// token embedding in the embedding unit.
     fn token_embedding_len(&self) -> usize {
         self.config.vocab_size * self.config.hidden_size
     }
 
     /// Returns the final norm and the head's matrix, `[vocab, hidden]`. The matrix is the token
-    /// embedding if they are tied.
+    /// embedding if head and embedding are tied.
     fn select_head_weights<'a>(&self, p: &HeadParams<'a>) -> (LayerNormParams<'a>, View<'a>) {
         let d = self.config.hidden_size;
         let norm =
@@ -349,7 +349,7 @@ impl Model for Gpt2Model {
         6.0 * matrix_elements + 6.0 * (t * self.config.layers * self.config.hidden_size) as f64
     }
 
-    /// The buffers, by index:
+    /// Returns the lengths of these buffers, by index:
     /// 0. mean and 1/σ of the layer's input, `[rows, 2]`
     /// 1. q, k and v, `[rows, 3·hidden]`
     /// 2. attention output, `[rows, hidden]`
@@ -370,7 +370,7 @@ impl Model for Gpt2Model {
         ]
     }
 
-    /// The buffers, by index:
+    /// Returns the lengths of these buffers, by index:
     /// 0. normalized rows, `[rows, hidden]`
     /// 1. gradient of buffer 0
     /// 2. output of GELU, `[rows, intermediate]`

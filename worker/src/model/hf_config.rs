@@ -61,7 +61,8 @@ const IGNORED_KEYS: &[&str] = &[
 /// Reads `config.json` of a model directory.
 ///
 /// # Errors
-/// The file cannot be read, is larger than [`MAX_CONFIG_BYTES`], or is not a JSON object.
+///
+/// Fails if the file cannot be read, is larger than [`MAX_CONFIG_BYTES`], or is not a JSON object.
 pub(super) fn read_hf_config(directory: &Path) -> Result<Map<String, Value>> {
     let path = directory.join("config.json");
     let unreadable = |source| ModelError::ConfigUnreadable { path: path.clone(), source };
@@ -99,7 +100,7 @@ pub(super) struct HfConfigFields<'a> {
 /// The largest width, count or vocabulary that a config may declare.
 const SIZE_MAX: u64 = 1 << 24;
 
-/// The error of a config key whose value is not one of the `expected` values.
+/// Builds the error of a config key whose value is not one of the `expected` values.
 pub(super) fn invalid_value_error(
     key: impl Into<String>,
     value: &Value,
@@ -109,12 +110,12 @@ pub(super) fn invalid_value_error(
 }
 
 impl<'a> HfConfigFields<'a> {
-    /// Starts reading a config.
+    /// Creates typed access to the config `map`, with no key recorded as read.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
         HfConfigFields { map, read_keys: RefCell::default() }
     }
 
-    /// The value of `key`; `None` if it is absent or null.
+    /// Returns the value of `key`, or `None` if the key is absent or null. Records the key as read.
     pub(super) fn read_value(&self, key: &'static str) -> Option<&'a Value> {
         self.read_keys.borrow_mut().insert(key);
         self.map.get(key).filter(|v| !v.is_null())
@@ -235,5 +236,5 @@ pub(super) fn shorten_text(text: &str) -> String {
     text.chars().take(MAX_SHOWN_CHARACTERS).collect()
 }
 
-/// Characters of a key or value of an untrusted file that a message shows.
+/// Largest number of characters of a key or value of an untrusted file that a message shows.
 const MAX_SHOWN_CHARACTERS: usize = 60;

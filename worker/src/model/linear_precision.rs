@@ -8,8 +8,8 @@ use device::{
 
 /// The precision in which the matmuls of a layer's matrices are computed.
 ///
-/// Shapes: input `x`, `[m, inp]`; output `y`, `[m, out]`; weight `w`, `[out, inp]`, or `[inp, out]`
-/// in the functions for transformers' `Conv1D`.
+/// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
+/// or `[inp, out]` in the functions for transformers' `Conv1D`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LinearPrecision {
     /// The dtype of weights and activations.
@@ -23,7 +23,8 @@ pub(super) enum LinearPrecision {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Returns `x` as an operand of an FP8 matmul.
+/// Returns `x` as an operand of an FP8 matmul, in this format and read transposed if `transposed`
+/// is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }
@@ -32,7 +33,8 @@ fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Op
 /// each dimension.
 ///
 /// # Errors
-/// [`ModelError::Fp8SizeUnsupported`] for the first dimension that is not supported.
+///
+/// Fails with [`ModelError::Fp8SizeUnsupported`] for the first dimension that is not supported.
 pub(super) fn check_fp8_sizes(sizes: &[(&str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| !size.is_multiple_of(FP8_COLUMN_MULTIPLE)) {
         Some(&(dimension, size)) => Err(ModelError::Fp8SizeUnsupported {

@@ -46,7 +46,8 @@ impl LoraConfig {
     /// matrices that can have adapters. `has_experts` only affects the help of the error.
     ///
     /// # Errors
-    /// [`ModelError::LoraTargetUnknown`].
+    ///
+    /// Fails with [`ModelError::LoraTargetUnknown`] if a target matches no module.
     pub(super) fn validate_targets<'a>(
         &self,
         modules: impl Iterator<Item = &'a str> + Clone,
@@ -70,10 +71,10 @@ fn matches_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// The matrices that one matmul computes together. They have a common input, and their outputs are
-/// adjacent columns.
+/// The matrices that one matmul computes together. The matrices have a common input, and their
+/// outputs are adjacent columns.
 pub(super) struct FusedLinears<'a> {
-    /// The prefix of the matrices' names, with the dot.
+    /// The prefix of the matrices' names, with a trailing dot.
     pub(super) prefix: String,
     /// The width of the input.
     pub(super) inputs: usize,
@@ -114,7 +115,8 @@ pub(super) struct LayerAdapters {
     groups: Vec<LoraAdapterGroup>,
     params: Vec<ParamSpec>,
     rank: usize,
-    /// The factor `s` of the adapters' output.
+    /// The factor `s` by which the adapters' output is multiplied: `alpha / rank` or `alpha /
+    /// √rank`.
     scale: f32,
     dropout_rate: f64,
 }
@@ -122,7 +124,8 @@ pub(super) struct LayerAdapters {
 /// The number of scratch buffers that LoRA adds to the scratch buffers of a model.
 pub(super) const LORA_SCRATCH_BUFFERS: usize = 5;
 
-/// The scratch buffers that the LoRA adapters of all layers use. They are f32 in every precision.
+/// The scratch buffers that the LoRA adapters of all layers use. All buffers are f32 in every
+/// precision.
 pub(super) struct LoraScratchBuffers<'a> {
     /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.
     input: &'a mut Buf,
@@ -330,8 +333,8 @@ impl LayerAdapters {
     }
 
     /// Returns the dropout of an adapter's input, `[rows, inputs]`. The mask depends on the run's
-    /// seed, the module, the sample's number in the run and the position in the sample. It does not
-    /// depend on rank or micro-batch.
+    /// seed, the module, the sample's number in the run and the position in the sample. The mask
+    /// does not depend on rank or micro-batch.
     fn create_adapter_dropout(&self, ad: &LoraAdapter, inputs: usize, batch: &MicroBatch) -> SampleDropout {
         SampleDropout {
             key: ad.rng.key(),

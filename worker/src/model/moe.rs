@@ -57,7 +57,8 @@ impl ExpertShape {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns a group for each expert. `offset` is the offset of the matrix within an expert.
+    /// Returns a group of a grouped matmul for each expert. `offset` is the offset of the matrix
+    /// within an expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -145,7 +146,7 @@ pub struct ExpertOutputGrads<'a> {
     /// The gradients of the weights of the selected experts, `[rows, per_token]`.
     pub dweights: View<'a>,
     /// The gradient of the load-balancing loss with respect to the probabilities of a row,
-    /// `[experts]`. It is equal for all rows.
+    /// `[experts]`. The gradient is equal for all rows.
     pub balance_grad: &'a [f32],
     /// The factor of Σ lse² in the loss, by which the z-loss contributes to the gradient.
     pub z_loss_coef: f32,
@@ -205,7 +206,7 @@ pub trait MoeModel: Send + Sync {
 
 /// The parameters and input rows of several experts. Rows are sorted by expert.
 pub struct ExpertInputs<'a> {
-    /// The parameters of the experts, flat.
+    /// The flat vector of the parameters of the experts.
     pub params: View<'a>,
     /// The range of rows of each expert.
     pub expert_ranges: &'a [Range<usize>],
@@ -251,8 +252,8 @@ pub struct ExpertBackwardBuffers<'a> {
     pub dweights: ViewMut<'a>,
     /// Output: the gradients of the input rows, `[rows, hidden]`.
     pub drows: ViewMut<'a>,
-    /// The result of [`compute_expert_activation`], `[rows, intermediate]`. On return it is
-    /// multiplied by the router weights, as [`ExpertGradInputs::act`] requires.
+    /// The result of [`compute_expert_activation`], `[rows, intermediate]`. On return, the values
+    /// are multiplied by the router weights, as [`ExpertGradInputs::act`] requires.
     pub act: ViewMut<'a>,
     /// Scratch memory, `[rows, intermediate]`.
     pub dact: ViewMut<'a>,
@@ -308,8 +309,8 @@ pub struct ExpertGradInputs<'a> {
     pub dgate_up: View<'a>,
 }
 
-/// Computes the gradients of the experts' parameters, summed over the rows of each expert, and
-/// overwrites `grads`, their flat vector.
+/// Computes the gradients of the experts' parameters, summed over the rows of each expert.
+/// Overwrites `grads`, the flat vector of these gradients.
 ///
 /// The gradient of an expert without rows is zero. Skips a matrix if `is_needed` returns false for
 /// the range of the matrix in the flat vector.
@@ -330,12 +331,12 @@ pub fn compute_expert_gradients(
     ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
-/// How often the routers of all layers selected each expert in one micro-batch, and the sums from
-/// which the router losses are computed.
+/// The number of times that the routers of all layers selected each expert in one micro-batch, and
+/// the sums from which the router losses are computed.
 ///
-/// The load-balancing loss is that of transformers' `load_balancing_loss_func`: over the rows of
-/// all layers together, `experts · Σ_e f_e · P_e` with `f_e` the selections of expert e per row and
-/// `P_e` its mean probability.
+/// The load-balancing loss is that of transformers' `load_balancing_loss_func`: `experts · Σ_e f_e
+/// · P_e` over the rows of all layers together. `f_e` is the number of selections of expert e per
+/// row, and `P_e` is the mean probability of expert e.
 pub struct RouterStats {
     shape: ExpertShape,
     coefficients: RouterLossCoefficients,
@@ -350,7 +351,7 @@ pub struct RouterStats {
 /// The router statistics of one layer, summed over the rows of the micro-batch.
 #[derive(Clone)]
 struct LayerRouterStats {
-    /// How often each expert was selected.
+    /// The number of selections of each expert.
     selection_counts: Vec<u64>,
     /// The sum of each expert's probabilities.
     prob_sums: Vec<f64>,
@@ -402,8 +403,8 @@ impl RouterStats {
         (self.rows * self.layers.len()) as f64
     }
 
-    /// Returns `f_e` for each expert: how often it was selected per row. The sum over all experts
-    /// is the number of experts per token.
+    /// Returns `f_e` for each expert e: how often the expert was selected per row. The sum over all
+    /// experts is the number of experts per token.
     fn selections_per_row(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
@@ -419,9 +420,9 @@ impl RouterStats {
             + self.coefficients.z * squares / self.total_rows()
     }
 
-    /// Computes the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the
-    /// probabilities of a row, which is equal for all rows, and the factor of Σ lse² in the scaled
-    /// loss.
+    /// Computes two values for the backward pass. The first is the gradient of `scale` ×
+    /// [`RouterStats::compute_loss`] with respect to the probabilities of a row, which is equal for
+    /// all rows. The second is the factor of Σ lse² in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
         let balance = self.selections_per_row().map(|share| (factor * share) as f32).collect();

@@ -61,8 +61,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     dropout_keys: &[decoder::ATTENTION_DROPOUT],
 };
 
-/// Reads the number of experts of a layer: `num_experts`, or `num_local_experts` of newer versions
-/// of transformers. Fails if both are absent or they differ.
+/// Reads the number of experts of a layer from `num_experts`, or from `num_local_experts` of newer
+/// versions of transformers. Fails if both keys are absent or have different values.
 fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
     match (fields.read_optional_size("num_experts")?, fields.read_optional_size("num_local_experts")?) {
         (Some(a), Some(b)) if a != b => {
@@ -73,7 +73,8 @@ fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
     }
 }
 
-/// Reads `mlp_only_layers`, the layers without experts. Each must be below `layers`.
+/// Reads `mlp_only_layers`, the numbers of the layers without experts. Each number must be below
+/// `layers`.
 fn read_mlp_only_layers(fields: &HfConfigFields, layers: usize) -> Result<Vec<usize>> {
     const KEY: &str = "mlp_only_layers";
     let Some(value) = fields.read_value(KEY) else { return Ok(Vec::new()) };

@@ -130,7 +130,7 @@ impl RopeConfig {
 }
 
 impl YarnScaling {
-    /// The keys of this rule in the config.
+    /// The config keys that this scaling rule reads.
     const KEYS: &[&str] = &[
         "factor",
         "original_max_position_embeddings",
@@ -142,7 +142,8 @@ impl YarnScaling {
         "truncate",
     ];
 
-    /// Reads the rule from `map`, the value of config key `key`. `number` reads a required number.
+    /// Reads the scaling rule from `map`, the value of config key `key`. `number` reads a required
+    /// number.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,
@@ -190,11 +191,12 @@ impl YarnScaling {
 }
 
 impl Llama3Scaling {
-    /// The keys of this rule in the config.
+    /// The config keys that this scaling rule reads.
     const KEYS: &[&str] =
         &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
 
-    /// Reads the rule from `map`, the value of config key `key`. `number` reads a required number.
+    /// Reads the scaling rule from `map`, the value of config key `key`. `number` reads a required
+    /// number.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,

@@ -26,7 +26,8 @@ use stochastic_bf16::{StochasticUpdate, update_in_f32};
 /// Parameters with equal hyper-parameters, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
-    /// The name of the group: `decay`, `no_decay`, or the name of an item of `optimizer.groups`.
+    /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
+    /// of `optimizer.groups`.
     pub name: String,
     /// The learning rate before the schedule.
     pub lr: f64,
@@ -45,7 +46,7 @@ pub struct ParamGroup {
 /// The inputs of an update that change with every step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
-    /// The learning rate of this step for groups with a scale of 1.
+    /// The learning rate of this step for groups with an `lr_scale` of 1.
     pub lr: f64,
     /// The number of the step, counted from 1.
     pub step: u64,
@@ -54,17 +55,17 @@ pub struct StepInputs {
     pub grad_scale: f32,
 }
 
-/// The optimizer of the unit ranges that this rank updates, with their states.
+/// The optimizer of the unit ranges that this rank updates, with the optimizer states.
 pub struct Optimizer {
     spec: OptimizerSpec,
     /// The hyper-parameters of each group.
     groups: Vec<GroupHyperparams>,
-    /// By unit and parameter: the index of the parameter's group.
+    /// For each unit and parameter, the index of the parameter's group.
     group_indices: Vec<Vec<usize>>,
-    /// By unit and parameter: whether Muon updates the parameter, which is then a matrix.
+    /// For each unit and parameter, whether Muon updates the parameter. Muon updates only matrices.
     is_muon_matrix: Vec<Vec<bool>>,
-    /// By unit and parameter: the number of updates by which the parameter lags behind the steps of
-    /// the run.
+    /// For each unit and parameter, the number of updates by which the parameter lags behind the
+    /// steps of the run.
     step_lags: Vec<Vec<u64>>,
     units: Vec<UnitStates>,
     /// Set if bf16 weights have no master weights and are rounded stochastically.
@@ -76,9 +77,9 @@ pub struct Optimizer {
 
 /// The optimizer states of one unit on this rank. The vectors contain trained elements only.
 pub struct UnitStates {
-    /// The flat range of the unit that this rank updates.
+    /// The range of the unit's flat vector that this rank updates.
     pub range: Range<usize>,
-    /// The corresponding range of the unit's trained elements.
+    /// The range of the unit's trained vector that corresponds to `range`.
     pub trained: Range<usize>,
     /// The first moment of AdamW and Lion, or the momentum of SGD and Muon. Empty for SGD without
     /// momentum.
@@ -95,6 +96,7 @@ impl Optimizer {
     /// stochastically.
     ///
     /// # Errors
+    ///
     /// Fails if parameter groups are invalid, or if offload storage cannot be created.
     pub fn new(
         ops: &dyn Ops,
@@ -132,8 +134,8 @@ impl Optimizer {
 
     /// Sets the step lags of the named parameters, and 0 for all others.
     ///
-    /// The bias correction of a parameter depends on its own number of updates, which is smaller
-    /// than the step if the parameter was frozen for a while.
+    /// The bias correction of a parameter depends on the parameter's number of updates, which is
+    /// smaller than the step if the parameter was frozen for a while.
     pub fn set_step_lags(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
         let unit_lags =
             |u: &ParamUnit| u.params.iter().map(|p| lags.get(&p.name).copied().unwrap_or(0)).collect();
@@ -154,14 +156,15 @@ impl Optimizer {
         &self.units[u]
     }
 
-    /// Starts to copy the states of unit `u` to the device. The caller updates them soon.
+    /// Starts to copy offloaded states of unit `u` to the device, so that the next update need not
+    /// wait for the whole copy.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         [&st.first, &st.second].into_iter().for_each(StateVector::read_ahead);
         self.staging.prefetch(ops, u, st);
     }
 
-    /// Starts to copy the updated states of unit `u` back to their storage.
+    /// Starts to copy the updated states of unit `u` back to their offload storage.
     pub fn write_back_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         self.staging.write_back(ops, u, st);
@@ -205,7 +208,8 @@ impl Optimizer {
         groups
     }
 
-    /// Converts a group's hyper-parameters to a group without parameters.
+    /// Converts a group's hyper-parameters to the form that checkpoints store, with an empty list
+    /// of parameters.
     fn to_param_group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
         let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
@@ -331,7 +335,7 @@ fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagno
         .with_cause(e)
 }
 
-/// Determines, by unit and parameter, whether Muon updates the parameter.
+/// Determines, for each unit and parameter, whether Muon updates the parameter.
 ///
 /// Muon updates the matrices of layers and experts. AdamW updates the embedding, the head and
 /// everything that is not a matrix.
@@ -381,7 +385,7 @@ fn update_segment(
     }
 }
 
-/// Returns whether the optimizer needs the first and the second state vector.
+/// Returns two flags: whether the optimizer needs the first and the second state vector.
 pub fn needs_state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
     match spec.name {
         OptimizerName::Adamw | OptimizerName::Muon => (true, true),

@@ -1,9 +1,9 @@
 //! The learning rate as a function of the step. The formulas are those of the `get_*_schedule*`
 //! functions of transformers, with `min_lr` as the lower limit.
 //!
-//! `s` is the step about to be computed, from 0; `w` is the number of warm-up steps; `T` is
-//! `train.steps`. During warm-up (`s < w`) the rate is `lr · s/w`, for wsd
-//! `min_lr + (lr − min_lr) · s/w`. Afterwards:
+//! `s` is the step about to be computed, from 0. `w` is the number of warm-up steps, and `T` is
+//! `train.steps`. During warm-up (`s < w`) the rate is `lr · s/w`, for wsd `min_lr + (lr − min_lr)
+//! · s/w`. Afterwards:
 //!
 //! - constant: `lr`
 //! - linear: `min_lr + (lr − min_lr) · (T − s)/(T − w)`, which is

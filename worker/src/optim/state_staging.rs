@@ -14,12 +14,13 @@ struct StateStagingBuffer {
     vectors: [Buf; 2],
     /// The unit whose states are in the buffer or are being copied in.
     unit: Option<usize>,
-    /// The completion of the last copy to or from the buffer.
+    /// The event that completes with the last copy to or from the buffer.
     last_copy: Event,
 }
 
 impl StateStagingBuffers {
-    /// Allocates buffers for the largest offloaded unit. They are empty if no states are offloaded.
+    /// Allocates buffers for the largest offloaded unit. The buffers are empty if no states are
+    /// offloaded.
     pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
         let offloaded = units.iter().filter(|st| st.first.is_offloaded(ops) || st.second.is_offloaded(ops));
         let lens =
@@ -49,8 +50,8 @@ impl StateStagingBuffers {
         buffer.unit = Some(u);
     }
 
-    /// Returns the states of unit `u` in the memory of the backend. Copies offloaded states there
-    /// if [`StateStagingBuffers::prefetch`] has not done so.
+    /// Returns the states of unit `u` in the memory of the backend. Copies offloaded states to this
+    /// memory if [`StateStagingBuffers::prefetch`] has not done so.
     pub(super) fn fetch_to_device<'a>(
         &'a mut self,
         ops: &dyn Ops,

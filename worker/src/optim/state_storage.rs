@@ -17,7 +17,7 @@ use std::{
 /// A vector of optimizer states: one element for each trained element.
 pub struct StateVector {
     storage: StateStorage,
-    /// The completion of the last copy from or to offloaded states.
+    /// The event that completes with the last copy from or to offloaded states.
     last_copy: Event,
 }
 
@@ -98,16 +98,16 @@ impl StateVector {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the states to `to` in the memory of the backend, as soon as `free` has
-    /// completed. Returns the completion of the copy.
+    /// Starts to copy the states to `to` in the memory of the backend. The copy waits for the event
+    /// `free`, after which `to` may be overwritten. Returns the event that completes with the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);
         self.last_copy.clone()
     }
 
-    /// Starts to copy the updated states `from` back to their storage. Returns the completion of
-    /// the copy.
+    /// Starts to copy the updated states `from` back to their storage. Returns the event that
+    /// completes with the copy.
     pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
         let after = [self.last_copy.clone()];
         self.last_copy = ops.copy_async(self.unsynchronized_view_mut(), from, &after);

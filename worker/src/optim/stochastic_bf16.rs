@@ -13,7 +13,7 @@ const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
 /// The buffer and the random numbers for updates of bf16 weights in fp32.
 pub(super) struct StochasticUpdate {
-    /// By unit and parameter: the key of the parameter's random numbers.
+    /// For each unit and parameter, the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,
     /// The fp32 values of the elements that are being updated.
     chunk: Buf,
@@ -89,8 +89,8 @@ mod tests {
     use super::*;
     use device::Cpu;
 
-    /// Adds 1/1000 to the elements `elements` of a tensor, in chunks of `chunk_len`. Returns the
-    /// bits of the results.
+    /// Adds 1/1000 to the elements of a tensor in the range `elements`, in chunks of `chunk_len`.
+    /// Returns the bits of the results.
     fn update_and_round(chunk_len: usize, elements: Range<usize>) -> Vec<u16> {
         let cpu = Cpu::new(2);
         let key = RandomStream::new(3, Purpose::StochasticRounding, "w").key();

@@ -6,7 +6,7 @@ use crate::{
 };
 use device::Dtype;
 
-/// The number of bytes of each peer's two slots that an all-gather reads.
+/// The number of bytes that an all-gather reads from the two staging slots of one peer.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryPlan<'_> {
@@ -28,22 +28,22 @@ impl MemoryPlan<'_> {
         (sent + 4 * received) as u64
     }
 
-    /// Computes the elements of the copy of an updated shard that is sent. The copy exists if every
-    /// rank keeps all parameters.
+    /// Computes the number of elements in the copy of an updated shard that this rank sends to
+    /// other ranks. Returns 0 if parameters are sharded or there is one rank.
     pub(super) fn count_shard_elements_in_flight(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
         let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
     }
 
-    /// Computes the bytes of shared memory that collectives touch, and of private memory in which a
+    /// Computes the bytes that collectives touch: shared memory, and private memory in which a
     /// reduction assembles larger pieces.
     pub(super) fn count_collective_staging_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;
         }
         // This rank's two slots, and as many bytes of its peers' slots, which hold pieces for this
-        // rank. An all-gather reads whole chunks of them.
+        // rank. An all-gather reads whole chunks of the peers' slots.
         let gathers = !(policy.shard_parameters && self.shares_parameters());
         let chunks = if gathers { (self.world - 1) * PEER_CHUNK_BYTES } else { 0 };
         let shared = 2 * STAGING_BYTES + chunks.max(2 * STAGING_BYTES);

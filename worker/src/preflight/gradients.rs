@@ -15,8 +15,8 @@ use crate::{
 use std::collections::VecDeque;
 
 impl MemoryPlan<'_> {
-    /// Computes the peak number of gradient elements, by the same decisions as the engine's buffer
-    /// pools.
+    /// Computes the peak number of gradient elements. Buffers are reused by the same rules as in
+    /// the engine's buffer pools.
     pub(super) fn count_gradient_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let gradients = match policy.shard_gradients && self.world > 1 {
             true => self.count_sharded_gradient_elements(policy, rank),
@@ -76,13 +76,13 @@ impl MemoryPlan<'_> {
         let (head, layers) = self.list_layer_units(rank);
         let is_trained = |u: usize| self.units[u].has_any_trained();
         let schedule = self.build_micro_batch_schedule(policy);
-        // In the second round the last gradient of the first one is still being reduced.
+        // In the second round the last gradient of the first round is still being reduced.
         for _ in 0..schedule.count_rounds().min(2) {
             let take = |b: &mut GradientBuffers, u: usize| {
                 has_buffer(&self.units[u]).then(|| b.pool.take(self.units[u].len()))
             };
             let of_head = take(&mut buffers, head);
-            // The head also writes the gradient of an embedding that is tied to it.
+            // The backward pass of the head also writes the gradient of a tied embedding.
             let tied = self.model.has_tied_embeddings() && is_trained(0);
             let mut of_embedding = if tied { take(&mut buffers, 0) } else { None };
             buffers.release_gradient(of_head, is_trained(head));
@@ -149,8 +149,8 @@ impl GradientBuffers {
         self.start_reduction(None);
     }
 
-    /// Adds a gradient to those being reduced. Frees the oldest ones if more than `in_flight` are
-    /// being reduced.
+    /// Adds a gradient to those that are being reduced. If these are more than `in_flight`, frees
+    /// the oldest ones.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

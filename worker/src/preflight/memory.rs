@@ -18,7 +18,7 @@ use device::{
     ops::{AttentionShape, FP8_COLUMN_MULTIPLE},
 };
 
-/// The memory of executable, allocator, thread stacks and tokenizer.
+/// The memory of executable, allocator, thread stacks and tokenizer, in bytes.
 ///
 /// A process with a tiny model takes 21 MiB. This constant is 3 MiB smaller, because the estimate
 /// of the operators' workspace is 3 MiB too high for small matmuls.
@@ -40,8 +40,8 @@ pub(super) struct MemoryPlan<'a> {
 }
 
 impl MemoryPlan<'_> {
-    /// Estimates the peak memory of one rank: of its GPU if it trains on one, otherwise of the
-    /// host.
+    /// Estimates the peak memory of one rank. Counts GPU memory if the rank trains on a GPU,
+    /// otherwise host memory.
     pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
         let mut parts = self.list_training_parts(policy, rank as usize);
@@ -60,7 +60,7 @@ impl MemoryPlan<'_> {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
 
-    /// Returns the number of the optimizer's state vectors.
+    /// Returns the number of the optimizer's state vectors, from 0 to 2.
     fn count_state_vectors(&self) -> u64 {
         let (first, second) = needs_state_vectors(&self.train.optimizer);
         u64::from(first) + u64::from(second)
@@ -172,7 +172,7 @@ impl MemoryPlan<'_> {
             as u64
     }
 
-    /// Returns which rank computes which micro-batch.
+    /// Returns the schedule that assigns micro-batches to ranks and rounds.
     pub(super) fn build_micro_batch_schedule(&self, policy: ShardingPolicy) -> MicroBatchSchedule {
         let micro_batches = (self.train.batch.global / self.train.batch.micro) as usize;
         MicroBatchSchedule { micro_batches, world: self.world, interleaved: policy.shard_gradients }
@@ -183,12 +183,12 @@ impl MemoryPlan<'_> {
         self.units.iter().filter(move |u| u.owners.contains(rank))
     }
 
-    /// Computes, by unit, the number of elements of the rank's shard.
+    /// Computes, for each unit, the number of elements of the rank's shard.
     pub(super) fn list_shard_lengths(&self, rank: usize) -> Vec<usize> {
         self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
     }
 
-    /// Computes, by unit, the number of trained elements of the rank's shard.
+    /// Computes, for each unit, the number of trained elements of the rank's shard.
     pub(super) fn list_trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
         let trained =
             |u: &ParamUnit| u.compute_trained_range(Partition::new(u, self.world).range(rank)).len();
@@ -236,7 +236,7 @@ impl MemoryPlan<'_> {
     /// result in fp32.
     ///
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
-    /// whichever are more. For the gradient of q, k and v, it contains the whole result.
+    /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
     fn count_widened_result_bytes(&self, b: usize, t: usize) -> u64 {
         let largest = self.model.scratch_buffer_lengths(b, t).into_iter().max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;

@@ -84,8 +84,8 @@ impl MemoryPlan<'_> {
 
     /// Returns each fetch, and whether its unit is still in use when the next unit is fetched.
     ///
-    /// That is the case for the head's unit with a tied embedding and, in a backward pass, for a
-    /// layer's unit with its experts.
+    /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
+    /// pass, a layer's unit with its experts.
     fn mark_overlapping_fetches(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
         let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
         let mut is_backward = false;

@@ -18,7 +18,8 @@ use std::{
     path::Path,
 };
 
-/// Opens the directory and checks that its adapters have the same names and shapes as the model's.
+/// Opens the adapter directory, and checks that its adapters have the names and shapes of the
+/// model's adapters.
 pub fn open_matching_adapters(
     directory: &Path,
     units: &[ParamUnit],
@@ -61,8 +62,8 @@ pub fn open_matching_adapters(
         .with_field("extra", extra))
 }
 
-/// Loads the adapters if the job names a directory: each rank reads its owned ranges. Collective:
-/// every rank must call it.
+/// Loads pretrained adapters if `train.lora.from` names a directory: each rank reads its owned
+/// ranges. Collective: every rank must call it.
 pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
         return Ok(());

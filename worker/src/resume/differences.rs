@@ -39,7 +39,8 @@ pub(super) fn find_master_weight_notice(
     }
 }
 
-/// Returns notices about parameters that are trained in only one of job and checkpoint.
+/// Returns notices about parameters that are trained in the job and frozen in the checkpoint, or
+/// the reverse.
 pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],

@@ -205,8 +205,8 @@ fn restore_position(
     Ok((Cursor { step, consumed_samples, tokens }, notices))
 }
 
-/// Restores the loss scale of the checkpoint, if there is one. Returns a notice if the loss scale
-/// is not usable.
+/// Restores the loss scale of the checkpoint, if the checkpoint has one. Returns a notice if this
+/// loss scale is not usable.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, source: &ExternalCheckpoint) -> Option<String> {
     let LossScale { scale, steps } = source.training_state().parse_loss_scale()?;
     let restored = ready.trainer.loss_scale.restore_state(LossScaleState { scale, steps, skipped: 0 });
@@ -296,7 +296,8 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     if let Some(stored) = betas.filter(|b| b.as_slice() != [ours.betas.0, ours.betas.1]) {
         changed.push(format!("betas {:?} (checkpoint: {stored:?})", [ours.betas.0, ours.betas.1]));
     }
-    // Options of torch's optimizers that ours does not have, with the value it does not support.
+    // Options of torch's optimizers that launch does not have, each with the value that is not
+    // supported.
     let unsupported = [("amsgrad", true), ("maximize", true), ("decoupled_weight_decay", false)];
     for (key, value) in unsupported {
         let matters = key != "decoupled_weight_decay" || number("weight_decay") != Some(0.0);

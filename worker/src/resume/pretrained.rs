@@ -68,7 +68,8 @@ impl PretrainedModel {
         Ok(Some(PretrainedModel { source }))
     }
 
-    /// Loads the weights: each rank reads its owned ranges. Collective: every rank must call it.
+    /// Loads the weights of the model directory: each rank reads its owned ranges. Collective:
+    /// every rank must call it.
     pub fn load_pretrained_weights(
         &mut self,
         ready: &mut UninitializedTrainer,
@@ -78,9 +79,9 @@ impl PretrainedModel {
         load_weights(ready, &self.source, events)
     }
 
-    /// Adds the directory's files to the tokenizer files that checkpoints keep. If the job uses the
-    /// directory's tokenizer, its files replace `texts`; otherwise only the generation settings are
-    /// added.
+    /// Adds the directory's files to `texts`, the tokenizer files that checkpoints keep. If the job
+    /// uses the directory's tokenizer, the directory's files replace `texts`. Otherwise only the
+    /// generation settings are added.
     pub fn add_text_files(&self, texts: &mut Vec<TextFile>) {
         const TOKENIZER: &str = "tokenizer.json";
         const GENERATION: &str = "generation_config.json";
@@ -94,7 +95,7 @@ impl PretrainedModel {
     }
 }
 
-/// Opens the directory. Fails unless it is a Hugging Face directory itself.
+/// Opens a model directory. Fails if `directory` itself is not a Hugging Face directory.
 fn open(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
     let invalid = |what: &str, help: String| {
         let message = format!("{} {what}", directory.display());

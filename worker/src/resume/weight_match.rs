@@ -21,17 +21,17 @@ const COMPARED_ELEMENTS: usize = 1 << 18;
 /// The parts of an external checkpoint that the job uses.
 #[derive(Debug, PartialEq)]
 pub(super) struct WeightMatch {
-    /// By the job's name of a weight: its name in the checkpoint, if it differs. For example, a
-    /// tied matrix may be stored under its other name.
+    /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
+    /// names differ, such as a tied matrix that is stored under its other name.
     pub(super) renamed: HashMap<String, String>,
     /// Whether the checkpoint has the optimizer's states. Otherwise only weights are read.
     pub(super) has_optimizer_state: bool,
     /// Trained parameters that are frozen in the checkpoint, so their states start at zero.
     pub(super) reset_states: HashSet<String>,
-    /// Buffers that the job's model does not have.
+    /// Names of buffers in the checkpoint that the job's model does not have.
     pub(super) unused: Vec<String>,
-    /// Tied weights that are stored under both names: the other name, and the name of the weight
-    /// that it must be equal to.
+    /// Tied weights that are stored under both names: the alias, and the name of the weight whose
+    /// values must be equal.
     aliases: Vec<(String, String)>,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct ModelRequirements<'a> {
     pub(super) model: &'a dyn Model,
     /// The optimizer whose states are needed, or `None` if only weights are needed.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
-    /// Returns whether the parameter with a name is needed.
+    /// Filter that returns whether the parameter with the given name is needed.
     pub(super) selects: fn(&str) -> bool,
 }
 
@@ -73,8 +73,9 @@ pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String
 /// Matches the checkpoint's tensors to the model's parameters by name.
 ///
 /// # Errors
-/// The checkpoint is of another model or optimizer, or incomplete. The message lists the first few
-/// tensors that do not match.
+///
+/// Fails if the checkpoint is of another model or optimizer, or incomplete. The message lists the
+/// first few tensors that do not match.
 pub(super) fn match_weights(
     source: &ExternalCheckpoint,
     required: &ModelRequirements<'_>,
@@ -143,7 +144,8 @@ pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// The tensors whose names or shapes do not match.
+/// The names of the checkpoint's tensors that are missing, have another shape, or are not in the
+/// job's model.
 #[derive(Default)]
 struct TensorMismatches {
     missing: Vec<String>,
@@ -152,7 +154,8 @@ struct TensorMismatches {
 }
 
 impl TensorMismatches {
-    /// Fails if there is a mismatch.
+    /// Fails if a tensor is missing, superfluous or of another shape. The error lists the first few
+    /// names.
     fn fail_on_mismatch(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
         let kinds = [
             ("missing", &self.missing),
@@ -191,7 +194,7 @@ impl TensorMismatches {
 /// Determines whether the checkpoint has the optimizer's states, and which trained parameters have
 /// no states because they are frozen in the checkpoint.
 ///
-/// Any other missing state is an error, and so is a training state without any optimizer state.
+/// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(
     source: &ExternalCheckpoint,
     required: &ModelRequirements<'_>,
@@ -256,7 +259,8 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
-/// Fails if the job ties two matrices for which the checkpoint stores different values.
+/// Reads the tied weights that the checkpoint stores under both names, and fails if their values
+/// differ.
 pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {

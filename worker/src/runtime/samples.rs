@@ -91,7 +91,7 @@ impl SampleSets {
         Ok(SampleSets { train, eval, digest })
     }
 
-    /// Sends the warnings from opening the data, on rank 0.
+    /// Sends the warnings from opening the data to the controller, on rank 0.
     pub(super) fn send_data_warnings(&self, session: &AgentSession, is_leader: bool) -> Result<()> {
         if !is_leader {
             return Ok(());
@@ -103,8 +103,8 @@ impl SampleSets {
         Ok(())
     }
 
-    /// Returns the evaluation of the run and the text that it generates, or `None` if the job does
-    /// not evaluate.
+    /// Returns the evaluation of the run and its request to generate text, or `None` if the job
+    /// does not evaluate.
     pub(super) fn prepare_evaluation<'a>(
         &'a self,
         train: &'a TrainSpec,
@@ -119,9 +119,10 @@ impl SampleSets {
     }
 }
 
-/// Builds the request that generates text after an evaluation, and the decoder of its tokens.
+/// Builds the request that generates text after an evaluation, and the function that decodes the
+/// generated tokens.
 ///
-/// The text ends where the model ends the document.
+/// Decoded text ends before the first end-of-document token.
 fn build_generation_request<'a>(
     spec: &'a GenerationSpec,
     seed: u64,

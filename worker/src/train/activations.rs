@@ -13,8 +13,8 @@ pub struct MicroBatchActivations {
     pub saved: Vec<ActivationBuffers>,
     /// Scratch memory that all layers share.
     pub scratch: ActivationBuffers,
-    /// The gradient of the residual stream, `[rows, hidden]`. It is `f32` in every precision,
-    /// because every layer adds to it.
+    /// The gradient of the residual stream, `[rows, hidden]`. The gradient is `f32` in every
+    /// precision, because every layer adds to it.
     pub residual_grad: Buf,
     /// The loss of each row.
     pub row_losses: Buf,

@@ -13,7 +13,7 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// The rows of a layer that this rank sends, and those that it receives.
+/// The plans of the rows of a layer that this rank sends and receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
 /// The kind of values that an exchange transfers.
@@ -41,7 +41,7 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The buffers of one payload. While an exchange is running, the exchange owns them.
+/// The buffers of one payload. A running exchange owns the buffers.
 struct PayloadBuffers {
     /// Rows sorted by the rank of their expert, on the side of the tokens.
     packed: Buf,
@@ -56,7 +56,8 @@ impl PayloadBuffers {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts the exchange from `packed` to `received`, or from `received` to `packed` if `back`.
+    /// Starts the exchange from `packed` to `received`, or from `received` to `packed` if `back` is
+    /// set.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -120,8 +121,8 @@ impl TokenDispatcher {
         by_rank
     }
 
-    /// Exchanges the number of rows for each expert among the ranks of the group. Returns which
-    /// rows this rank receives.
+    /// Exchanges the number of rows for each expert among the ranks of the group. Returns the plan
+    /// of the rows that this rank receives.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {

@@ -10,7 +10,8 @@ use crate::{
 };
 use device::{Buf, Dtype, ops::IGNORE_LABEL};
 
-/// A prompt, and the number of tokens to generate after it and the way to select them.
+/// A prompt, the number of tokens to generate after the prompt, and the settings that select
+/// tokens.
 #[derive(Clone, Debug)]
 pub struct GenerationRequest {
     /// The tokens of the prompt, at least one.
@@ -58,7 +59,8 @@ impl GenerationRequest {
 }
 
 impl Trainer {
-    /// Generates the tokens after the prompt. Returns them on rank 0, and no tokens on other ranks.
+    /// Generates the tokens after the prompt. Returns these tokens on rank 0, and no tokens on
+    /// other ranks.
     ///
     /// The context is the last `train.data.seq_len` tokens. Collective: every rank must call it.
     pub fn generate(&mut self, request: &GenerationRequest, step: u64) -> Result<Vec<u32>> {
@@ -97,7 +99,8 @@ impl Trainer {
         }
     }
 
-    /// Stores the logits of `row` in `out`. A rank without a row only takes part in collectives.
+    /// Fetches the parameters of the head and stores the logits of `row` in `out`. If `row` is
+    /// `None`, this rank only takes part in collectives.
     fn compute_last_logits(&mut self, row: Option<usize>, out: &mut Buf) -> Result<()> {
         let head = self.engine.fetch_params(self.head_unit())?;
         let embedding =

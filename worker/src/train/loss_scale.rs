@@ -12,7 +12,7 @@ const MAX_SCALE: f64 = (1u64 << 60) as f64;
 /// The part of a loss scale that checkpoints store.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleState {
-    /// The factor of the loss, a power of two.
+    /// The factor by which the loss is multiplied, a power of two.
     pub scale: f64,
     /// The number of steps since the scale changed.
     pub steps: u64,
@@ -20,7 +20,8 @@ pub struct LossScaleState {
     pub skipped: u64,
 }
 
-/// The dynamic loss scale of a run: the factor of the loss, and when it changes.
+/// The dynamic loss scale of a run: the factor by which the loss is multiplied, and the rules that
+/// change this factor.
 pub struct LossScale {
     /// The settings of the loss scale. `None` for a precision without loss scale; the factor is
     /// then always 1.
@@ -35,7 +36,7 @@ impl LossScale {
         LossScale { spec, state: LossScaleState { scale, steps: 0, skipped: 0 } }
     }
 
-    /// Returns the factor of the loss.
+    /// Returns the factor by which the loss is multiplied.
     pub fn factor(&self) -> f32 {
         self.state.scale as f32
     }
@@ -50,10 +51,11 @@ impl LossScale {
         self.spec.is_some().then_some(self.state)
     }
 
-    /// Replaces the state by that of a checkpoint. For a precision without loss scale, only checks
-    /// it.
+    /// Replaces the state by `state`, which a checkpoint stored. For a precision without loss
+    /// scale, only checks `state`.
     ///
     /// # Errors
+    ///
     /// Fails if the scale is not a power of two between the smallest normal `f32` and 2⁶⁰.
     pub fn restore_state(&mut self, state: LossScaleState) -> diagnostic::Result<()> {
         let bits = state.scale.to_bits() & ((1 << 52) - 1);

@@ -1,10 +1,10 @@
 //! [`MoeTrainer`]: mixture-of-experts layers in a step. Rows are dispatched to the ranks of their
 //! experts, computed there, and combined.
 //!
-//! The sequence of collectives depends neither on the routing nor on whether this rank has a sample
-//! micro-batch: a rank whose experts receive no rows takes part with empty buffers. The gradients
-//! of experts are computed per micro-batch and summed in the order of the micro-batches
-//! (docs/numerics.md).
+//! The sequence of collectives depends neither on the routing nor on whether this rank has a
+//! micro-batch in the round. A rank whose experts receive no rows takes part with empty buffers.
+//! The gradients of experts are computed per micro-batch and summed in the order of the
+//! micro-batches (docs/numerics.md).
 use super::{
     activations::MicroBatchActivations,
     dispatch::{Payload, TokenDispatcher},
@@ -47,7 +47,7 @@ pub struct MoeTrainer {
 /// The distribution of the experts of one layer over the ranks of an expert-parallel group.
 #[derive(Clone)]
 pub(super) struct MoeLayerPlan {
-    /// The number of MoE layers before this one.
+    /// The number of MoE layers before this layer.
     index: usize,
     /// The parameter unit of this rank's experts.
     unit: usize,
@@ -67,7 +67,7 @@ struct SavedMoeLayer {
     gate_up: Buf,
 }
 
-/// Buffers that all MoE layers share. They grow as the routing requires.
+/// Buffers that all MoE layers share. The buffers grow as the routing requires.
 struct MoeWorkspace {
     /// The outputs of experts, or the gradients of these outputs.
     out: Buf,
@@ -100,7 +100,8 @@ impl MoeWorkspace {
     }
 }
 
-/// Resizes a buffer of rows to `len` elements and returns them, with unspecified values.
+/// Resizes a buffer of rows to `len` elements. Returns a view of these elements, which have
+/// unspecified values.
 pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     with_alloc_label("MoE activations", || buffer_pool::resize_buffer(ops, buf, len))
 }
@@ -229,8 +230,8 @@ impl Trainer {
         stats.record_layer(ops, layer.index, &saved.routing);
     }
 
-    /// Dispatches rows to their experts and runs the experts. If `output`, combines the results
-    /// into the input of the next layer.
+    /// Dispatches rows to their experts and runs the experts. If `output` is set, combines the
+    /// results into the input of the next layer.
     fn run_experts_forward(
         &mut self,
         l: usize,

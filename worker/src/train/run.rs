@@ -1,4 +1,4 @@
-//! The training loop: steps, and the saves, evaluations and reloads between them.
+//! The training loop: steps, and the saves, evaluations and reloads between steps.
 use super::{
     boundary_flags::{RELOAD, SAVE, STOP, WRITING},
     generation::GenerationRequest,
@@ -21,7 +21,7 @@ use device::storage::BackendNotice;
 use diagnostic::{Diagnostic, codes};
 use std::time::{Duration, Instant};
 
-/// The evaluation on held-out samples, and the text to generate after it.
+/// The evaluation on held-out samples, and the text to generate after each evaluation.
 pub struct HeldOutEval<'a> {
     /// The held-out samples, in order.
     pub source: &'a dyn SampleSource,
@@ -51,7 +51,7 @@ pub struct RunContext<'a> {
 }
 
 /// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads
-/// between steps. Returns how the run ended.
+/// between steps. Returns whether the run is done or was stopped.
 ///
 /// Collective: every rank must call it.
 pub fn train_until_done(
@@ -115,7 +115,8 @@ pub fn train_until_done(
     Ok(WorkerExit::Done)
 }
 
-/// Builds the report that this rank sends with its next losses. Takes a pending request to save.
+/// Builds the report that this rank sends with its next losses. On the leader, takes a pending
+/// request to save.
 fn build_step_report(
     running: &RunningTrainer,
     run: &RunContext,
@@ -289,8 +290,8 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &Relo
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Saves a checkpoint. Returns when it is complete if `wait`, or unless saves run in the
-/// background. Collective: every rank must call it.
+/// Begins a checkpoint. If `wait` is set or saves do not run in the background, returns only when
+/// the checkpoint is complete. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -309,8 +310,8 @@ fn save_checkpoint(
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Completes the checkpoint in progress and reports it. Does nothing if there is none. Collective:
-/// every rank must call it.
+/// Completes the checkpoint in progress and reports it. Does nothing if no checkpoint is in
+/// progress. Collective: every rank must call it.
 fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
     match saver.finish_save(running)? {
         Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {
@@ -323,7 +324,8 @@ fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut Checkpoin
     }
 }
 
-/// Reads the largest resident set of this process so far, in bytes. Returns 0 if it is unknown.
+/// Reads the largest resident set of this process so far, in bytes. Returns 0 if the size is
+/// unknown.
 pub fn read_peak_rss() -> u64 {
     // VmHWM counts this program only; the figure of getrusage survives exec and includes the
     // parent's

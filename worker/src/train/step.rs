@@ -1,6 +1,6 @@
 //! [`Trainer`]: one optimizer step, from tokens to updated parameters. The forward pass fetches,
-//! computes and releases each unit; the backward pass also reduces its gradient; the update
-//! follows.
+//! computes and releases each unit. The backward pass also reduces the gradient of each unit. The
+//! update follows the backward passes.
 use super::{activations::MicroBatchActivations, loss_scale::LossScale, moe::MoeTrainer};
 use crate::{
     error::{Error, Result},
@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 /// A source of samples. The number of a sample in the run alone determines its contents.
 pub trait SampleSource {
-    /// Fills the vectors of `batch` with the samples that start at number `first`: `b·t` elements
-    /// each.
+    /// Fills the vectors of `batch` with the samples that start at number `first`. Each vector has
+    /// one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
@@ -43,7 +43,7 @@ pub struct Trainer {
     pub batch: MicroBatch,
     /// The number of samples per micro-batch.
     pub micro_batch_size: usize,
-    /// Which activations are recomputed in the backward pass.
+    /// The selection of activations that are recomputed in the backward pass.
     pub recompute: RecomputeMode,
     /// The largest gradient norm, or `None` for no clipping.
     pub clip_norm: Option<f64>,
@@ -53,7 +53,7 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// What a rank sends to the other ranks once per step, in addition to its losses. In a
+/// The values that a rank sends to the other ranks once per step, in addition to its losses. In a
 /// [`StepOutcome`], the combined reports of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankStepReport {
@@ -81,7 +81,7 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-/// The loss of one micro-batch.
+/// The summed loss of one micro-batch in nats, and the number of its target tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct MicroBatchLoss {
     sum: f64,
@@ -89,8 +89,8 @@ struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Makes the next update wait for `saved`, because a save reads parameters and optimizer states
-    /// until then.
+    /// Makes the next update wait for the event `saved`. A save reads parameters and optimizer
+    /// states until this event completes.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }
@@ -100,7 +100,7 @@ impl Trainer {
         self.activations.layer_inputs.len() - 1
     }
 
-    /// Returns the index of the head's unit. Units of experts follow it.
+    /// Returns the index of the head's unit. Units of experts have higher indices.
     pub(super) fn head_unit(&self) -> usize {
         self.count_layers() + 1
     }
@@ -182,8 +182,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the units in the order in which one round fetches them: the forward pass, and the
-    /// backward pass if `backward`.
+    /// Lists the units in the order in which one round fetches them: the forward pass and, if
+    /// `backward` is set, the backward pass.
     pub(super) fn plan_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
@@ -286,8 +286,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Adds the gradient of the embedding to the gradient of a tied head, or to zeros if there is
-    /// none. Returns the sum.
+    /// Adds the gradient of the embedding to `from_head`, the gradient from a tied head, or to
+    /// zeros if the head is not tied. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -366,7 +366,8 @@ impl Trainer {
         });
     }
 
-    /// Sums the loss of the micro-batch that was just computed.
+    /// Returns the summed loss and the number of target tokens of the micro-batch that was just
+    /// computed.
     fn sum_micro_batch_loss(&mut self) -> MicroBatchLoss {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
@@ -452,8 +453,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates the parameters of unit `u` with the gradient of this rank's shard, and starts to
-    /// distribute them.
+    /// Updates the parameters of unit `u` with the gradient of this rank's shard. Starts to
+    /// distribute the updated parameters to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -485,7 +486,7 @@ impl Trainer {
     }
 
     /// Updates the momentum of Muon's matrices from the gradient that this rank owns, and gathers
-    /// it for the whole unit.
+    /// the momentum of the whole unit from all owners.
     fn gather_muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepInputs) -> Result<Buf> {
         let unit = &self.engine.shards[u].unit;
         let ops = self.ops.as_ref();

@@ -16,8 +16,8 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut
     buf.view_mut().slice(0..len)
 }
 
-/// A pool of buffers of one element type and any length. It reuses the best fit, and allocates a
-/// buffer if no free one is long enough.
+/// A pool of buffers of one element type and any length. The pool reuses the best fit, and
+/// allocates a buffer if no free one is long enough.
 pub struct BufferPool {
     dtype: Dtype,
     /// Free buffers, each with the event after which it may be written.
@@ -30,8 +30,8 @@ impl BufferPool {
         BufferPool { dtype, free: Vec::new() }
     }
 
-    /// Takes a buffer of at least `len` elements from the pool, or allocates one. Its content is
-    /// unspecified.
+    /// Takes a buffer of at least `len` elements from the pool, or allocates one. The content of
+    /// the buffer is unspecified.
     pub fn take(&mut self, ops: &dyn Ops, len: usize) -> Buf {
         // Of several equally long buffers, prefer one whose event has completed, at the lowest
         // address. Each step then uses the same buffers, so that CUDA graphs can be replayed.
@@ -49,19 +49,20 @@ impl BufferPool {
         }
     }
 
-    /// Returns a buffer to the pool that this thread no longer uses.
+    /// Returns a buffer to the pool. This thread no longer uses the buffer.
     pub fn give(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns a buffer to the pool that another thread uses until `last_use`.
+    /// Returns a buffer to the pool. The buffer may be written again only after the event
+    /// `last_use`.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }
 }
 
 /// A model of a [`BufferPool`] without memory, which counts the elements that the pool would
-/// allocate. The memory estimate uses it.
+/// allocate. Used by the memory estimate.
 #[derive(Default, Clone)]
 pub struct BufferPoolEstimate {
     free: Vec<usize>,
@@ -70,8 +71,8 @@ pub struct BufferPoolEstimate {
 }
 
 impl BufferPoolEstimate {
-    /// Takes a buffer of at least `len` elements, or counts a new one. Returns the length of the
-    /// buffer.
+    /// Takes a free buffer of at least `len` elements, or counts a new one as allocated. Returns
+    /// the length of the buffer.
     pub fn take(&mut self, len: usize) -> usize {
         match find_best_fit(self.free.iter().copied(), len) {
             Some(i) => self.free.swap_remove(i),

@@ -1,7 +1,7 @@
 //! [`CollectiveQueue`]: a thread that runs collectives in the order of their submission while the
 //! caller computes.
 //!
-//! Every rank submits the same collectives in the same order; one thread and one queue keep that
+//! Every rank submits the same collectives in the same order. One thread and one queue keep that
 //! order. On a GPU the thread has a separate stream. On that stream, a collective waits for the
 //! caller's earlier work. The caller's work after [`PendingCollective::wait`] waits for the
 //! collective.
@@ -43,8 +43,8 @@ pub struct PendingCollective<T> {
 }
 
 impl<T> PendingCollective<T> {
-    /// Blocks until the result is available. On a GPU the collective may still be running; work
-    /// that this thread submits afterwards is ordered behind it.
+    /// Blocks until the result is available. On a GPU the collective may still be running. Work
+    /// that this thread submits afterwards waits for the collective.
     pub fn wait(self) -> Result<T> {
         let ended = |_| Err(CommError::ThreadEnded { message: None });
         let began = Instant::now();
@@ -62,8 +62,8 @@ struct ExposedWaits {
 }
 
 impl ExposedWaits {
-    /// Makes this thread's later work wait for `done`. If operations are synchronous, counts the
-    /// time since `began`.
+    /// Makes this thread's later work wait for the event `done`. If operations are synchronous,
+    /// counts the time since `began`.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.wait_event_timed(done);
         if self.ops.is_host() {
@@ -72,8 +72,8 @@ impl ExposedWaits {
     }
 }
 
-/// Converts a panic of the communication thread to the error that callers get. Operations of a
-/// device panic with their error.
+/// Converts a panic of the communication thread to the error that callers get. A failed device
+/// operation panics with its error.
 fn to_comm_error(panic: &(dyn Any + Send)) -> CommError {
     match panic.downcast_ref::<DeviceError>() {
         Some(error) => error.clone().into(),

@@ -30,21 +30,22 @@ pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
 /// The state of one parameter unit on this rank.
 pub struct UnitShard {
-    /// The parameters of the unit.
+    /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
-    /// The ranks that own the elements of the unit.
+    /// The division of the unit's elements among its owner ranks.
     pub partition: Partition,
-    /// By rank: the number of trained elements in its shard, which is the length of gradients and
-    /// optimizer states.
+    /// For each rank, the number of trained elements in its shard, which is the length of gradients
+    /// and optimizer states.
     trained_counts: Vec<usize>,
-    /// The parameters that the optimizer updates. They cover [`ZeroEngine::resident_range`].
+    /// The parameters that the optimizer updates, for the flat range
+    /// [`ZeroEngine::resident_range`].
     params: RwLock<Buf>,
-    /// The 16-bit parameters for computation, if there are master weights: the owned shard or the
-    /// whole unit, according to the policy. `None` also if they are cast for each use
+    /// The 16-bit parameters for computation: the owned shard or the whole unit, according to the
+    /// policy. `None` if there are no master weights, or if parameters are cast for each use
     /// ([`casts_on_gather`]).
     compute_copy: Option<RwLock<Buf>>,
-    /// The shards of all ranks, of the parameters for computation, if the ranks share memory. The
-    /// parameters are then read there and not gathered.
+    /// The shards of all ranks, of the parameters for computation, if the ranks share memory.
+    /// Parameters are then read from this memory and not gathered.
     shared_view: Option<SharedView>,
     /// Partial sums of gradients: of the owned shard or of the whole unit, according to the policy.
     grads: Mutex<MicroBatchSums>,
@@ -69,31 +70,30 @@ impl ParamDtypes {
 /// Returns whether the 16-bit parameters are cast from their master weights for each use instead of
 /// being stored.
 ///
-/// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. It saves
-/// two bytes per parameter, and the cast takes little time compared with the gather.
+/// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
+/// saves two bytes per parameter, and takes little time compared with the gather.
 pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
     policy.shard_parameters && weights.has_masters() && !on_host
 }
 
-/// Access to the whole parameters of a unit. It ends with [`ZeroEngine::release_params`].
+/// Access to the whole parameters of a unit. The access ends with [`ZeroEngine::release_params`].
 pub enum ParamsGuard {
     /// The unit with this index, whose whole parameters are always stored on this rank.
     Resident(usize),
-    /// Parameters in a buffer. They were gathered for this use and may be retained for the next
-    /// use.
+    /// Parameters in a buffer, gathered for this use and possibly retained for the next use.
     Gathered(PlannedFetch, Buf),
-    /// Parameters in memory that the ranks share. They are read where their owners store them.
+    /// Parameters in memory that the ranks share, which are read where their owners store them.
     Shared(PlannedFetch),
 }
 
-/// The ZeRO engine of one rank. It gathers parameters before their use and reduces gradients
+/// The ZeRO engine of one rank, which gathers parameters before their use and reduces gradients
 /// afterwards.
 pub struct ZeroEngine {
     /// The state of every unit, in the order of the model.
     pub shards: Arc<Vec<UnitShard>>,
-    /// The ZeRO stage and the other choices of what is sharded.
+    /// The ZeRO stage, and the choice of sharded state.
     pub policy: ShardingPolicy,
-    /// Which rank computes which micro-batch in which round.
+    /// The schedule, which assigns micro-batches to ranks and rounds.
     pub schedule: MicroBatchSchedule,
     rank: usize,
     world: usize,
@@ -104,7 +104,8 @@ pub struct ZeroEngine {
     /// The largest number of gathered elements that are retained between two uses.
     max_retained: u64,
     param_pool: Arc<Mutex<BufferPool>>,
-    /// The owned shard of the unit that is being gathered, cast from master weights.
+    /// A 16-bit copy of the owned shard of the unit that is being gathered, cast from master
+    /// weights.
     cast_buffer: Arc<Mutex<Buf>>,
     gradient_pool: Arc<Mutex<BufferPool>>,
     /// Reusable sums for [`ZeroEngine::take_partial_sums`], each with the event after which it may
@@ -115,7 +116,7 @@ pub struct ZeroEngine {
     upcoming: VecDeque<PlannedFetch>,
     /// The units of upcoming fetches whose gather has not started.
     gather_queue: VecDeque<usize>,
-    /// The retained parameters, by unit.
+    /// The retained parameters, by the index of their unit.
     retained: Mutex<HashMap<usize, Buf>>,
     /// A barrier at the start of a pass, if ranks share memory: before the pass reads parameters,
     /// every rank must have written its shards.
@@ -127,7 +128,7 @@ pub struct ZeroEngine {
     pending_param_gathers: Vec<PendingCollective<()>>,
 }
 
-/// Locks `m`, also after a panic.
+/// Locks `m`, even if another thread panicked while it held the lock.
 fn lock_ignoring_poison<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A poisoned lock means that the communication thread panicked and aborted the job.
     m.lock().unwrap_or_else(PoisonError::into_inner)
@@ -237,8 +238,8 @@ impl ZeroEngine {
         self.shards[u].partition.range(self.rank)
     }
 
-    /// Returns the number of trained elements in this rank's shard of unit `u`, which is the length
-    /// of its gradient and optimizer states.
+    /// Returns the number of trained elements in this rank's shard of unit `u`. This is the length
+    /// of the shard's gradient and optimizer states.
     pub fn owned_trained_len(&self, u: usize) -> usize {
         self.shards[u].trained_counts[self.rank]
     }
@@ -342,8 +343,8 @@ impl ZeroEngine {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available. Starts the next gathers, and waits for the
-    /// gather of `u` unless its parameters were retained.
+    /// Makes the whole parameters of unit `u` available. Starts the next gathers. Waits for the
+    /// gather of `u` if its parameters were not retained.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));

@@ -7,16 +7,17 @@ use std::collections::{BTreeMap, HashMap};
 pub struct PlannedFetch {
     /// The index of the unit.
     pub unit: usize,
-    /// Whether the parameters were retained after the previous use.
+    /// Whether the parameters were retained after the previous use, so that this use needs no
+    /// gather.
     pub is_retained: bool,
-    /// Whether the parameters are kept until the next use.
+    /// Whether the parameters are retained after this use, until the next use.
     pub is_kept: bool,
 }
 
 /// Plans the fetches of a pass that uses units in `order`.
 ///
-/// At most `limit` elements are retained at a time: those of the units whose next use is soonest.
-/// `len` returns the number of elements of a unit.
+/// At most `limit` elements are retained at a time. Units whose next use is soonest have
+/// precedence. `len` returns the number of elements of a unit.
 pub fn plan_fetches(
     order: impl IntoIterator<Item = usize>,
     len: impl Fn(usize) -> usize,
@@ -32,7 +33,7 @@ pub fn plan_fetches(
     for (at, f) in fetches.iter().enumerate().rev() {
         next_use[at] = later.insert(f.unit, at);
     }
-    // the previous use of each retained unit, by its next use
+    // Maps the next use of each retained unit to its previous use.
     let mut staying: BTreeMap<usize, usize> = BTreeMap::new();
     let mut held = 0;
     for (at, next) in next_use.into_iter().enumerate() {

@@ -1,5 +1,5 @@
 //! [`MicroBatchSums`]: the fixed-order sum of gradients over micro-batches. The order is a binary
-//! tree over `0..L` for `L` micro-batches. The tree does not depend on the ranks that compute them.
+//! tree over `0..L` for `L` micro-batches. The tree does not depend on the number of ranks.
 //!
 //! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
 //! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
@@ -25,8 +25,8 @@ impl MicroBatchRange {
         MicroBatchRange { start, len: 1 }
     }
 
-    /// Returns the range that covers `self` and `right`, or `None` unless they are the left and the
-    /// right child of one node of the tree.
+    /// Returns the range that covers `self` and `right`. Returns `None` if they are not the left
+    /// and the right child of one node of the tree.
     pub fn join_sibling_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -34,8 +34,8 @@ impl MicroBatchRange {
         siblings.then_some(MicroBatchRange { start: self.start, len: 2 * self.len })
     }
 
-    /// Returns the range that covers `self` and `right`, or `None` unless `right` begins where
-    /// `self` ends.
+    /// Returns the range that covers `self` and `right`. Returns `None` if `right` does not begin
+    /// where `self` ends.
     fn join_adjacent_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
@@ -50,7 +50,7 @@ pub fn merge_into_aligned_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatc
     kept
 }
 
-/// Pushes `top` onto the kept ranges and merges siblings as far as possible.
+/// Pushes `top` onto the ranges in `kept`, and merges siblings as far as possible.
 fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     while let Some(merged) = kept.last().and_then(|left| left.join_sibling_range(top)) {
         kept.pop();
@@ -74,7 +74,7 @@ impl MicroBatchSums {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum in which each vector is added to the previous ones when it is pushed.
+    /// Creates an empty sum that adds each pushed vector to the sum of the earlier ones at once.
     pub fn with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
@@ -105,7 +105,8 @@ impl MicroBatchSums {
         first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
     }
 
-    /// Adds the sum `x` of `range`. Copies `x`, unless it can be added to its left sibling at once.
+    /// Adds `x`, the sum over the micro-batches of `range`. Copies `x` if `x` cannot be added to
+    /// its left sibling at once.
     pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.compute_merged_range(range) {
@@ -122,7 +123,8 @@ impl MicroBatchSums {
         }
     }
 
-    /// Adds the sum `sum` of `range` without a copy. The buffer belongs to this object afterwards.
+    /// Adds `sum`, the sum over the micro-batches of `range`, without a copy. The buffer belongs to
+    /// this object afterwards.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.compute_merged_range(range) {
@@ -187,7 +189,7 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
 /// Counts the largest number of buffers in use while `ranges` are summed: the partial sums and the
 /// next range.
 ///
-/// If `owned`, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
+/// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push`], and a range whose left sibling is the
 /// last partial sum needs no buffer.
 pub fn count_peak_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {

@@ -20,8 +20,8 @@ pub struct ShardingPolicy {
     pub stage: u8,
     /// Whether each rank keeps only the optimizer states of the shards that it owns.
     pub shard_optimizer: bool,
-    /// Whether gradients are reduced to their owners during each backward pass. Otherwise they are
-    /// kept whole until the last micro-batch.
+    /// Whether gradients are reduced to their owners during each backward pass. Otherwise whole
+    /// gradients are kept until the last micro-batch.
     pub shard_gradients: bool,
     /// Whether parameters are gathered before their use and released afterwards.
     pub shard_parameters: bool,
@@ -70,7 +70,7 @@ impl ShardingPolicy {
     }
 
     /// Returns whether a rank keeps only the updated parameters of the shards that it owns. If
-    /// `masters`, the updated parameters are the fp32 master weights, which are sharded like
+    /// `masters` is set, the updated parameters are the fp32 master weights, which are sharded like
     /// optimizer states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
@@ -79,10 +79,10 @@ impl ShardingPolicy {
 
 /// The assignment of the micro-batches of a global batch to ranks and rounds (docs/numerics.md).
 ///
-/// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. It
-/// decides which partial sums must be kept. With sharded gradients, consecutive micro-batches go to
-/// different ranks, so that the owner can sum each round's gradients at once. Otherwise each rank
-/// computes a contiguous range of micro-batches and sums it locally.
+/// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
+/// assignment decides which partial sums must be kept. With sharded gradients, consecutive
+/// micro-batches go to different ranks, so that the owner can sum each round's gradients at once.
+/// Otherwise each rank computes a contiguous range of micro-batches and sums it locally.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchSchedule {
     /// Number of micro-batches in a global batch.
@@ -94,14 +94,14 @@ pub struct MicroBatchSchedule {
 }
 
 impl MicroBatchSchedule {
-    /// Returns the number of forward and backward passes of each rank per step. It is equal on
-    /// every rank.
+    /// Returns the number of forward and backward passes of each rank per step. The number is equal
+    /// on every rank.
     pub fn count_rounds(&self) -> usize {
         self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns the micro-batch that `rank` computes in `round`. If `None`, the rank only takes part
-    /// in collectives.
+    /// Returns the micro-batch that `rank` computes in `round`. Returns `None` if the rank only
+    /// takes part in collectives.
     pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;

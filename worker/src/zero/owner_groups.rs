@@ -32,8 +32,8 @@ impl ExchangeBuffers {
         resize_buffer(ops, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
-    /// Takes a buffer that begins with a copy of `owned`. [`ExchangeBuffers::give_back_copy`] gives
-    /// it back.
+    /// Takes a buffer that begins with a copy of `owned`. Must be followed by
+    /// [`ExchangeBuffers::give_back_copy`].
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
@@ -49,8 +49,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Returns `buf`. Replaces it by an empty buffer of this backend if it is empty or of another type
-/// than `dtype`.
+/// Returns `buf`. If `buf` is empty or of another type than `dtype`, first replaces it by an empty
+/// buffer of this backend.
 fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -61,9 +61,9 @@ fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Bu
 /// Computes the number of elements of [`ExchangeBuffers`] that a unit needs, for the memory
 /// estimate.
 ///
-/// The results are the elements sent by a gather of the unit's parameters, sent by a reduction of
-/// its gradients, and received by that reduction. This rank owns `owned` elements of the unit, of
-/// which `own_trained` are trained.
+/// The results are three numbers of elements: those that a gather of the unit's parameters sends,
+/// those that a reduction of the unit's gradients sends, and those that this reduction receives.
+/// This rank owns `owned` elements of the unit, of which `own_trained` are trained.
 pub fn compute_exchange_buffer_lengths(
     unit: &ParamUnit,
     schedule: &MicroBatchSchedule,

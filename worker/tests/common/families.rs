@@ -7,7 +7,7 @@ use super::{
 use std::path::PathBuf;
 use worker::{resume::PretrainedModel, stages::Cursor};
 
-/// The directories of the golden cases of all model families.
+/// The directory names of the golden cases of all model families.
 pub(crate) const FAMILY_CASES: [&str; 18] = [
     "gemma2",
     "gemma3",

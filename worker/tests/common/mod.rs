@@ -27,7 +27,7 @@ use worker::{
 /// The digest of the synthetic training data, which tests store in checkpoints and resume with.
 pub(crate) const SYNTHETIC_DATA_DIGEST: &str = "synthetic";
 
-/// Creates the `train.model` section of a tiny Llama. Its sizes are no multiples of any number of
+/// Creates the `train.model` section of a tiny Llama. The sizes are no multiples of any number of
 /// ranks or vector width.
 pub(crate) fn create_odd_sized_model() -> ModelSpec {
     ModelSpec {
@@ -191,7 +191,7 @@ pub(crate) fn create_single_rank_comm() -> Arc<dyn Comm> {
 }
 
 /// Runs `f` on a thread for each of `world` ranks, which communicate in shared memory. Returns the
-/// results by rank.
+/// results in rank order.
 pub(crate) fn run_on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|s| {
         let ranks: Vec<_> = local::create_group(world)
@@ -206,7 +206,7 @@ pub(crate) fn run_on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T
 }
 
 /// Runs `f` on a thread for each rank. Rank r is on host `hosts[r]`. Ranks communicate in shared
-/// memory within a host and through TCP between hosts. Returns the results by rank.
+/// memory within a host and through TCP between hosts. Returns the results in rank order.
 pub(crate) fn run_on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     let loopback = std::net::IpAddr::from([127, 0, 0, 1]);
     let endpoints: Vec<RankListener> = hosts.iter().map(|_| RankListener::bind(loopback).unwrap()).collect();
@@ -271,8 +271,8 @@ pub(crate) fn expect_equal_on_all_ranks<T: PartialEq>(results: Vec<T>) -> T {
 }
 
 /// Measures the slope of the first global batch's loss along the gradient, and the norm of the
-/// gradient. Both are equal if the gradient is correct. The slope is the central difference over
-/// parameters moved by `step`. Leaves changed parameters.
+/// gradient. Slope and norm are equal if the gradient is correct. The slope is the central
+/// difference over parameters moved by `step`. The parameters of `running` stay changed.
 pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let units = running.trainer.engine.shards.len();

@@ -136,8 +136,8 @@ pub(crate) const STEPS_BEFORE_SAVE: u64 = 2;
 /// Number of steps that [`resume_and_train`] trains.
 pub(crate) const STEPS_AFTER_RESUME: u64 = 2;
 
-/// Trains a new run for [`STEPS_BEFORE_SAVE`] steps and saves a checkpoint under `root`, in the
-/// background during the next step if `asynchronous`.
+/// Trains a new run for [`STEPS_BEFORE_SAVE`] steps and saves a checkpoint under `root`. If
+/// `asynchronous` is set, saves in the background during the next step.
 pub(crate) fn train_and_save(
     on: RunOnRanksFn<()>,
     spec: &TrainSpec,

@@ -5,18 +5,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{path::PathBuf, str::FromStr};
 
-/// The events that schema 2 renamed: the name in schema 1, and the name in schema 2.
+/// The events that schema 2 renamed, as pairs of the name in schema 1 and the name in schema 2.
 const RENAMED_EVENTS: [(&str, &str); 2] = [("placed", "placement"), ("gathered", "gather")];
-/// The fields that schema 2 renamed: the name in schema 1, and the name in schema 2.
+/// The fields that schema 2 renamed, as pairs of the name in schema 1 and the name in schema 2.
 const RENAMED_FIELDS: [(&str, &str); 3] =
     [("epoch", "attempt"), ("left", "restarts_left"), ("cause", "message")];
 
 /// The version of the JSON form of events (`--json-schema`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventSchema {
-    /// The form of earlier releases, without the field `schema`.
+    /// The form that earlier releases printed, without the field `schema`.
     V1,
-    /// The current form. Deprecated field names are printed next to the new ones.
+    /// The current form. Values are also printed under their deprecated field names.
     #[default]
     V2,
 }
@@ -31,7 +31,7 @@ impl EventSchema {
     }
 }
 
-/// `--json-schema` names a version that does not exist.
+/// The error that `--json-schema` names a version that does not exist. Contains the version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the schema of events is 1 or 2, not {0:?}")]
 pub struct UnknownEventSchema(String);
@@ -48,7 +48,7 @@ impl FromStr for EventSchema {
     }
 }
 
-/// An event with its time, in the form in which the journal stores it.
+/// An event with the time at which it was recorded. The journal stores events in this form.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TimedEvent {
     /// The event.
@@ -68,7 +68,7 @@ impl Event {
         format_line(self, schema, Some(time))
     }
 
-    /// Parses the JSON form of an event in either schema.
+    /// Parses the JSON object of an event in schema 1 or 2.
     pub fn from_json(line: &str) -> serde_json::Result<Event> {
         let mut object: Map<String, Value> = serde_json::from_str(line)?;
         upgrade_to_schema_2(&mut object);
@@ -77,7 +77,7 @@ impl Event {
 }
 
 impl TimedEvent {
-    /// Parses a line of a journal in either schema.
+    /// Parses a line of a journal in schema 1 or 2.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
         struct EventTime {
@@ -93,7 +93,8 @@ impl TimedEvent {
     }
 }
 
-/// Formats an event, and its time if there is one, as a JSON object on one line.
+/// Formats an event as a JSON object on one line without a line break. The object has the field
+/// `time` if `time` is given.
 fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
     match schema {
         EventSchema::V1 => serde_json::to_string(&EventLineV1 { event: EventV1::from(event), time }),
@@ -106,8 +107,8 @@ fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_j
     }
 }
 
-/// Renames the event and its fields from schema 1 to schema 2. An object of schema 2 keeps its
-/// names.
+/// Renames an event and its fields from schema 1 to schema 2. An object that already has the names
+/// of schema 2 stays unchanged.
 fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)
@@ -133,8 +134,8 @@ struct EventLineV2<'a> {
     time: Option<f64>,
 }
 
-/// Fields of the JSON object that are derived from the event: the code of a failure, and values
-/// under deprecated names.
+/// Fields of the JSON object that are computed from the event: the code of a failure, and values
+/// under their deprecated names.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct DerivedFields<'a> {
@@ -177,7 +178,7 @@ struct EventLineV1<'a> {
     time: Option<f64>,
 }
 
-/// An event in the form of schema 1.
+/// An event in the form of schema 1, in which some events have other names or fields.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventV1<'a> {
@@ -185,7 +186,7 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The events that schema 2 changed, in the form of schema 1.
+/// The events whose names or fields schema 2 changed, in the form of schema 1.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {
@@ -193,6 +194,10 @@ enum RenamedEventV1<'a> {
         step: u64,
         path: &'a PathBuf,
         bytes: u64,
+    },
+    Notice {
+        rank: Option<u32>,
+        message: &'a str,
     },
     Failure(FailureReportV1<'a>),
     Restart {
@@ -233,6 +238,7 @@ impl<'a> From<&'a Event> for EventV1<'a> {
             Event::Gather { step, path, bytes } => {
                 RenamedEventV1::Gathered { step: *step, path, bytes: *bytes }
             }
+            Event::Notice { rank, message, .. } => RenamedEventV1::Notice { rank: *rank, message },
             Event::Failure(failure) => RenamedEventV1::Failure((&**failure).into()),
             Event::Restart { attempt, restarts_left, pause_s, failure } => RenamedEventV1::Restart {
                 epoch: *attempt,
@@ -248,7 +254,8 @@ impl<'a> From<&'a Event> for EventV1<'a> {
     }
 }
 
-/// Serializes diagnostics in the form of [`diagnostic::Diagnostic::to_json`], for `#[serde(with)]`.
+/// Serializes lists of diagnostics in the form of [`diagnostic::Diagnostic::to_json`] and
+/// deserializes them, for `#[serde(with)]`.
 pub(super) mod diagnostics {
     use super::{Map, Value, json};
     use diagnostic::{Code, Diagnostic};
@@ -270,8 +277,8 @@ pub(super) mod diagnostics {
         objects.into_iter().map(diagnostic).collect()
     }
 
-    /// Converts the form of [`diagnostic::Diagnostic::to_json`] to the serialized form of
-    /// [`Diagnostic`] by adding the fields that the former omits. The source line of a location is
+    /// Converts the JSON of [`diagnostic::Diagnostic::to_json`] to the serialized form of
+    /// [`Diagnostic`], by adding the fields that `to_json` omits. The source line of a location is
     /// lost.
     fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
         let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);

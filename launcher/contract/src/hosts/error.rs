@@ -7,35 +7,36 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostSyntaxError {
-    /// The offset of the mistake in the text, bytes.
+    /// The byte offset of the mistake in the text.
     pub at: usize,
-    /// The mistake, which is also the text of the error.
+    /// The kind of mistake. The text of this error is that of the kind.
     pub problem: HostSyntaxProblem,
 }
 
-/// The kinds of mistakes in a text that names hosts. The error texts follow the name of the key or
-/// option that contains the text.
+/// The kinds of mistakes in a text that names hosts. Each error text is a predicate, such as "names
+/// no host". The caller puts the name of the key or option in front.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostSyntaxProblem {
-    /// Nothing precedes the `@`.
+    /// No login name precedes the `@`.
     #[error("has no user before the `@`")]
     UserEmpty,
-    /// The user is longer than [`MAX_NAME`].
+    /// The login name is longer than [`MAX_NAME`].
     #[error("has a user of more than {MAX_NAME} bytes")]
     UserTooLong,
-    /// The user contains characters that ssh or a shell could misinterpret.
+    /// The login name contains characters that ssh or a shell could misinterpret.
     #[error("has a user with characters other than letters, digits, `.`, `_`, `-`")]
     UserInvalid,
-    /// A host has no name.
+    /// The text has no host name where one is expected.
     #[error("names no host")]
     NameEmpty,
-    /// A name is longer than [`MAX_NAME`].
+    /// A host name is longer than [`MAX_NAME`].
     #[error("has a name of more than {MAX_NAME} bytes")]
     NameTooLong,
-    /// A name contains this character.
+    /// A name contains a character that is not allowed in host names. The variant contains the
+    /// character.
     #[error("has `{}` in the name of a host", .0.escape_default())]
     NameCharacter(char),
-    /// A name begins with `-`, `.` or `%`.
+    /// A host name begins with `-`, `.` or `%`.
     #[error("begins with something other than a letter or digit")]
     NameStart,
     /// The text has several colons and is not an IPv6 address.
@@ -56,13 +57,13 @@ pub enum HostSyntaxProblem {
     /// A bracket is not closed.
     #[error("has a `[` that is never closed")]
     BracketUnclosed,
-    /// A name has more ranges than are supported.
+    /// A name has more pairs of brackets than are supported.
     #[error("has more than {} pairs of brackets", range::MAX_BRACKETS)]
     TooManyBrackets,
-    /// A range contains something other than numbers.
+    /// A range contains something other than numbers of a few digits.
     #[error("needs numbers of at most {} digits between brackets, as in [01-16,20]", range::MAX_DIGITS)]
     RangeNumberInvalid,
-    /// The last number of this range is less than its first.
+    /// The last number of a range is less than its first number. The variant contains the range.
     #[error("has a range that ends before it begins: {0}")]
     RangeReversed(String),
     /// The text stands for more than [`MAX_HOSTS`] hosts.
@@ -82,7 +83,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Moves the position of the error by `by` bytes, for a text that begins `by` bytes earlier.
+    /// Adds `by` bytes to the position of the error. Callers use this function if they parsed only
+    /// a part of the text, which begins at byte `by`.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }
@@ -92,11 +94,11 @@ impl HostSyntaxError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostfileError {
-    /// The line number, counted from 1.
+    /// The number of the line with the mistake, counted from 1.
     pub line: u32,
-    /// The column in characters, counted from 1.
+    /// The column of the mistake in characters, counted from 1.
     pub column: u32,
-    /// The mistake, which is also the text of the error.
+    /// The kind of mistake. The text of this error is that of the kind.
     pub problem: HostfileProblem,
 }
 
@@ -110,19 +112,19 @@ impl HostfileError {
 /// The kinds of mistakes in a hostfile.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostfileProblem {
-    /// The file has no line with a host.
+    /// No line of the hostfile names a host.
     #[error("the hostfile names no host")]
     NoHost,
-    /// The first word of the line is not a host.
+    /// The first word of the line is not a valid host.
     #[error("the host {0}")]
     HostInvalid(HostSyntaxProblem),
-    /// The user is part of the host and also an option.
+    /// The login name is part of the host and also given as an option.
     #[error("the user is given twice")]
     UserTwice,
     /// The file has more than [`MAX_HOSTS`] hosts.
     #[error("the hostfile names more than {MAX_HOSTS} hosts")]
     TooManyHosts,
-    /// A host that has slots is named again.
+    /// A host is named again, and one of its lines states the number of slots.
     #[error("the slots of {host} are given twice; the host is already on line {line}")]
     SlotsTwice {
         /// The host's name.
@@ -130,7 +132,7 @@ pub enum HostfileProblem {
         /// The number of the first line that names the host.
         line: u32,
     },
-    /// A host is named again with another user.
+    /// A host is named again with another login name.
     #[error("{host} has another user on line {line}")]
     UserDiffers {
         /// The host's name.
@@ -138,19 +140,20 @@ pub enum HostfileProblem {
         /// The number of the first line that names the host.
         line: u32,
     },
-    /// A host is named more often than a host may have slots.
+    /// A host is named on more lines than a host may have slots. Each such line stands for one
+    /// slot.
     #[error("{0} has more than {MAX_SLOTS} slots")]
     TooManySlots(String),
-    /// An option has no `=`.
+    /// An option has no `=`. The variant contains the option.
     #[error("`{0}` is not KEY=VALUE, as in `slots=8`")]
     OptionInvalid(String),
-    /// An option is not known.
+    /// An option has an unknown name, which the variant contains.
     #[error("unknown option `{0}`; the options of a host are slots, max-slots and user")]
     OptionUnknown(String),
-    /// An option is repeated.
+    /// A line repeats an option, whose name the variant contains.
     #[error("`{0}` is given twice")]
     OptionTwice(String),
-    /// The number of slots is 0, too large or not a number.
+    /// The number of slots is 0, too large or not a number. The variant contains the text.
     #[error("slots must be a number from 1 to {MAX_SLOTS}, found `{0}`")]
     SlotsInvalid(String),
     /// `slots` is larger than `max-slots`.
@@ -169,9 +172,10 @@ pub enum HostfileProblem {
 pub struct FilterError {
     /// Whether the mistake is in `cluster.exclude`; otherwise it is in `cluster.include`.
     pub exclude: bool,
-    /// The index of the filter in the list; `None` if the mistake concerns the whole list.
+    /// The index of the filter in the list of filters; `None` if the mistake concerns the whole
+    /// list.
     pub item: Option<usize>,
-    /// The mistake, which is also the text of the error. The text follows the name of the key.
+    /// The kind of mistake. The text of this error follows the name of the key.
     pub problem: FilterProblem,
 }
 
@@ -191,7 +195,7 @@ pub enum FilterProblem {
     /// `cluster.include` and `cluster.exclude` are both given.
     #[error("and `cluster.include` are both given")]
     IncludeAndExclude,
-    /// No host remains.
+    /// No host remains after the filters are applied.
     #[error("leaves no host")]
     NothingLeft,
     /// The filter excludes slots of a host, but the number of slots of the host is not stated.
@@ -200,10 +204,10 @@ pub enum FilterProblem {
     /// The filter names a host that the job does not have.
     #[error("names the host `{}`, which the job does not have", .0.escape_debug())]
     HostUnknown(String),
-    /// A host name is empty.
+    /// A host name in the filter is empty.
     #[error("has an empty host name; hosts are separated by a single `@`")]
     HostEmpty,
-    /// The ranges of a host name are not valid.
+    /// The ranges in a host name are not valid.
     #[error("{0}")]
     HostInvalid(HostSyntaxProblem),
     /// The filter names a slot that the host does not have.
@@ -216,13 +220,13 @@ pub enum FilterProblem {
         /// The number of slots that the host has.
         slots: usize,
     },
-    /// A host is named both with and without slots.
+    /// The filters name a host both with and without slots.
     #[error("names {0} once with slots and once without")]
     SlotsAmbiguous(String),
-    /// The slots are not numbers.
+    /// The slots in the filter are not numbers, or are too large.
     #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`", .0.escape_debug())]
     SlotsInvalid(String),
-    /// The filter names slots of a host too often.
+    /// A filter repeats slots of a host too often.
     #[error("names too many slots of one host")]
     TooManySlots,
 }

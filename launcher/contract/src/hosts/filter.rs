@@ -3,22 +3,22 @@
 use super::{FilterError, FilterProblem, expand_ranges};
 use std::collections::{BTreeMap, HashMap};
 
-/// The largest number of a slot.
+/// The largest slot number in a filter. Slots are numbered from 0.
 pub(super) const MAX_SLOT: u32 = 1023;
 
 /// The slots of a host that a job uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostSlots {
-    /// All slots; their number follows from the job or the host.
+    /// All slots of the host. Their number follows from the job or from the hardware of the host.
     Auto,
-    /// The slots from 0 to one less than this number.
+    /// The slots with the numbers from 0 to one less than this value.
     Count(u32),
-    /// The slots with these numbers, ascending; never empty.
+    /// The slots with these numbers, in ascending order; never empty.
     Selected(Vec<u32>),
 }
 
 impl HostSlots {
-    /// Returns the number of slots; `None` if it depends on the host.
+    /// Returns the number of slots; `None` for [`HostSlots::Auto`].
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -28,17 +28,17 @@ impl HostSlots {
     }
 }
 
-/// The index of a host that the filters leave, in the list of hosts, and its remaining slots.
+/// A host that remains after filtering: its index in the list of hosts, and its remaining slots.
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots that a filter names, by the index of their host. An empty list stands for all slots.
+/// The slots that filters name, keyed by the index of the host. An empty list stands for all slots.
 type NamedSlots = BTreeMap<usize, Vec<u32>>;
 
-/// Applies the filters to hosts, which are given by name with their slots. Returns the hosts that
-/// remain, in their order.
+/// Applies include or exclude filters to `hosts`, which are given by name and slots. Returns the
+/// remaining hosts in the order of `hosts`.
 ///
 /// A filter names a host by its whole name, including the port (`a:2222`). A further colon
-/// introduces slots.
+/// introduces slots. Fails if both kinds of filters are given, or if no host remains.
 pub fn filter_hosts(
     hosts: &[(String, HostSlots)],
     include: &[String],
@@ -80,7 +80,7 @@ pub fn filter_hosts(
     }
 }
 
-/// Returns the numbers of the slots; `None` if they depend on the host.
+/// Returns the numbers of the slots; `None` for [`HostSlots::Auto`].
 fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,
@@ -89,7 +89,7 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     }
 }
 
-/// Adds the hosts and slots of one filter to `named`.
+/// Parses one filter, and adds the hosts and slots that it names to `named`.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -113,7 +113,8 @@ fn parse_filter(
     Ok(())
 }
 
-/// Expands the ranges of a host name. An IPv6 address has none.
+/// Expands the ranges in a host name into one name each. An IPv6 address is returned unchanged,
+/// because its brackets are not ranges.
 fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     match text {
         "" => Err(FilterProblem::HostEmpty),
@@ -122,7 +123,8 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds slots of one host to `named`. Rejects slots that the host does not have.
+/// Adds the slots `these` of the host with index `index` to `named`. Fails if the host does not
+/// have one of the slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,
@@ -148,7 +150,7 @@ fn add_slots(
     Ok(())
 }
 
-/// Parses `0,2-3` into ascending numbers without duplicates.
+/// Parses a list of slots such as `0,2-3` into ascending numbers without duplicates.
 fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
     let mut slots = Vec::new();
     for part in text.split(',') {
@@ -175,7 +177,7 @@ mod tests {
     use super::{FilterProblem::*, *};
     use proptest::prelude::*;
 
-    /// Returns three hosts with 4, 2 and an unknown number of slots.
+    /// Returns three hosts for tests, with 4, 2 and an unknown number of slots.
     fn hosts() -> Vec<(String, HostSlots)> {
         let host = |name: &str, slots| (name.to_owned(), slots);
         vec![
@@ -185,7 +187,8 @@ mod tests {
         ]
     }
 
-    /// Formats the hosts and slots that the filters leave, as `INDEX=SLOTS`.
+    /// Applies filters to the hosts of [`hosts()`], and formats the remaining hosts as
+    /// `INDEX=SLOTS`, separated by spaces.
     fn format_filtered_hosts(include: &[&str], exclude: &[&str]) -> Result<String, FilterError> {
         let texts = |list: &[&str]| list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
         let left = filter_hosts(&hosts(), &texts(include), &texts(exclude))?;
@@ -238,7 +241,7 @@ mod tests {
         }
     }
 
-    /// Filtering takes time linear in the number of hosts.
+    /// Checks that filtering 10 000 hosts does not take quadratic time.
     #[test]
     fn ten_thousand_hosts_are_filtered_quickly() {
         const HOSTS: usize = 10_000;
@@ -258,7 +261,8 @@ mod tests {
     }
 
     proptest! {
-        /// Including slots and excluding the same slots divides a host into two disjoint parts.
+        /// Checks that including slots and excluding the same slots divide a host into two disjoint
+        /// parts.
         #[test]
         fn include_and_exclude_are_complements(picked in proptest::collection::btree_set(0u32..4, 1..4)) {
             let text = picked.iter().map(u32::to_string).collect::<Vec<_>>().join(",");

@@ -1,27 +1,28 @@
 //! Parses hostfiles of DeepSpeed (`host slots=N`) and Open MPI (`host slots=N max-slots=M`, or a
-//! bare host once per slot).
+//! host without options once per slot).
 use super::{HostAddress, HostfileError, HostfileProblem, MAX_HOSTS, parse_hosts};
 use std::collections::HashMap;
 
-/// The largest hostfile, bytes.
+/// The largest size of a hostfile, in bytes.
 pub const MAX_HOSTFILE: usize = 4 << 20;
-/// The most slots of a host.
+/// The largest number of slots of a host.
 pub(super) const MAX_SLOTS: u32 = 1024;
-/// The most mistakes that are reported at once.
+/// The largest number of mistakes that are reported for one hostfile.
 const MAX_ERRORS: usize = 20;
 
 /// A host that a hostfile names, with its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostfileEntry {
-    /// The host.
+    /// The name of the host, with the login name and port that the file gives.
     pub host: HostAddress,
-    /// The number of slots; `None` if the file does not state it.
+    /// The number of slots; `None` if the file does not state the number.
     pub slots: Option<u32>,
     /// The number of the first line that names the host, counted from 1.
     pub line: u32,
 }
 
-/// Parses a hostfile into its hosts, in order. The error has at most [`MAX_ERRORS`] mistakes.
+/// Parses a hostfile into its hosts, in the order of the file. The error contains at least one and
+/// at most [`MAX_ERRORS`] mistakes.
 pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileError>> {
     let mut parser = HostfileParser::default();
     let mut errors = Vec::new();
@@ -44,19 +45,20 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
     }
 }
 
-/// The hosts of the lines that have been parsed.
+/// The hosts of the lines that have been parsed so far.
 #[derive(Default)]
 struct HostfileParser {
     hosts: Vec<HostfileEntry>,
-    /// The index in `hosts` by name, and whether the slots of the host are stated.
+    /// For each host name: the index in `hosts`, and whether a line states the number of slots.
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// The byte offset of a mistake in its line, and the mistake.
+/// A mistake in a line, preceded by its byte offset in the line.
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    /// Parses a line and adds its hosts. Empty lines and comments add none.
+    /// Parses the line with the number `number`, and adds its hosts. Empty lines and comments add
+    /// no host.
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();
@@ -81,7 +83,8 @@ impl HostfileParser {
         Ok(())
     }
 
-    /// Adds a host. A repeated host without stated slots gets one more slot.
+    /// Adds a host from line `line`. A host that was added before without stated slots gets one
+    /// more slot, as in Open MPI. `at` is the byte offset that an error states.
     fn add_host(
         &mut self,
         host: HostAddress,
@@ -115,16 +118,17 @@ impl HostfileParser {
     }
 }
 
-/// The options that follow the host on a line.
+/// The options that follow the host on a line of a hostfile, such as `slots=4`.
 #[derive(Default)]
 struct HostfileLineOptions {
     slots: Option<u32>,
-    /// The login name, and the byte offset of the option in the line.
+    /// The login name, and the byte offset in the line of the option that gives it.
     user: Option<(String, usize)>,
 }
 
 impl HostfileLineOptions {
-    /// Parses ` slots=4 max-slots=8 user=me`. The text begins at byte `at` of the line.
+    /// Parses options such as ` slots=4 max-slots=8 user=me`. `text` begins at byte `at` of the
+    /// line.
     fn parse(text: &str, at: usize) -> Result<HostfileLineOptions, LocatedProblem> {
         let (mut options, mut max, mut slots) = (HostfileLineOptions::default(), None, None);
         let mut next = 0;
@@ -161,7 +165,8 @@ impl HostfileLineOptions {
     }
 }
 
-/// Sets an option. An option that is set already is an error.
+/// Sets `option` to `value`. Fails if the option was set before. `key` and `at`, the byte offset of
+/// the option in the line, describe the option in the error.
 fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),
@@ -169,15 +174,16 @@ fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result
     }
 }
 
-/// Parses a number of slots from 1 to [`MAX_SLOTS`]. `at` is the byte offset of `text` for the
-/// error.
+/// Parses a number of slots from 1 to [`MAX_SLOTS`]. `at` is the byte offset of `text` in the line,
+/// which the error states.
 fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));
     number.ok_or_else(|| (at, HostfileProblem::SlotsInvalid(make_excerpt(text))))
 }
 
-/// Returns the first 40 characters of a text, with control characters escaped.
+/// Returns the first 40 characters of `text` for a message, with all characters except printable
+/// ASCII escaped.
 fn make_excerpt(text: &str) -> String {
     text.chars().take(40).flat_map(char::escape_default).collect()
 }
@@ -187,7 +193,8 @@ mod tests {
     use super::{super::HostSyntaxProblem, HostfileProblem::*, *};
     use proptest::prelude::*;
 
-    /// Formats the hosts of a hostfile as `HOST*SLOTS`.
+    /// Parses a hostfile, and formats its hosts as `HOST*SLOTS`, separated by spaces. Panics if the
+    /// hostfile has a mistake.
     fn format_parsed_hosts(text: &str) -> String {
         let hosts = parse_hostfile(text).expect(text);
         let one =

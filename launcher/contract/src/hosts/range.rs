@@ -2,17 +2,17 @@
 //! (`n[1-2].cluster`).
 use super::{HostSyntaxError, HostSyntaxProblem, MAX_HOSTS, MAX_NAME};
 
-/// The most digits of a number in a range.
+/// The largest number of digits of a number in brackets.
 pub(super) const MAX_DIGITS: usize = 9;
-/// The most pairs of brackets in one name.
+/// The largest number of pairs of brackets in one name.
 pub(super) const MAX_BRACKETS: usize = 4;
 
-/// Creates an error at byte `at` of the text.
+/// Creates an error with the kind `problem` at byte `at` of the text.
 fn range_error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
     HostSyntaxError { at, problem }
 }
 
-/// Splits a text at the commas outside of brackets. Unbalanced and nested brackets are errors.
+/// Splits a text at the commas outside of brackets. Fails if brackets are nested or not balanced.
 pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntaxError> {
     let (mut parts, mut begin, mut open) = (Vec::new(), 0, None);
     for (at, c) in text.char_indices() {
@@ -35,8 +35,8 @@ pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntax
     Ok(parts)
 }
 
-/// Expands the ranges of a text into at most [`MAX_HOSTS`] names, in order. The numbers in the last
-/// brackets vary fastest.
+/// Expands the ranges of a text into at most [`MAX_HOSTS`] names, in the order in which Slurm lists
+/// them. The numbers in the last brackets vary fastest.
 pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
@@ -51,12 +51,14 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Creates the error of a text that stands for more than [`MAX_HOSTS`] hosts.
+/// Creates the error of a text that stands for more than [`MAX_HOSTS`] hosts. `at` is the byte
+/// offset of the mistake.
 fn too_many_hosts_error(at: usize) -> HostSyntaxError {
     range_error(at, HostSyntaxProblem::TooManyHosts)
 }
 
-/// Expands the ranges of one name, which has no commas outside of brackets.
+/// Expands the ranges of one name into at most [`MAX_HOSTS`] names. Outside of brackets, the name
+/// has no commas.
 fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = vec![String::new()];
     let (mut rest, mut at, mut brackets) = (text, 0, 0);
@@ -85,8 +87,8 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Rejects a part that would make names longer than [`MAX_NAME`], before it is appended to
-/// thousands of names.
+/// Fails if appending `piece` would make one of `names` longer than [`MAX_NAME`]. Checking first
+/// avoids the cost of appending to thousands of names.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),
@@ -94,8 +96,9 @@ fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), Hos
     }
 }
 
-/// Expands `01-03,07` into 01 02 03 07. The numbers of a range are padded with zeros to the width
-/// of its first number.
+/// Expands `01-03,07` into 01, 02, 03 and 07. The numbers of a range are padded with zeros to the
+/// width of its first number. `at` is the byte offset of `text`, from which errors compute their
+/// position.
 fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;
@@ -127,7 +130,7 @@ mod tests {
     use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    /// Ranges, and the names that Slurm 22.05's `scontrol show hostnames` prints for them.
+    /// Ranges, each with the names that `scontrol show hostnames` of Slurm 22.05 prints.
     const SLURM_EXPANSIONS: &[(&str, &str)] = &[
         ("n[01-03,07]", "n01 n02 n03 n07"),
         ("gpu-a[1-2]-n[01-02]", "gpu-a1-n01 gpu-a1-n02 gpu-a2-n01 gpu-a2-n02"),
@@ -168,7 +171,8 @@ mod tests {
     }
 
     proptest! {
-        /// Compares the expansion of a range with counting.
+        /// Checks that a range expands to all numbers from the first to the last, with the padding
+        /// of the first.
         #[test]
         fn a_range_contains_every_number_once(low in 0u64..500, span in 0u64..500, pad in 0usize..5) {
             let text = format!("n[{low:0pad$}-{}]", low + span);

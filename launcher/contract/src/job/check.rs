@@ -1,7 +1,7 @@
-//! Checks the values of a job against each other, without data and without a host.
+//! Checks that the values of a job fit together, without reading data and without asking a host.
 //!
 //! A setting that cannot be honoured is an error. A setting without effect is an error if it would
-//! mislead about the result or the safety of the run, otherwise a warning.
+//! mislead about the result or the safety of the run. Otherwise it is a warning.
 use super::train::GPT2;
 use super::{
     AttentionKernels, CommBackend, DeviceSelection, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec,
@@ -11,9 +11,9 @@ use super::{
 use crate::env::looks_secret;
 use diagnostic::codes::job as codes;
 
-/// The number of tokens of the built-in byte tokenizer: 256 bytes and the end of a document.
+/// The number of tokens of the built-in byte tokenizer: 256 bytes and the end-of-document token.
 const BYTE_TOKENS: u32 = 257;
-/// The keys of `checkpoint` that only apply to the built-in runtime.
+/// The keys of `checkpoint` that only apply to the built-in training.
 const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
     "checkpoint.every",
     "checkpoint.keep",
@@ -23,8 +23,8 @@ const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
     "checkpoint.gather_16bit_weights_on_model_save",
 ];
 
-/// Checks a decoded job. Errors and warnings are reported to `d`. A check is skipped if one of its
-/// keys has an error already.
+/// Checks that the values of a decoded job fit together. Errors and warnings are reported to `d`. A
+/// check is skipped if one of its keys already has an error.
 pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_program_keys(d, job);
@@ -44,7 +44,7 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Requires exactly one of `run.command` and `train`.
+/// Checks that the job has exactly one of `run.command` and `train`.
 fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
     let command = d.sources.is_given("run.command");
     if !d.are_valid(&[""]) {
@@ -69,7 +69,7 @@ fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
 }
 
 /// Checks `checkpoint` and `resume` in a job that runs a program. The program saves its checkpoints
-/// itself, so launch only uses `checkpoint.dir`, for `resume.from: auto`.
+/// itself, so launch only uses `checkpoint.dir`, which `resume.from: auto` requires.
 fn check_program_checkpoints(d: &mut JobDecoder, job: &JobSpec) {
     const DIR: &str = "checkpoint.dir";
     const FROM: &str = "resume.from";
@@ -107,7 +107,7 @@ fn check_program_checkpoints(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks the keys of `run` that only apply to programs.
+/// Checks the keys of `run` that only apply to programs, such as `run.visible_devices`.
 fn check_program_keys(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE: &str = "run.visible_devices";
     if !d.are_valid(&["run.command", "cluster.devices", VISIBLE]) {
@@ -127,7 +127,7 @@ fn check_program_keys(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks the keys that only apply to built-in training on GPUs.
+/// Checks keys that only apply to built-in training on GPUs, such as `cluster.comm_backend`.
 fn check_gpu_keys(d: &mut JobDecoder, job: &JobSpec) {
     const WORKERS: &str = "cluster.workers_per_gpu";
     const BACKEND: &str = "cluster.comm_backend";
@@ -170,7 +170,7 @@ fn check_gpu_keys(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Rejects `train.attention: cudnn` in jobs that cuDNN's attention does not support.
+/// Rejects `train.attention: cudnn` in jobs that cuDNN's attention kernels do not support.
 fn check_attention(d: &mut JobDecoder, job: &JobSpec, train: &TrainSpec) {
     const KEY: &str = "train.attention";
     let keys = ["train.precision", "train.deterministic", "cluster.devices", KEY];
@@ -192,7 +192,7 @@ fn check_attention(d: &mut JobDecoder, job: &JobSpec, train: &TrainSpec) {
     d.report_error(code, KEY, format!("`{KEY}: cudnn` requires {requirement}"), help);
 }
 
-/// Warns about secrets whose values are written in the job.
+/// Warns about variables of `run.env` that look like secrets and whose values the job contains.
 fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
         d.report_warning(
@@ -206,7 +206,7 @@ fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that the global batch is a multiple of the micro-batch.
+/// Checks that `train.batch.global` is a multiple of `train.batch.micro`.
 fn check_batch(d: &mut JobDecoder, train: &TrainSpec) {
     const GLOBAL: &str = "train.batch.global";
     const MICRO: &str = "train.batch.micro";
@@ -270,8 +270,8 @@ fn check_loss_scale(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks that `train.model.from` excludes the keys of a new model, and that the sizes of a new
-/// model fit together.
+/// Checks that a job with `train.model.from` has no keys of a new model. Otherwise checks that the
+/// sizes of the new model fit together.
 fn check_model(d: &mut JobDecoder, m: &ModelSpec) {
     const FROM: &str = "train.model.from";
     const DROPOUT: &str = "train.model.dropout";
@@ -293,7 +293,7 @@ fn check_model(d: &mut JobDecoder, m: &ModelSpec) {
     check_heads(d, m);
 }
 
-/// Checks that the numbers of heads and the widths divide each other.
+/// Checks that `hidden_size`, the numbers of heads and `head_dim` of a new model fit together.
 fn check_heads(d: &mut JobDecoder, m: &ModelSpec) {
     const HIDDEN: &str = "train.model.hidden_size";
     const HEADS: &str = "train.model.num_attention_heads";
@@ -330,8 +330,8 @@ fn check_heads(d: &mut JobDecoder, m: &ModelSpec) {
     }
 }
 
-/// Checks that the ranks of an expert placement exist in an expert-parallel group. Whether the
-/// experts exist is checked once the model is known.
+/// Checks that the ranks in `train.experts.placement` are less than the size of an expert-parallel
+/// group. The numbers of the experts are checked when the model is known.
 fn check_experts(d: &mut JobDecoder, e: &ExpertsSpec) {
     const PLACEMENT: &str = "train.experts.placement";
     const SIZE: &str = "train.experts.expert_parallel_size";
@@ -359,7 +359,7 @@ fn check_experts(d: &mut JobDecoder, e: &ExpertsSpec) {
     }
 }
 
-/// Rejects keys that do not apply to GPT-2.
+/// Rejects keys of `train.model` that do not apply to GPT-2.
 fn check_gpt2(d: &mut JobDecoder, m: &ModelSpec) {
     let head_dim = m.hidden_size.checked_div(m.num_attention_heads);
     for (path, is_wrong) in [
@@ -377,7 +377,8 @@ fn check_gpt2(d: &mut JobDecoder, m: &ModelSpec) {
     }
 }
 
-/// Checks that the vocabulary and the positions suffice for the data.
+/// Checks that the vocabulary of a new model has all tokens of the byte tokenizer, and that the
+/// model has at least `seq_len` positions. Also checks the held-out share.
 fn check_data(d: &mut JobDecoder, train: &TrainSpec) {
     const VOCAB: &str = "train.model.vocab_size";
     const POSITIONS: &str = "train.model.max_position_embeddings";
@@ -403,7 +404,8 @@ fn check_data(d: &mut JobDecoder, train: &TrainSpec) {
     check_held_out(d, train);
 }
 
-/// Checks that an evaluation has text, and that a held-out share is used by an evaluation.
+/// Checks that `train.eval` has text to evaluate on. Warns if no evaluation uses the held-out
+/// share.
 fn check_held_out(d: &mut JobDecoder, train: &TrainSpec) {
     const HELD_OUT: &str = "train.data.held_out";
     let share = train.data.held_out;
@@ -433,7 +435,7 @@ fn check_held_out(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects hyper-parameters that the optimizer does not have.
+/// Rejects hyper-parameters in `train.optimizer` that the chosen optimizer does not have.
 fn check_optimizer(d: &mut JobDecoder, o: &OptimizerSpec) {
     let (name, inapplicable): (&str, &[&str]) = match o.name {
         OptimizerName::Adamw => ("adamw", &["train.optimizer.momentum"]),
@@ -452,7 +454,7 @@ fn check_optimizer(d: &mut JobDecoder, o: &OptimizerSpec) {
     }
 }
 
-/// Checks the selection of trained parameters, the adapters, and the hyper-parameters of parameter
+/// Checks `train.freeze`, `train.train_only`, `train.lora` and the hyper-parameters of parameter
 /// groups.
 fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     const FREEZE: &str = "train.freeze";
@@ -492,8 +494,8 @@ fn check_trained_params(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects keys that conflict with `train.lora`: adapters are the only trained parameters, and the
-/// directory `train.lora.from` contains their settings.
+/// Rejects keys that conflict with `train.lora`. Adapters are the only trained parameters, and the
+/// directory `train.lora.from` contains the settings of its adapters.
 fn check_lora(d: &mut JobDecoder, train: &TrainSpec) {
     const FROM: &str = "train.lora.from";
     let Some(lora) = &train.lora else { return };
@@ -519,7 +521,8 @@ fn check_lora(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Checks the keys of `train.schedule` against its name, the number of steps and the learning rate.
+/// Checks the keys of `train.schedule` against the name of the schedule, the number of steps and
+/// the learning rate.
 fn check_schedule(d: &mut JobDecoder, train: &TrainSpec) {
     const WARMUP: &str = "train.schedule.warmup_steps";
     const DECAY: &str = "train.schedule.decay_steps";

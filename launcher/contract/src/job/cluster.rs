@@ -5,21 +5,21 @@ use std::{net::IpAddr, path::PathBuf};
 /// `cluster`: the hosts and devices of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterSpec {
-    /// The hosts, before `include` and `exclude` are applied.
+    /// The hosts that the job may use, before `include` and `exclude` are applied.
     pub hosts: HostSelection,
-    /// DeepSpeed's filter that keeps only these hosts and slots, verbatim. Cannot be combined with
-    /// `exclude`.
+    /// DeepSpeed's filters that keep only the hosts and slots that they name, as written in the
+    /// job. Cannot be combined with `exclude`.
     pub include: Vec<String>,
-    /// DeepSpeed's filter that removes these hosts and slots, verbatim.
+    /// DeepSpeed's filters that remove the hosts and slots that they name, as written in the job.
     pub exclude: Vec<String>,
-    /// The settings of SSH connections.
+    /// The settings of the SSH connections to the hosts.
     pub ssh: SshSpec,
     /// The number of hosts that run workers; `None` for all. The first available hosts are used,
     /// and the others are spare hosts.
     pub use_hosts: Option<u32>,
     /// The number of workers on each host.
     pub workers_per_host: WorkersPerHost,
-    /// The devices of the workers.
+    /// The devices on which the workers compute.
     pub devices: DeviceSelection,
     /// The number of built-in workers that share a GPU.
     pub workers_per_gpu: u32,
@@ -29,34 +29,37 @@ pub struct ClusterSpec {
     /// Directories that are searched first for the CUDA libraries.
     #[serde(rename = "cuda_libs")]
     pub cuda_library_paths: Vec<PathBuf>,
-    /// The rendezvous port (`MASTER_PORT`).
+    /// The choice of the rendezvous port (`MASTER_PORT`).
     pub master_port: MasterPort,
-    /// The process that serves the rendezvous store.
+    /// The process that serves the rendezvous store of programs.
     pub store: StoreHost,
-    /// The network interface of built-in workers.
+    /// The network interface on which built-in workers listen for workers on other hosts.
     pub interface: InterfaceSelector,
 }
 
-/// `cluster.interface`: the network interface at which a built-in worker listens for workers on
+/// `cluster.interface`: the network interface on which a built-in worker listens for workers on
 /// other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum InterfaceSelector {
-    /// The address at which the host is reached by SSH, otherwise the first address that is not
-    /// loopback.
+    /// The address at which the host is reached by SSH. Without such an address, the first address
+    /// that is not loopback.
     Auto,
-    /// The interface with this name (`eth0`), or with an address in this network (`10.1.0.0/16`).
+    /// The interface with this name (`eth0`), or the interface with an address in this network
+    /// (`10.1.0.0/16`).
     Named(String),
 }
 
 impl ClusterSpec {
-    /// Returns whether built-in workers compute on GPUs.
+    /// Returns whether built-in workers compute on GPUs. They do so if `devices` is `cuda` or a
+    /// list.
     pub fn trains_on_gpus(&self) -> bool {
         matches!(self.devices, DeviceSelection::Cuda | DeviceSelection::List(_))
     }
 }
 
 impl InterfaceSelector {
-    /// Returns whether a worker may listen at `address` of `interface`.
+    /// Returns whether this selection allows a worker to listen at `address` of the interface
+    /// `interface`.
     pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
@@ -67,8 +70,8 @@ impl InterfaceSelector {
         }
     }
 
-    /// Returns whether `text` is the name of an interface, or a network: an address, a slash and a
-    /// prefix length.
+    /// Returns whether `text` is a possible name of an interface, or a network such as
+    /// `10.1.0.0/16`.
     pub fn is_valid_name(text: &str) -> bool {
         match text.split_once('/') {
             Some((address, bits)) => {
@@ -84,7 +87,8 @@ impl InterfaceSelector {
     }
 }
 
-/// Returns whether `address` is in the network, which is given by an address and a prefix length.
+/// Returns whether `address` belongs to a network, which is given by an address and a prefix length
+/// in bits.
 fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
     let (Ok(network), Ok(bits)) = (network.parse::<IpAddr>(), bits.parse::<u32>()) else { return false };
     match (address, network) {
@@ -103,105 +107,109 @@ fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
 /// `cluster.hosts`: the hosts that the job may use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostSelection {
-    /// The nodes of the Slurm allocation that launch runs in; this machine outside of an
-    /// allocation.
+    /// The nodes of the Slurm allocation that launch runs in. Outside of an allocation, this
+    /// machine.
     Auto,
-    /// This machine.
+    /// Only the machine on which launch was started.
     Local,
     /// The nodes of the Slurm allocation that launch runs in.
     Slurm,
-    /// These hosts, verbatim. [`crate::hosts::parse_hosts`] parses each text.
+    /// The hosts that these texts name. [`crate::hosts::parse_hosts`] parses each text.
     List(Vec<String>),
-    /// The hosts of this hostfile.
+    /// The hosts of the hostfile at this path.
     File(PathBuf),
 }
 
-/// `cluster.ssh`: the settings of SSH connections. Absent values come from the SSH configuration.
+/// `cluster.ssh`: the settings of SSH connections. Values that are absent come from the SSH
+/// configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SshSpec {
-    /// The login name for hosts that are written without one; `None` for that of the SSH
-    /// configuration, otherwise the current user.
+    /// The login name for hosts that are written without one. If this value is `None`, the login
+    /// name of the SSH configuration is used, otherwise the current user.
     pub user: Option<String>,
-    /// The port for hosts that are written without one; `None` for that of the SSH configuration,
-    /// otherwise 22.
+    /// The port for hosts that are written without one. If this value is `None`, the port of the
+    /// SSH configuration is used, otherwise 22.
     pub port: Option<u16>,
-    /// The file of the private key; `None` for the keys of the SSH configuration, of the SSH agent,
-    /// and the default keys.
+    /// The file of the private key. If this value is `None`, the keys of the SSH configuration, of
+    /// the SSH agent and the default keys are used.
     pub key: Option<PathBuf>,
-    /// The SSH configuration to read.
+    /// The SSH configuration that is read.
     pub config: SshConfig,
-    /// The verification of host keys.
+    /// Which host keys are accepted.
     pub known_hosts: KnownHosts,
-    /// The jump host, as `[user@]host[:port]`; `None` for that of the SSH configuration.
+    /// The jump host, as `[user@]host[:port]`. If this value is `None`, the jump host of the SSH
+    /// configuration is used, if any.
     pub jump: Option<String>,
-    /// The time limit of each step of connecting, milliseconds.
+    /// The time limit for each step of connecting, in milliseconds.
     pub connect_timeout_ms: u64,
     /// The number of SSH connections that are set up at the same time.
     #[serde(rename = "parallel")]
     pub fanout: u32,
 }
 
-/// `cluster.ssh.config`: the SSH configuration to read.
+/// `cluster.ssh.config`: the SSH configuration that is read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SshConfig {
-    /// The configurations of the user and of the system.
+    /// The configuration files of the user and of the system.
     #[serde(rename = "Usual")]
     Default,
-    /// No configuration.
+    /// No configuration file.
     None,
-    /// Only this file.
+    /// Only the configuration file at this path.
     File(PathBuf),
 }
 
-/// Which host keys an SSH connection accepts (`cluster.ssh.known_hosts`).
+/// `cluster.ssh.known_hosts`: which host keys an SSH connection accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KnownHosts {
     /// Only keys that known_hosts contains.
     Strict,
-    /// Also the key of a host that known_hosts does not contain; the key is then added.
+    /// Keys that known_hosts contains, and the key of a host without an entry in known_hosts. The
+    /// new key is then added to known_hosts.
     AcceptNew,
 }
 
-/// `cluster.workers_per_host`: the number of workers on a host.
+/// `cluster.workers_per_host`: the number of workers on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkersPerHost {
     /// One worker per GPU that the job uses (`workers_per_gpu` per GPU in built-in training), or
     /// one worker on CPUs.
     Auto,
-    /// This number of workers.
+    /// This number of workers on each host.
     Exactly(u32),
 }
 
-/// The devices of the workers.
+/// `cluster.devices`: the devices on which the workers compute.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceSelection {
-    /// The GPUs of the host, if any, for programs; the CPU for built-in training.
+    /// For programs: the GPUs of the host, if there are any. For built-in training: the CPU.
     Auto,
-    /// The CPU; GPUs are hidden from the workers.
+    /// The CPU. Workers cannot see the host's GPUs.
     Cpu,
-    /// All GPUs of the host, at least one.
+    /// All GPUs of the host. A host without a GPU is an error.
     Cuda,
-    /// The GPUs with these numbers; not empty, without duplicates.
+    /// The GPUs with these numbers. The list is not empty and has no duplicates.
     List(Vec<u32>),
 }
 
-/// The backend that transfers GPU buffers between built-in workers.
+/// `cluster.comm_backend`: the backend that transfers GPU buffers between built-in workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CommBackend {
-    /// NCCL if each of several workers has its own GPU, otherwise the host.
+    /// NCCL if there are several workers and each has its own GPU. Otherwise the memory and network
+    /// of the host.
     Auto,
-    /// NCCL.
+    /// NVIDIA's library NCCL.
     Nccl,
     /// The memory and network of the host.
     Host,
 }
 
-/// The rendezvous port (`MASTER_PORT`).
+/// `cluster.master_port`: the choice of the rendezvous port (`MASTER_PORT`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MasterPort {
-    /// Any free port.
+    /// Any port that is free on the host of rank 0.
     Auto,
-    /// This port.
+    /// The port with this number.
     Fixed(u16),
 }
 
@@ -211,6 +219,6 @@ pub enum MasterPort {
 pub enum StoreHost {
     /// The agent of the first host, which binds the port before any rank starts.
     Agent,
-    /// Rank 0, which binds a port that was free when the run started.
+    /// Rank 0 of the program, which binds a port that was free when the run started.
     Rank0,
 }

@@ -11,25 +11,27 @@ use super::{
 use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 
-/// Files with a format, a field and a weight: those of `data.files`, or one source of a mixture.
+/// Files that are trained on, with their format, field and weight. A data source stands for
+/// `data.files` or for one source of `data.mixture`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSource {
-    /// The name in `data.mixture`; empty for `data.files`.
+    /// The name in `data.mixture`; empty for the source that `data.files` defines.
     pub name: String,
-    /// The share of the samples that come from this source, relative to the weights of the other
-    /// sources.
+    /// The relative share of the samples that come from this source. The share is this value
+    /// divided by the sum of the weights of all sources.
     pub weight: f64,
-    /// Files and globs, relative to the workdir.
+    /// Paths and globs of the files, relative to the workdir.
     pub files: Vec<String>,
-    /// The content of a record: text or a chat.
+    /// Whether a record contains plain text or a chat.
     pub format: RecordFormat,
-    /// The field of a JSON lines or Parquet record that contains the text or the messages.
+    /// The name of the field of a JSON lines or Parquet record that contains the text or the
+    /// messages.
     pub field: String,
-    /// The tokens that count for the loss.
+    /// Which tokens count for the loss.
     pub loss_on: LossTargets,
 }
 
-/// The content of the records of a data source.
+/// `format`: what the records of a data source contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RecordFormat {
     /// Plain text.
@@ -39,7 +41,8 @@ pub enum RecordFormat {
 }
 
 impl RecordFormat {
-    /// Returns the name of the field that contains the text or the messages by default.
+    /// Returns the default of the key `field`, the name of the record field with the text or the
+    /// messages.
     pub fn default_field(self) -> &'static str {
         match self {
             RecordFormat::Text => "text",
@@ -48,27 +51,28 @@ impl RecordFormat {
     }
 }
 
-/// The tokens that count for the loss.
+/// `loss_on`: which tokens of a data source count for the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LossTargets {
-    /// All tokens.
+    /// All tokens of the text.
     All,
-    /// The tokens of the assistant's messages in a chat.
+    /// Only the tokens of the assistant's messages in a chat.
     Assistant,
 }
 
-/// The most sources in a mixture.
+/// The largest number of sources in a mixture.
 const MAX_SOURCES: usize = 64;
-/// The values of the key `format`.
+/// The values of the key `format` in job.yaml, and what they mean.
 const FORMATS: &[(&str, RecordFormat)] = &[("text", RecordFormat::Text), ("chat", RecordFormat::Chat)];
-/// The values of the key `loss_on`.
+/// The values of the key `loss_on` in job.yaml, and what they mean.
 const LOSS_ON: &[(&str, LossTargets)] = &[("assistant", LossTargets::Assistant), ("all", LossTargets::All)];
-/// The key of the mixture.
+/// The path of the key that contains the mixture.
 const MIXTURE: &str = "train.data.mixture";
-/// The keys of a source in a mixture.
+/// The names of the keys of one source in a mixture.
 const KEYS: [&str; 5] = ["files", "weight", "format", "field", "loss_on"];
 
-/// Decodes the data sources of `train.data`: those of `mixture`, otherwise one source with `files`.
+/// Decodes the data sources of the section `t`, which is `train.data`. They come from `mixture` if
+/// it is given, otherwise from `files`. Reports errors to `d`.
 pub(super) fn decode_sources(d: &mut JobDecoder, t: &JobSection<'_>) -> Vec<DataSource> {
     let mixture = d.decode_optional(t, MIXTURE, read_mixture);
     let files = d.decode_optional(t, "train.data.files", read_files);
@@ -105,7 +109,7 @@ pub(super) fn decode_sources(d: &mut JobDecoder, t: &JobSection<'_>) -> Vec<Data
     vec![build_data_source(String::new(), 1.0, files, format, field, loss_on)]
 }
 
-/// Builds a data source. Absent values get the defaults of the format.
+/// Builds a data source. An absent `field` or `loss_on` gets the default of the format.
 fn build_data_source(
     name: String,
     weight: f64,
@@ -122,14 +126,15 @@ fn build_data_source(
     DataSource { name, weight, files, format, field, loss_on: loss_on.unwrap_or(default) }
 }
 
-/// Reads a list of at least one file or glob.
+/// Reads a list of files and globs. Fails if the list is empty.
 fn read_files(node: &YamlNode) -> ReadResult<Vec<String>> {
     let what = "a list of files and globs";
     let files = list_reader(what, read_text)(node)?;
     if files.is_empty() { Err(out_of_range_error(what, node)) } else { Ok(files) }
 }
 
-/// Reads `train.data.mixture`. The sources are sorted by name, because a mapping has no order.
+/// Reads `train.data.mixture`. The sources are sorted by name, so that their order in the file has
+/// no effect.
 fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
     let what = "a mapping of names to sources such as `{files: [\"a/*.jsonl\"], weight: 2}`";
     let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(what, node)) };
@@ -149,7 +154,7 @@ fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
     ValueError::merge(errors).map_or(Ok(read), Err)
 }
 
-/// Reads one source of a mixture, and reports the errors of all its keys.
+/// Reads one source of a mixture. The error contains the mistakes of all keys of the source.
 fn read_mixture_source(entry: &YamlEntry) -> ReadResult<DataSource> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     if entry.key.is_empty() || entry.key.len() > 64 || !entry.key.chars().all(fits) {
@@ -189,15 +194,15 @@ fn read_mixture_source(entry: &YamlEntry) -> ReadResult<DataSource> {
     ValueError::merge(errors).map_or(Ok(source), Err)
 }
 
-/// The keys of one source of a mixture, and the errors of the keys that were read.
+/// The keys of one source of a mixture, and the errors that were found in them so far.
 struct SourceKeys<'n> {
     keys: &'n [YamlEntry],
     errors: Vec<ValueError>,
 }
 
 impl SourceKeys<'_> {
-    /// Reads the value of a key; `None` if the key is absent or its value is wrong. Records the
-    /// error of a wrong value.
+    /// Reads the value of the key `name`. Returns `None` if the key is absent. If the value is
+    /// wrong, records the error and returns `None`.
     fn read<T>(&mut self, name: &str, reader: impl Fn(&YamlNode) -> ReadResult<T>) -> Option<T> {
         let entry = self.keys.iter().find(|k| k.key == name)?;
         match reader(&entry.value) {

@@ -8,19 +8,20 @@ use super::{
 };
 use diagnostic::{Code, Diagnostic, codes::job as codes};
 
-/// The most errors that are collected.
+/// The largest number of errors that are collected. Further errors are dropped.
 const MAX_ERRORS: usize = 200;
 
-/// Reads the values of a job, and collects errors and warnings.
+/// Reads the values of a job, and collects the errors and warnings that are found.
 pub(crate) struct JobDecoder {
     pub(crate) sources: SourceMap,
     pub(crate) errors: Vec<Diagnostic>,
     pub(crate) warnings: Vec<Diagnostic>,
-    /// The deprecated keys that the job uses, each with its present path.
+    /// The deprecated names of keys that the job uses, as pairs of the deprecated and the present
+    /// path.
     pub(crate) deprecated: Vec<(String, String)>,
 }
 
-/// The entries of one section of the job.
+/// The entries of one section of the job. A section that the job does not contain has no entries.
 #[derive(Clone, Copy)]
 pub(crate) struct JobSection<'n> {
     path: &'static str,
@@ -40,24 +41,25 @@ impl JobDecoder {
         JobDecoder { sources, errors: Vec::new(), warnings: Vec::new(), deprecated: Vec::new() }
     }
 
-    /// Opens the whole job as a section. Reports unknown and duplicate keys.
+    /// Opens the whole job as a section. Reports unknown and duplicate keys at the top level.
     pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
 
-    /// Opens a section of `parent`. Reports unknown and duplicate keys in it.
+    /// Opens the section `path`, which is directly within `parent`. Reports unknown and duplicate
+    /// keys in the section.
     pub(crate) fn open_section<'n>(&mut self, parent: &JobSection<'n>, path: &'static str) -> JobSection<'n> {
         let node = self.find_value(parent, path);
         self.open_section_node(path, node)
     }
 
-    /// Returns whether a section of `parent` is absent or `null`.
+    /// Returns whether the section `path` of `parent` is absent or `null`.
     pub(crate) fn is_absent(&self, parent: &JobSection<'_>, path: &'static str) -> bool {
         self.find_value(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    /// Opens a section with this value. Reports a value that is not a mapping, and unknown and
-    /// duplicate keys.
+    /// Opens the section `path`, whose value is `node`. Reports a value that is not a mapping, and
+    /// unknown and duplicate keys.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
             None => &[],
@@ -71,7 +73,8 @@ impl JobDecoder {
         JobSection { path, entries, given: node.is_some() }
     }
 
-    /// Reports unknown keys, and keys that are given both by their name and by an alias.
+    /// Reports keys of a section that are unknown, and keys that are given both by their name and
+    /// by an alias.
     fn check_key_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
         let mut known_names: Vec<&'static str> = Vec::new();
         for entry in entries {
@@ -90,7 +93,7 @@ impl JobDecoder {
         }
     }
 
-    /// Reports an unknown key, with a similar name or the names of all keys as advice.
+    /// Reports an unknown key. The advice is a similar name, or else a list of the section's keys.
     fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -114,7 +117,8 @@ impl JobDecoder {
         self.push_error(error);
     }
 
-    /// Finds the value of a key, by its name or an alias.
+    /// Returns the value of the key `path` in its section, where the key may have its name or an
+    /// alias. Returns `None` if the key is absent.
     fn find_value<'n>(&self, section: &JobSection<'n>, path: &'static str) -> Option<&'n YamlNode> {
         debug_assert!(keys::find_key(path).is_some(), "{path} is not in the table of keys");
         let key = keys::find_key(path)?;
@@ -124,8 +128,8 @@ impl JobDecoder {
         section.entries.iter().find(is_key).map(|e| &e.value)
     }
 
-    /// Reads the value of a key. An absent key has its default. A wrong value is reported, and the
-    /// default is returned.
+    /// Reads the value of the key `path` by `reader`. Returns the default if the key is absent. If
+    /// the value is wrong, reports the error and returns the default.
     pub(crate) fn decode_value<T>(
         &mut self,
         section: &JobSection<'_>,
@@ -143,8 +147,8 @@ impl JobDecoder {
         value.unwrap_or_else(|| unreachable!("the default of {path} in the table of keys is readable"))
     }
 
-    /// Reads the value of a key; `None` if the key is absent. A wrong value is reported, and `None`
-    /// is returned.
+    /// Reads the value of the key `path` by `reader`. Returns `None` if the key is absent. If the
+    /// value is wrong, reports the error and returns `None`.
     pub(crate) fn decode_optional<T>(
         &mut self,
         section: &JobSection<'_>,
@@ -155,8 +159,8 @@ impl JobDecoder {
         reader(node).map_err(|error| self.report_value_error(path, error)).ok()
     }
 
-    /// Reports a wrong value of `path`. The message begins with the path. An empty path stands for
-    /// the whole job.
+    /// Reports that the value of the key `path` is wrong. The message begins with the path. An
+    /// empty `path` stands for the whole job.
     pub(crate) fn report_value_error(&mut self, path: &str, error: ValueError) {
         let (subject, prefix) = match path {
             "" => (None, "the job ".to_owned()),
@@ -167,7 +171,7 @@ impl JobDecoder {
         }
     }
 
-    /// Reports a value of `path` that is well-formed but not possible. An empty `path` stands for
+    /// Reports an error about the key `path` whose value is well-formed. An empty `path` stands for
     /// the whole job. `help` may be empty.
     pub(crate) fn report_error(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let error =
@@ -175,15 +179,15 @@ impl JobDecoder {
         self.push_error(error);
     }
 
-    /// Adds a warning about `path`. `help` may be empty.
+    /// Adds a warning about the key `path`. `help` is the advice for the user, and may be empty.
     pub(crate) fn report_warning(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let warning =
             self.sources.add_location(with_subject_and_help(Diagnostic::warning(code, message), path, help));
         self.warnings.push(warning);
     }
 
-    /// Adds an error, unless there are [`MAX_ERRORS`] already. An error about a key that is given
-    /// by its deprecated name gets advice with that name.
+    /// Adds an error. Drops the error if there are already [`MAX_ERRORS`]. If the job gives the key
+    /// by its deprecated name, the error gets advice that mentions this name.
     pub(crate) fn push_error(&mut self, error: Diagnostic) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -195,21 +199,21 @@ impl JobDecoder {
         });
     }
 
-    /// Returns whether all of these keys are without errors. If a key has an error, its decoded
-    /// value may be a default in place of the wrong value.
+    /// Returns whether the keys `paths` have no errors. The decoded value of a key with an error
+    /// may be a default in place of the wrong value.
     pub(crate) fn are_valid(&self, paths: &[&str]) -> bool {
         !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
     }
 }
 
-/// Sets the subject and the help of a diagnostic, unless they are empty.
+/// Sets the subject of a diagnostic to `path`, and adds `help`. An empty text is skipped.
 fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
     let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
 }
 
-/// Finds the key whose path ends with `name` or that has this alias; `None` unless exactly one key
-/// matches.
+/// Returns the path of the only key whose last name or alias is `name`. Returns `None` if no key or
+/// several keys match.
 fn find_key_by_last_name(name: &str) -> Option<&'static str> {
     let has_name = |k: &&keys::KeyInfo| k.path.rsplit('.').next() == Some(name) || k.aliases.contains(&name);
     let mut found = keys::KEYS.iter().filter(has_name).map(|k| k.path);

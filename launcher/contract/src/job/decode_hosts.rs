@@ -13,10 +13,10 @@ use super::{
 use crate::hosts::{MAX_HOSTS, parse_hosts};
 use diagnostic::codes::job as codes;
 
-/// The longest `cluster.ssh.connect_timeout`, milliseconds.
+/// The longest `cluster.ssh.connect_timeout`, in milliseconds.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 10 * 60 * 1000;
 
-/// Reads `auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`.
+/// Reads `cluster.hosts`: `auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`.
 pub(super) fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     const WHAT: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
     match &node.value {
@@ -44,7 +44,7 @@ pub(super) fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     }
 }
 
-/// Reads a text that names one or several hosts. The text is returned verbatim.
+/// Reads a text that names one or several hosts. Checks the text, but returns it unchanged.
 fn read_host(node: &YamlNode) -> ReadResult<String> {
     let text = match node.value {
         // A number may be the name of a host.
@@ -63,7 +63,8 @@ fn read_host(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Rejects host names that occur twice, and more than [`MAX_HOSTS`] hosts.
+/// Fails if the texts of a list name a host twice, or more than [`MAX_HOSTS`] hosts. `node` is the
+/// list.
 fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     let YamlValue::List(items) = &node.value else { return Ok(()) };
     let mut names = std::collections::HashSet::new();
@@ -85,8 +86,8 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     Ok(())
 }
 
-/// Reads a list of DeepSpeed's filters. A single text is also accepted, as on DeepSpeed's command
-/// line.
+/// Reads `cluster.include` or `cluster.exclude`: a list of DeepSpeed's filters. A single text is
+/// also accepted, as on DeepSpeed's command line.
 pub(super) fn read_filters(node: &YamlNode) -> ReadResult<Vec<String>> {
     match node.value {
         YamlValue::Text => read_text(node).map(|text| vec![text]),
@@ -94,7 +95,7 @@ pub(super) fn read_filters(node: &YamlNode) -> ReadResult<Vec<String>> {
     }
 }
 
-/// Decodes `cluster.ssh`.
+/// Decodes the section `cluster.ssh`. Reports errors to `d`.
 pub(super) fn decode_ssh(d: &mut JobDecoder, cluster: &JobSection<'_>) -> SshSpec {
     let t = d.open_section(cluster, "cluster.ssh");
     SshSpec {
@@ -126,7 +127,7 @@ pub(super) fn decode_ssh(d: &mut JobDecoder, cluster: &JobSection<'_>) -> SshSpe
     }
 }
 
-/// Reads a login name.
+/// Reads a login name. Rejects names that [`parse_hosts`] does not accept before an `@`.
 fn read_user(node: &YamlNode) -> ReadResult<String> {
     let name = read_text(node)?;
     match parse_hosts(&format!("{name}@host")) {
@@ -135,7 +136,7 @@ fn read_user(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads a text that names one host.
+/// Reads a text that names exactly one host, as `[user@]host[:port]`.
 fn read_jump_host(node: &YamlNode) -> ReadResult<String> {
     let text = read_text(node)?;
     match parse_hosts(&text).map(|hosts| hosts.len()) {

@@ -1,8 +1,8 @@
-//! Accepts previous names of keys and values: [`rewrite_deprecated_names`] replaces them by the
+//! Accepts previous names of keys and values. [`rewrite_deprecated_names`] replaces them by the
 //! present names and warns.
 //!
-//! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent and listed in
-//! the table of keys. Each use of a deprecated name causes a warning.
+//! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent, are listed in
+//! the table of keys, and cause no warning.
 use super::{
     decode::JobDecoder,
     keys, scalar,
@@ -16,11 +16,11 @@ use diagnostic::{Diagnostic, codes::job as codes};
 pub struct DeprecatedName {
     /// The section of the key, e.g. `cluster.ssh`.
     pub section: &'static str,
-    /// The previous last name of the key.
+    /// The previous last part of the key's path, e.g. `parallel`.
     pub old: &'static str,
-    /// The present last name of the key; equal to `old` if only values were renamed.
+    /// The present last part of the key's path. It equals `old` if only values were renamed.
     pub new: &'static str,
-    /// The previous and the present name of each renamed value.
+    /// The renamed values of the key, as pairs of the previous and the present name.
     pub values: &'static [(&'static str, &'static str)],
 }
 
@@ -36,12 +36,12 @@ impl DeprecatedName {
     }
 }
 
-/// Creates the entry of a key of which only the name was changed.
+/// Creates the entry of a key whose name was changed, but whose values were not.
 const fn renamed_key(section: &'static str, old: &'static str, new: &'static str) -> DeprecatedName {
     DeprecatedName { section, old, new, values: &[] }
 }
 
-/// Every deprecated name, in the order of the table of keys.
+/// All deprecated names, in the order of the table of keys.
 pub static DEPRECATED: &[DeprecatedName] = &[
     renamed_key("cluster", "collectives", "comm_backend"),
     renamed_key("cluster", "cuda_libs", "cuda_library_paths"),
@@ -60,14 +60,15 @@ pub static DEPRECATED: &[DeprecatedName] = &[
     renamed_key("slurm", "notice", "signal_time"),
 ];
 
-/// Returns the present last name of a key of `section`; `None` if `name` is not deprecated.
+/// Returns the present name of the key `name` of `section`; `None` if `name` is not deprecated.
+/// Both names are last parts of a path.
 pub(super) fn find_present_name(section: &str, name: &str) -> Option<&'static str> {
     let renamed = |d: &&DeprecatedName| d.section == section && d.old == name && d.new != name;
     DEPRECATED.iter().find(renamed).map(|d| d.new)
 }
 
-/// Replaces deprecated names in the tree by the present ones. Each use adds a warning. A key that
-/// is given by both of its names adds an error.
+/// Replaces deprecated names in the YAML tree by the present names. Adds a warning for each use.
+/// Adds an error for a key that is given by both of its names.
 pub(super) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
     for name in DEPRECATED {
         if let Some(entries) = find_section_entries(root, name.section) {
@@ -76,7 +77,8 @@ pub(super) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut Yaml
     }
 }
 
-/// Returns the entries of a section; `None` if the job does not have the section.
+/// Returns the entries of the section with the path `section`; `None` if the job does not contain
+/// the section.
 fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
     let mut node = root;
     for name in section.split('.') {
@@ -86,7 +88,7 @@ fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n
     if let YamlValue::Map(entries) = &mut node.value { Some(entries) } else { None }
 }
 
-/// Replaces one deprecated name among the entries of its section.
+/// Replaces the deprecated name `name` among the entries of its section, if the job uses the name.
 fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
     let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };
     let (old, new) = (name.old_path(), name.new_path());

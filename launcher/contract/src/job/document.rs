@@ -10,16 +10,16 @@ use diagnostic::{
 };
 use std::path::Path;
 
-/// The notation of a document.
+/// The syntax in which a document is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DocumentSyntax {
-    /// YAML 1.2, with the restrictions of job.yaml.
+    /// YAML 1.2, with the restrictions that apply to job.yaml.
     Yaml,
     /// JSON with the comments of Hjson: `//`, `#` and `/* */`.
     Json,
 }
 
-/// A parsed file of another program.
+/// A parsed YAML or JSON file of another program, such as a DeepSpeed configuration.
 #[derive(Clone, Debug)]
 pub struct Document {
     sources: SourceMap,
@@ -27,10 +27,10 @@ pub struct Document {
     pub root: DocumentItem,
 }
 
-/// A value of a document, with its text and span.
+/// A value of a document, with its text and its position in the file.
 #[derive(Clone, Debug)]
 pub struct DocumentItem {
-    /// The value and its type.
+    /// The value, with its type.
     pub value: DocumentValue,
     /// The text of a scalar, unescaped if it is quoted; empty for lists and mappings.
     pub text: String,
@@ -46,7 +46,7 @@ pub enum DocumentValue {
     Bool(bool),
     /// An integer.
     Int(i128),
-    /// A number with a point or an exponent, or an infinity or NaN.
+    /// A number with a decimal point or an exponent, or an infinity or NaN.
     Float(f64),
     /// Text, which is stored in [`DocumentItem::text`].
     Text,
@@ -57,7 +57,7 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Describes the value for a message: ``the text `abc` ``, `3`, `a list`.
+    /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
     pub fn describe(&self) -> String {
         let raw = yaml::make_excerpt(&self.text);
         match &self.value {
@@ -71,15 +71,16 @@ impl DocumentItem {
 }
 
 impl Document {
-    /// Reads and parses a file of at most 1 MiB.
+    /// Reads and parses the file at `path`. Fails if the file is larger than 1 MiB, empty or
+    /// malformed.
     pub fn read(path: &Path, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let name = path.display().to_string();
         let text = decode_utf8(&name, read_limited_file(path, &name, "file")?)?;
         Document::parse(&name, &text, syntax)
     }
 
-    /// Parses a text of at most 1 MiB. `name` is the file name in messages. An empty document is an
-    /// error.
+    /// Parses a text of at most 1 MiB. `name` is the file name in messages. Fails if the document
+    /// is empty.
     pub fn parse(name: &str, text: &str, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -105,12 +106,12 @@ impl Document {
         }
     }
 
-    /// Returns the location of a value of this document.
+    /// Returns the location of a value of this document, which diagnostics point at.
     pub fn location(&self, item: &DocumentItem) -> Location {
         self.sources.locate_span(item.span)
     }
 
-    /// Returns the file name.
+    /// Returns the name of the file that the document was read from.
     pub fn file(&self) -> &str {
         self.sources.file()
     }
@@ -132,15 +133,15 @@ fn item_from_yaml(node: YamlNode) -> DocumentItem {
     DocumentItem { value, text: node.raw, span: node.span }
 }
 
-/// Returns whether the first character after white space and comments is `{`.
+/// Returns whether the first character of `text` after white space and comments is `{`.
 fn begins_with_brace(text: &str) -> bool {
     blank_out_comments(text).trim_start().starts_with('{')
 }
 
-/// Replaces comments and tabs by spaces, because YAML does not accept them everywhere. The length
-/// in bytes stays, so that spans remain valid.
+/// Replaces comments by spaces, and tabs outside of texts too, because YAML does not accept them
+/// everywhere. The length in bytes does not change, so spans of the result are valid in `text`.
 fn blank_out_comments(text: &str) -> String {
-    /// The part of the text that contains the next character.
+    /// The kind of text that contains the current character.
     #[derive(PartialEq)]
     enum LexerState {
         Code,

@@ -1,4 +1,5 @@
-//! `train.experts`: the distribution of the experts of a model, and the losses of its routers.
+//! `train.experts`: the distribution of a model's experts over ranks, and the losses of its
+//! routers.
 use super::{
     decode::{JobDecoder, JobSection},
     readers::{ReadResult, int32_reader, number_reader, out_of_range_error, wrong_type_error},
@@ -9,16 +10,17 @@ use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// `train.experts`: the distribution of experts and the losses of routers. The default applies to
-/// models without experts.
+/// `train.experts`: the distribution of experts over ranks, and the losses of routers. Models
+/// without experts use the default values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsSpec {
     /// The number of ranks over which the experts of a layer are distributed.
     #[serde(rename = "parallel")]
     pub expert_parallel_size: u32,
-    /// The placement of experts on the ranks of an expert-parallel group.
+    /// The assignment of experts to the ranks of an expert-parallel group.
     pub placement: ExpertPlacement,
-    /// The factor of the load-balancing loss; `None` for `router_aux_loss_coef` of config.json.
+    /// The factor of the load-balancing loss. If this value is `None`, `router_aux_loss_coef` of
+    /// config.json is used.
     pub aux_loss: Option<f64>,
     /// The factor of the routers' z-loss.
     pub z_loss: f64,
@@ -35,18 +37,18 @@ impl Default for ExpertsSpec {
     }
 }
 
-/// The placement of experts on the ranks of an expert-parallel group.
+/// `train.experts.placement`: the assignment of experts to the ranks of an expert-parallel group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExpertPlacement {
-    /// Each rank has the same number of consecutive experts.
+    /// Each rank gets an equal number of consecutive experts.
     Balanced,
-    /// The rank of each expert, equal in all layers.
+    /// The rank of each expert, which is the same in all layers.
     Experts(BTreeMap<u32, u32>),
-    /// The rank of each expert by layer. Layers that are not named are balanced.
+    /// The rank of each expert in the layers that are named. The other layers are balanced.
     Layers(BTreeMap<u32, BTreeMap<u32, u32>>),
 }
 
-/// Decodes `train.experts`.
+/// Decodes the section `train.experts`. Reports errors to `d`.
 pub(crate) fn decode_experts(d: &mut JobDecoder, train: &JobSection<'_>) -> ExpertsSpec {
     let t = d.open_section(train, "train.experts");
     let factor = number_reader("a number of 0 or more", |x| x >= 0.0 && (x as f32).is_finite());
@@ -62,8 +64,8 @@ pub(crate) fn decode_experts(d: &mut JobDecoder, train: &JobSection<'_>) -> Expe
     }
 }
 
-/// Reads `balanced`, a mapping of experts to ranks, or a mapping of layers to mappings of experts
-/// to ranks.
+/// Reads `train.experts.placement`: `balanced`, a mapping of experts to ranks, or a mapping of
+/// layers to such mappings.
 fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     let what = "`balanced`, experts with their ranks, or layers with such mappings";
     match &node.value {
@@ -86,8 +88,8 @@ fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     }
 }
 
-/// Reads a mapping whose keys are numbers, and reports the errors of all entries. `what` describes
-/// the keys.
+/// Reads a mapping whose keys are numbers and whose values `read` reads. The error contains the
+/// mistakes of all entries. `what` describes the keys in messages.
 fn read_numbered_map<T>(
     entries: &[YamlEntry],
     what: &str,

@@ -1,22 +1,22 @@
 //! [`JobSpec::to_key_json`]: the job as JSON under the present key names.
 //!
-//! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names of the first
-//! checkpoints. This module replaces them by the present names for programs that read `launch plan
-//! --json`.
+//! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names that the
+//! first checkpoints used. This module replaces these names by the present ones, for programs that
+//! read `launch plan --json`.
 use super::JobSpec;
 use serde_json::Value;
 
 /// A field of the job whose name in manifests differs from the present name of its key.
 struct StoredFieldName {
-    /// A JSON pointer to the object that contains the field.
+    /// A JSON pointer to the object of the serialized job that contains the field.
     parent: &'static str,
     stored: &'static str,
     present: &'static str,
-    /// The stored and the present JSON of each value that was renamed, too.
+    /// The renamed values of the field, as pairs of the stored and the present JSON text.
     values: &'static [(&'static str, &'static str)],
 }
 
-/// Creates the entry of a field of which only the name was changed.
+/// Creates the entry of a field whose name was changed, but whose values were not.
 const fn new_stored_name(
     parent: &'static str,
     stored: &'static str,
@@ -25,7 +25,7 @@ const fn new_stored_name(
     StoredFieldName { parent, stored, present, values: &[] }
 }
 
-/// The fields of the job whose stored names differ from the present names.
+/// All fields of the job whose names in manifests differ from the present names of their keys.
 const STORED_NAMES: &[StoredFieldName] = &[
     new_stored_name("/cluster", "collectives", "comm_backend"),
     new_stored_name("/cluster", "cuda_libs", "cuda_library_paths"),
@@ -50,8 +50,8 @@ const STORED_NAMES: &[StoredFieldName] = &[
 ];
 
 impl JobSpec {
-    /// Returns the job as JSON under the present key names. Unlike the serialized form, this form
-    /// cannot be deserialized.
+    /// Returns the job as JSON under the present key names. The result cannot be deserialized to a
+    /// [`JobSpec`], because the serialized form has other names.
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
         for name in STORED_NAMES {

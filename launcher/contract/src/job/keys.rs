@@ -3,41 +3,42 @@
 //! The decoder takes its defaults from this table, and a test compares docs/job.md with it.
 use super::deprecated;
 
-/// One key of job.yaml.
+/// One key of job.yaml, with the values that it accepts, its default and its aliases.
 #[derive(Debug)]
 pub struct KeyInfo {
-    /// The whole path, e.g. `train.batch.global`.
+    /// The whole path of the key, e.g. `train.batch.global`.
     pub path: &'static str,
-    /// The accepted values, in the words of docs/job.md.
+    /// The values that the key accepts, in the words of docs/job.md.
     pub accepts: &'static str,
-    /// The value if the key is absent.
+    /// The value that the key has if the job does not contain it.
     pub default: KeyDefault,
-    /// Other permanent last names of the key. Most are those of DeepSpeed.
+    /// Other permanent names of the last part of the path. Most of them are DeepSpeed's names.
     pub aliases: &'static [&'static str],
 }
 
-/// The value of a key that is absent.
+/// The value of a key that the job does not contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyDefault {
-    /// The value of this YAML.
+    /// A fixed value, which is written in YAML.
     Yaml(&'static str),
-    /// A value that follows from other keys or files, described in words.
+    /// A value that is computed from other keys or files. The text describes the computation.
     Computed(&'static str),
-    /// No value: the key is a section, whose keys have defaults.
+    /// No value. The key is a section, and its keys have their own defaults.
     Section,
 }
 
-/// Creates a key with a default in YAML.
+/// Creates a key with a fixed default, which is written in YAML.
 const fn new_key(path: &'static str, accepts: &'static str, default: &'static str) -> KeyInfo {
     KeyInfo { path, accepts, default: KeyDefault::Yaml(default), aliases: &[] }
 }
 
-/// Creates a section.
+/// Creates a section, whose keys follow it in the table.
 const fn new_section(path: &'static str) -> KeyInfo {
     KeyInfo { path, accepts: "mapping", default: KeyDefault::Section, aliases: &[] }
 }
 
-/// Creates a key whose default follows from other keys or files.
+/// Creates a key whose default is computed from other keys or files. `default` describes the
+/// computation.
 const fn new_computed_key(path: &'static str, accepts: &'static str, default: &'static str) -> KeyInfo {
     KeyInfo { path, accepts, default: KeyDefault::Computed(default), aliases: &[] }
 }
@@ -49,7 +50,7 @@ impl KeyInfo {
     }
 }
 
-/// Every key of job.yaml, section by section.
+/// All keys of job.yaml, section by section, in the order of docs/job.md.
 pub static KEYS: &[KeyInfo] = &[
     new_computed_key(
         "name",
@@ -278,13 +279,14 @@ pub static KEYS: &[KeyInfo] = &[
     new_key("slurm.bcast", "`true` or `false`", "false"),
 ];
 
-/// Returns the key with this documented path.
+/// Returns the key with this path; `None` if there is none. Aliases and deprecated names are not
+/// found.
 pub(crate) fn find_key(path: &str) -> Option<&'static KeyInfo> {
     KEYS.iter().find(|k| k.path == path)
 }
 
-/// Returns the keys directly within a section, each with the last name of its path. `""` is the top
-/// level of the job.
+/// Returns the keys directly within the section `section`, each with the last part of its path.
+/// `""` is the top level of the job.
 pub(crate) fn list_section_keys(section: &str) -> impl Iterator<Item = (&'static str, &'static KeyInfo)> {
     KEYS.iter().filter_map(move |k| {
         let (parent, name) = k.path.rsplit_once('.').unwrap_or(("", k.path));
@@ -292,8 +294,8 @@ pub(crate) fn list_section_keys(section: &str) -> impl Iterator<Item = (&'static
     })
 }
 
-/// Returns the documented path of a key. `path` may end in an alias or a deprecated name; an
-/// unknown path is returned unchanged.
+/// Returns the path of a key as docs/job.md documents it. The last part of `path` may be an alias
+/// or a deprecated name. An unknown path is returned unchanged.
 pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
     let by_alias =

@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest job file, bytes.
+/// The largest size of a job file, in bytes.
 pub const MAX_JOB: u64 = 1 << 20;
 
 /// The file or text that a job is loaded from.
@@ -23,18 +23,18 @@ pub enum JobSource {
     File(PathBuf),
     /// A text of at most [`MAX_JOB`] bytes.
     Text {
-        /// The file name in messages. A job without a `name` is named after this file.
+        /// The file name that messages show. A job without the key `name` is named after this file.
         name: String,
-        /// The job in YAML.
+        /// The content of the job in YAML.
         text: String,
     },
 }
 
-/// Loads a job and applies the `--set` overrides in order.
+/// Loads a job, and applies the `--set` arguments in `overrides` in order.
 ///
-/// Relative paths of the job stay unchanged, except `run.workdir`, which becomes absolute. Returns
-/// the job, the locations of its keys, and warnings. The error is a list of all mistakes in the
-/// order of the file; it is never empty.
+/// Relative paths in the job stay relative, except `run.workdir`, which becomes absolute. Returns
+/// the job, the locations of its keys, and warnings. The error is a list of all mistakes, in the
+/// order of the file. The list is never empty.
 pub fn load_job(
     source: JobSource,
     overrides: &[String],
@@ -55,7 +55,8 @@ pub fn load_job(
     load_job_text(&name, text, overrides)
 }
 
-/// Loads a job from a text that is not too large and has no byte order mark.
+/// Loads a job from `text`, which has at most [`MAX_JOB`] bytes and no byte order mark. Returns
+/// what [`load_job`] returns.
 fn load_job_text(
     name: &str,
     text: &str,
@@ -109,13 +110,13 @@ fn load_job_text(
     Err(decoder.errors)
 }
 
-/// Creates an error about a whole file.
+/// Creates an error about the file `name` as a whole.
 pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> Diagnostic {
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a file of at most [`MAX_JOB`] bytes. `name` is its name and `what` its description in
-/// messages.
+/// Reads a file. Fails if the file is larger than [`MAX_JOB`] bytes. Messages name the file `name`,
+/// and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -145,8 +146,8 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     Ok(bytes)
 }
 
-/// Creates the error of a file that is too large. `bytes` is its size, of which no more than one
-/// byte above the limit may have been read.
+/// Creates the error of the file `name` that has more than [`MAX_JOB`] bytes. `bytes` is a lower
+/// bound of its size, because reading stops one byte above the limit.
 fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");
@@ -156,8 +157,8 @@ fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
         .with_help("check that the path is correct")
 }
 
-/// Converts the content of a file to text. The error states the position of the first byte that is
-/// not UTF-8.
+/// Converts the content of the file `name` to text. Fails if a byte is not UTF-8. The error states
+/// the position of the first such byte.
 pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
@@ -176,8 +177,8 @@ pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<Stri
     })
 }
 
-/// Rejects control characters other than tabs and line breaks. YAML does not allow them, and a
-/// parser may take NUL for the end of the file.
+/// Fails if the text contains control characters other than tabs and line breaks. YAML does not
+/// allow them, and a parser may take NUL for the end of the file.
 pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
@@ -192,8 +193,8 @@ pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
     }
 }
 
-/// Returns the name of a job without `name`: the file name without its extension, in which
-/// characters that are not safe in a path component are replaced.
+/// Returns the name of a job without the key `name`: the file name without its extension.
+/// Characters that are not safe in a path are replaced by `-`.
 fn derive_job_name(file: &str) -> String {
     const MAX_NAME: usize = 100;
     let stem = Path::new(file).file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();

@@ -10,43 +10,44 @@ use super::{
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// `train.lora`: the settings of low-rank adapters, or the directory that contains the adapters.
+/// `train.lora`: the settings of new low-rank adapters, or the directory of existing ones.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraSpec {
     /// A directory in PEFT's layout whose adapters are trained further; `None` for new adapters.
-    /// Its `adapter_config.json` has all settings except `dropout`. The path is relative to the
-    /// workdir.
+    /// The path is relative to the workdir. `adapter_config.json` in the directory replaces all
+    /// settings below except `dropout`.
     pub from: Option<PathBuf>,
     /// The rank of the adapters, which is the number of rows of A and of columns of B.
     pub rank: u32,
-    /// The scale of the output of an adapter is `alpha / rank`.
+    /// The numerator of the scale of an adapter's output. The scale is `alpha / rank`.
     pub alpha: f64,
-    /// The share of an adapter's inputs that are dropped in training; `None` for the value in the
-    /// directory.
+    /// The share of an adapter's inputs that are dropped in training, from 0 to below 1. If this
+    /// value is `None`, new adapters have no dropout and existing adapters keep theirs.
     pub dropout: Option<f64>,
-    /// Whether the scale of the output is `alpha / √rank` instead.
+    /// Whether the scale of an adapter's output is `alpha / √rank` instead of `alpha / rank`.
     pub rslora: bool,
-    /// The matrices that have adapters.
+    /// The matrices of the model that get adapters.
     pub targets: LoraTargets,
 }
 
-/// The matrices that have adapters.
+/// `train.lora.targets`: the matrices of the model that get adapters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoraTargets {
-    /// All matrices of layers that support adapters.
+    /// All matrices of the layers that can have adapters.
     AllLinear,
-    /// Matrices whose name is one of these, or ends in `.` and one of these.
+    /// The matrices whose name is one of these texts, or ends in `.` and one of these texts.
     Names(Vec<String>),
 }
 
 impl LoraSpec {
-    /// Returns a copy in which `from` is relative to the current directory instead of the workdir.
+    /// Returns a copy of the settings in which `from` is joined to `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> LoraSpec {
         LoraSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
 }
 
-/// Decodes `train.lora`; `None` if the job does not have the section.
+/// Decodes the section `train.lora`. Returns `None` if the job does not contain the section.
+/// Reports errors to `d`.
 pub(crate) fn decode_lora(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<LoraSpec> {
     if d.is_absent(train, "train.lora") {
         return None;
@@ -63,7 +64,7 @@ pub(crate) fn decode_lora(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<
     })
 }
 
-/// Reads `all-linear`, or a non-empty list of matrix names.
+/// Reads `train.lora.targets`: `all-linear`, or a list of at least one matrix name.
 fn read_targets(node: &YamlNode) -> ReadResult<LoraTargets> {
     const WHAT: &str = "`all-linear` or a list of names such as `[q_proj, v_proj]`";
     if let YamlValue::Text = node.value

@@ -10,66 +10,69 @@ use serde::{Deserialize, Serialize};
 /// `train.optimizer`: the optimizer and its hyper-parameters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerSpec {
-    /// The name of the optimizer.
+    /// The optimization algorithm.
     pub name: OptimizerName,
-    /// The highest learning rate.
+    /// The highest learning rate of the schedule.
     pub lr: f64,
-    /// The decay rates of the moments (AdamW, Lion, and AdamW within Muon).
+    /// The decay rates of the first and second moments. They apply to AdamW, Lion, and Muon's AdamW
+    /// parameters.
     pub betas: (f64, f64),
-    /// The constant that is added to the denominator (AdamW, and AdamW within Muon).
+    /// The constant that is added to the denominator of the update. It applies to AdamW and Muon's
+    /// AdamW parameters.
     pub eps: f64,
-    /// The momentum of SGD and Muon.
+    /// The momentum, which applies to SGD and Muon.
     pub momentum: f64,
-    /// The weight decay, decoupled from the gradient.
+    /// The weight decay, which is decoupled from the gradient.
     pub weight_decay: f64,
-    /// Name patterns (`*`, `?`) of the parameters without weight decay.
+    /// Name patterns (`*`, `?`) of the parameters that have no weight decay.
     pub no_decay: Vec<String>,
-    /// Groups of parameters with other hyper-parameters. The first group that matches a parameter
-    /// applies.
+    /// Groups of parameters with other hyper-parameters. If several groups match a parameter, the
+    /// first one applies.
     #[serde(default)]
     pub groups: Vec<ParamGroupSpec>,
 }
 
-/// The name of an optimizer.
+/// `train.optimizer.name`: the optimization algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OptimizerName {
-    /// AdamW.
+    /// Adam with decoupled weight decay (AdamW).
     Adamw,
-    /// SGD with momentum.
+    /// Stochastic gradient descent (SGD) with momentum.
     Sgd,
-    /// Lion.
+    /// Lion, which updates parameters by the sign of an average of gradients.
     Lion,
     /// Muon for the matrices of layers, AdamW for all other parameters.
     Muon,
 }
 
-/// `train.schedule`: the learning rate over the steps.
+/// `train.schedule`: how the learning rate changes over the steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleSpec {
     /// The shape of the learning rate after the warm-up.
     pub name: ScheduleName,
-    /// The number of steps of the linear warm-up.
+    /// The number of steps in which the learning rate rises linearly to its highest value.
     pub warmup_steps: u64,
     /// The learning rate at the end of the schedule.
     pub min_lr: f64,
-    /// The number of steps of the final decay of `wsd`.
+    /// The number of steps of the final decay of the schedule `wsd`.
     pub decay_steps: u64,
 }
 
-/// The shape of the learning rate after the warm-up.
+/// `train.schedule.name`: the shape of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ScheduleName {
     /// A half cosine that ends at `min_lr` at the last step.
     Cosine,
     /// A line that ends at `min_lr` at the last step.
     Linear,
-    /// No decay.
+    /// The highest learning rate until the last step.
     Constant,
-    /// Warm-up, stable, decay: constant until a final decay of `decay_steps` steps.
+    /// Warm-up, stable, decay: the highest learning rate until a final decay of `decay_steps`
+    /// steps.
     Wsd,
 }
 
-/// Decodes `train.optimizer`.
+/// Decodes the section `train.optimizer`. Reports errors to `d`.
 pub(crate) fn decode_optimizer(d: &mut JobDecoder, train: &JobSection<'_>) -> OptimizerSpec {
     let t = d.open_section(train, "train.optimizer");
     let name = d.decode_value(
@@ -109,7 +112,8 @@ pub(crate) fn decode_optimizer(d: &mut JobDecoder, train: &JobSection<'_>) -> Op
     }
 }
 
-/// Decodes `train.schedule`. `lr` and `steps` determine the defaults of `min_lr` and `decay_steps`.
+/// Decodes the section `train.schedule`. The default of `min_lr` follows from `lr`, and the default
+/// of `decay_steps` from `steps`. Reports errors to `d`.
 pub(crate) fn decode_schedule(
     d: &mut JobDecoder,
     train: &JobSection<'_>,

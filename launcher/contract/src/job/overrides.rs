@@ -1,5 +1,5 @@
-//! Applies `--set path=value` to the YAML tree before it is decoded, so that the value is checked
-//! like one in the file.
+//! Applies `--set path=value` arguments to the YAML tree before the tree is decoded. The values are
+//! therefore checked like those in the file.
 use super::{
     keys,
     source_map::{SourceMap, SourceSpan, join_key_path},
@@ -8,7 +8,7 @@ use super::{
 };
 use diagnostic::{Diagnostic, codes::job as codes};
 
-/// The most names and indices in a path.
+/// The largest number of names and indices in the path of an override.
 const MAX_STEPS: usize = 16;
 
 /// One step of the path of an override: the name of a key, or the index of an item.
@@ -17,7 +17,8 @@ enum PathStep {
     Index(usize),
 }
 
-/// Applies one `path=value` to the tree. The value is YAML.
+/// Applies one `path=value` argument to the tree `root`. The value is parsed as YAML. Adds the text
+/// of the argument to `sources`.
 pub(crate) fn apply_override(
     root: &mut YamlNode,
     sources: &mut SourceMap,
@@ -42,19 +43,21 @@ pub(crate) fn apply_override(
         .map_err(|error| override_diagnostic(sources, Some(&subject), error))
 }
 
-/// Creates the error of a malformed `--set` argument.
+/// Creates the error of a malformed `--set` argument. `span` is the wrong part of the argument.
 fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> ValueError {
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-/// Converts the error of an override to a diagnostic. `path` is the documented path of the key.
+/// Converts the error of an override to a diagnostic. `path` is the documented path of the key, if
+/// known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
 }
 
-/// Parses the value of an override. `base` is the offset of `text` in the argument.
+/// Parses the value of an override as YAML. `base` is the byte offset of `text` in the argument
+/// with the index `source`.
 fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
     if let Some(at) = text.find(|c: char| c.is_control() && !matches!(c, '\n' | '\t')) {
         let at = base + at as u32;
@@ -67,7 +70,8 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
     Ok(parse_yaml(text, source, base)?.unwrap_or(empty))
 }
 
-/// Splits a path such as `a.b[2].c` into its steps, each with its span.
+/// Splits a path such as `a.b[2].c` into its steps, each with its span in the argument with the
+/// index `source`.
 fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
@@ -95,7 +99,8 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
     Ok(steps)
 }
 
-/// Replaces the value at a path. Adds absent keys, and an item at the end of a list.
+/// Sets the value at the path `steps` below `root`. Keys that are absent are added. An index equal
+/// to the length of a list appends an item.
 fn set_value(
     root: &mut YamlNode,
     steps: Vec<(PathStep, SourceSpan)>,
@@ -140,8 +145,9 @@ fn set_value(
     Ok(())
 }
 
-/// Returns the value of the key with this documented path, by whichever name the key is given. Adds
-/// an entry if the key is absent.
+/// Returns the value of the key with the documented path `path`, which the entries may give by any
+/// of its names. Adds an entry if the key is absent. The entry gets the name and span of the
+/// override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: String,

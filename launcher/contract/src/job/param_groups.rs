@@ -1,4 +1,4 @@
-//! Readers of `train.optimizer.groups` and of patterns of parameter names.
+//! Readers of `train.optimizer.groups`, and of patterns of parameter names.
 use super::{
     readers::{
         ReadResult, find_nearest_name, list_reader, number_reader, out_of_range_error, read_text,
@@ -11,39 +11,39 @@ use super::{
 use diagnostic::codes::job as codes;
 use serde::{Deserialize, Serialize};
 
-/// An item of `train.optimizer.groups`: the hyper-parameters of the parameters that match its
-/// patterns. `None` stands for the value in `train.optimizer`.
+/// An item of `train.optimizer.groups`: hyper-parameters for the parameters that match its
+/// patterns. A `None` stands for the value in `train.optimizer`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ParamGroupSpec {
-    /// Name patterns of the parameters.
+    /// Name patterns (`*`, `?`) of the parameters that belong to the group.
     pub r#match: Vec<String>,
-    /// The highest learning rate.
+    /// The highest learning rate of the group.
     pub lr: Option<f64>,
-    /// The highest learning rate as a multiple of `optimizer.lr`.
+    /// The highest learning rate of the group, as a multiple of `optimizer.lr`.
     pub lr_scale: Option<f64>,
-    /// The weight decay, also for parameters of `no_decay`.
+    /// The weight decay, which also applies to parameters that `no_decay` names.
     pub weight_decay: Option<f64>,
-    /// The decay rates of the moments.
+    /// The decay rates of the first and second moments.
     pub betas: Option<(f64, f64)>,
-    /// The constant that is added to the denominator.
+    /// The constant that is added to the denominator of the update.
     pub eps: Option<f64>,
-    /// The momentum.
+    /// The momentum of SGD or Muon.
     pub momentum: Option<f64>,
 }
 
-/// Reads a list of patterns of parameter names. Rejects an empty list.
+/// Reads a list of patterns of parameter names. Fails if the list is empty.
 pub(super) fn read_patterns(node: &YamlNode) -> ReadResult<Vec<String>> {
     const WHAT: &str = "a list of patterns";
     let patterns = list_reader(WHAT, read_text)(node)?;
     if patterns.is_empty() { Err(out_of_range_error(WHAT, node)) } else { Ok(patterns) }
 }
 
-/// Returns a reader of numbers from 0 to below 1. `what` describes them.
+/// Returns a reader of numbers from 0 to below 1. `what` describes these numbers in messages.
 pub(super) fn share_reader(what: &'static str) -> impl Fn(&YamlNode) -> ReadResult<f64> {
     number_reader(what, |x| (0.0..1.0).contains(&x))
 }
 
-/// Reads a list of two numbers from 0 to below 1.
+/// Reads the decay rates of moments: a list of two numbers from 0 to below 1.
 pub(super) fn read_betas(node: &YamlNode) -> ReadResult<(f64, f64)> {
     const WHAT: &str = "a list of two numbers from 0 to below 1";
     match list_reader(WHAT, share_reader("a number from 0 to below 1"))(node)?[..] {
@@ -52,15 +52,15 @@ pub(super) fn read_betas(node: &YamlNode) -> ReadResult<(f64, f64)> {
     }
 }
 
-/// The keys of a parameter group.
+/// The names of the keys of a parameter group.
 const GROUP_KEYS: [&str; 7] = ["match", "lr", "lr_scale", "weight_decay", "betas", "eps", "momentum"];
 
-/// Reads `train.optimizer.groups`.
+/// Reads `train.optimizer.groups`, a list of parameter groups.
 pub(super) fn read_groups(node: &YamlNode) -> ReadResult<Vec<ParamGroupSpec>> {
     list_reader("a list of groups such as `{match: [\"*embed*\"], lr: 1e-4}`", read_group)(node)
 }
 
-/// Reads one parameter group, and reports the errors of all its keys.
+/// Reads one parameter group. The error contains the mistakes of all its keys.
 fn read_group(node: &YamlNode) -> ReadResult<ParamGroupSpec> {
     let YamlValue::Map(entries) = &node.value else {
         return Err(wrong_type_error("a group such as `{match: [\"*embed*\"], lr: 1e-4}`", node));

@@ -1,5 +1,5 @@
-//! Prints a [`JobSpec`] as job.yaml with every key, for `--dry-run`. Loading the text gives an
-//! equal job.
+//! Prints a [`JobSpec`] as a job.yaml with every key, for `--dry-run`. A job that is loaded from
+//! this text equals the printed job.
 use super::train::GPT2;
 use super::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DataSource, DataSpec, DeviceSelection, EnvSource,
@@ -12,8 +12,8 @@ use super::{
 use std::{fmt::Write, path::PathBuf};
 
 impl JobSpec {
-    /// Formats the whole job as YAML. Keys without effect in this job, such as `momentum` with
-    /// AdamW, are left out.
+    /// Formats the whole job as YAML. Leaves out keys that have no effect in this job, such as
+    /// `momentum` with AdamW.
     pub fn to_yaml(&self) -> String {
         let mut y = YamlWriter::default();
         y.print_key("name", format_text(&self.name));
@@ -37,7 +37,7 @@ impl JobSpec {
     }
 }
 
-/// Collects lines of `key: value`, which are indented by section.
+/// Collects lines of the form `key: value`, indented by two spaces per section.
 #[derive(Default)]
 struct YamlWriter {
     out: String,
@@ -45,13 +45,14 @@ struct YamlWriter {
 }
 
 impl YamlWriter {
-    /// Appends the line `key: value`.
+    /// Appends the line `key: value`, indented for the current section.
     fn print_key(&mut self, key: &str, value: impl std::fmt::Display) {
         // Writing to a String cannot fail.
         _ = writeln!(self.out, "{:indent$}{key}: {value}", "", indent = 2 * self.depth);
     }
 
-    /// Appends the line of a section, and its keys, which `body` prints.
+    /// Appends the line of the section `key`. Then calls `body`, which prints the keys of the
+    /// section with more indentation.
     fn print_section(&mut self, key: &str, body: impl FnOnce(&mut Self)) {
         _ = writeln!(self.out, "{:indent$}{key}:", "", indent = 2 * self.depth);
         self.depth += 1;
@@ -108,7 +109,7 @@ fn print_cluster(y: &mut YamlWriter, c: &ClusterSpec, on_gpus: bool) {
     y.print_section("ssh", |y| print_ssh(y, &c.ssh));
 }
 
-/// Prints the keys that only apply to built-in workers on GPUs.
+/// Prints the keys of `cluster` that only apply to built-in workers on GPUs.
 fn print_gpu_keys(y: &mut YamlWriter, c: &ClusterSpec) {
     y.print_key("workers_per_gpu", c.workers_per_gpu);
     y.print_key(
@@ -283,7 +284,8 @@ fn print_train(y: &mut YamlWriter, t: &TrainSpec) {
     }
 }
 
-/// Prints `train.data`, with `files` for a single source without a name and `mixture` otherwise.
+/// Prints `train.data`. A single source without a name is printed as `files`, and other sources as
+/// `mixture`.
 fn print_data(y: &mut YamlWriter, d: &DataSpec) {
     match &d.sources[..] {
         [only] if only.name.is_empty() => print_source(y, only),
@@ -323,7 +325,7 @@ fn print_eval(y: &mut YamlWriter, eval: &EvalSpec) {
     }
 }
 
-/// Prints the keys of a data source, without its weight.
+/// Prints the keys of a data source, except the weight.
 fn print_source(y: &mut YamlWriter, s: &DataSource) {
     y.print_key("files", format_text_list(&s.files));
     y.print_key(
@@ -400,7 +402,7 @@ fn print_experts(y: &mut YamlWriter, e: &ExpertsSpec) {
     y.print_key("z_loss", format_number(e.z_loss));
 }
 
-/// Prints the settings of new adapters, or the directory of existing ones.
+/// Prints the settings of new adapters, or the directory of existing ones, and the dropout.
 fn print_lora(y: &mut YamlWriter, l: &LoraSpec) {
     match &l.from {
         Some(path) => y.print_key("from", format_text(&path.to_string_lossy())),
@@ -422,7 +424,7 @@ fn print_lora(y: &mut YamlWriter, l: &LoraSpec) {
     }
 }
 
-/// Prints `train.optimizer`, with the hyper-parameters that the optimizer has.
+/// Prints `train.optimizer`, with only those hyper-parameters that the optimizer has.
 fn print_optimizer(y: &mut YamlWriter, o: &OptimizerSpec) {
     match o.name {
         OptimizerName::Adamw => {
@@ -471,7 +473,7 @@ fn format_pair((a, b): (f64, f64)) -> String {
     format_list([format_number(a), format_number(b)].into_iter())
 }
 
-/// Prints `train.schedule`, with the keys that the schedule has.
+/// Prints `train.schedule`, with only those keys that apply to the schedule.
 fn print_schedule(y: &mut YamlWriter, s: &ScheduleSpec) {
     y.print_key(
         "name",
@@ -544,8 +546,8 @@ fn print_slurm(y: &mut YamlWriter, s: &SlurmSpec) {
     y.print_key("bcast", s.bcast);
 }
 
-/// Formats a text as a YAML scalar: plain if it cannot be read as anything else, otherwise in
-/// double quotes.
+/// Formats a text as a YAML scalar. The text is put in double quotes if YAML could read it as
+/// anything else without them.
 pub fn quote_yaml(plain: &str) -> String {
     format_text(plain)
 }
@@ -584,12 +586,14 @@ fn format_list(items: impl Iterator<Item = String>) -> String {
     format!("[{}]", items.collect::<Vec<_>>().join(", "))
 }
 
-/// Formats a duration in milliseconds: `90s`, or `1500ms` if it is not a whole number of seconds.
+/// Formats a duration, given in milliseconds, as `90s`. A duration that is not a whole number of
+/// seconds becomes `1500ms`.
 fn format_duration(ms: u64) -> String {
     if ms.is_multiple_of(1000) { format!("{}s", ms / 1000) } else { format!("{ms}ms") }
 }
 
-/// Formats a number with the fewest digits that are read as an equal number.
+/// Formats a number with as few digits as possible, so that parsing the text gives exactly the
+/// number.
 fn format_number(x: f64) -> String {
     format!("{x:?}")
 }

@@ -1,5 +1,5 @@
-//! Readers: functions that convert a YAML node to a value of one type, or return the error of the
-//! value.
+//! Readers: functions that convert a YAML node to a value of one type. For a wrong value they
+//! return an error that describes the expected value.
 use super::{
     scalar,
     value_error::ValueError,
@@ -8,31 +8,32 @@ use super::{
 use diagnostic::{Code, codes::job as codes};
 use std::ops::RangeInclusive;
 
-/// The result of a reader.
+/// The result of a reader: the value, or why the YAML node is not such a value.
 pub(crate) type ReadResult<T> = Result<T, ValueError>;
 
-/// Creates the error of a value of the wrong type: "must be `expected`, found …".
+/// Creates the error of a value of the wrong type. The message is "must be `expected`, found …".
 pub(crate) fn wrong_type_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_TYPE, expected, node)
 }
 
-/// Creates the error of a value that has the right type and is outside of the allowed range.
+/// Creates the error of a value that has the right type, but is outside of the allowed range.
+/// `expected` describes the range.
 pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
 }
 
-/// Creates the error of a value that must be text in the format `expected`. Its code depends on
-/// whether the value is text in another format or not text.
+/// Creates the error of a value that must be text in the format `expected`. Text in another format
+/// and values that are not text get different codes.
 pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Returns `code` if the node is text, otherwise the code of a wrong type.
+/// Returns `code` if the node is text. Otherwise returns the code of a value of the wrong type.
 fn choose_text_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }
 
-/// Returns a reader of integers in a range.
+/// Returns a reader of integers in `range`.
 pub(crate) fn int_reader(range: RangeInclusive<u64>) -> impl Fn(&YamlNode) -> ReadResult<u64> {
     move |node| {
         let code = match node.value {
@@ -53,13 +54,13 @@ pub(crate) fn int_reader(range: RangeInclusive<u64>) -> impl Fn(&YamlNode) -> Re
     }
 }
 
-/// Returns a reader of 32-bit integers in a range.
+/// Returns a reader of 32-bit integers in `range`.
 pub(crate) fn int32_reader(range: RangeInclusive<u32>) -> impl Fn(&YamlNode) -> ReadResult<u32> {
     let read = int_reader(u64::from(*range.start())..=u64::from(*range.end()));
     move |node| read(node).map(|n| n as u32)
 }
 
-/// Describes a range of integers for a message.
+/// Describes a range of integers for a message, as "an integer from 1 to 8".
 fn describe_range(range: &RangeInclusive<u64>) -> String {
     match (*range.start(), *range.end()) {
         (low, u64::MAX) => format!("an integer of {low} or more"),
@@ -67,7 +68,8 @@ fn describe_range(range: &RangeInclusive<u64>) -> String {
     }
 }
 
-/// Returns the integer that the author of `1e3`, `1_000`, `"8"` or `4.0` most likely intended.
+/// Returns the integer that the user most likely meant by `1e3`, `1_000`, `"8"` or `4.0`; `None`
+/// for other values.
 fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     match node.value {
         YamlValue::Float(x) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => Some(x as u64),
@@ -76,7 +78,8 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     }
 }
 
-/// Returns a reader of finite numbers that satisfy `accepts`. `expected` describes these numbers.
+/// Returns a reader of finite numbers for which `accepts` returns true. `expected` describes these
+/// numbers in messages.
 pub(crate) fn number_reader(
     expected: &'static str,
     accepts: fn(f64) -> bool,
@@ -91,7 +94,7 @@ pub(crate) fn number_reader(
     }
 }
 
-/// Reads `true` or `false`. The error for another spelling, such as `yes` or `0`, suggests the
+/// Reads `true` or `false`. For another spelling, such as `yes` or `0`, the error suggests the
 /// right one.
 pub(crate) fn read_boolean(node: &YamlNode) -> ReadResult<bool> {
     match node.value {
@@ -118,8 +121,8 @@ pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads any scalar verbatim, because arguments and values of variables may look like numbers. Line
-/// breaks are allowed; NUL is an error.
+/// Reads any scalar as the text that the file contains, because arguments and values of variables
+/// may look like numbers. Line breaks are allowed. NUL is an error.
 pub(crate) fn read_verbatim(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::List(_) | YamlValue::Map(_) => Err(wrong_type_error("text", node)),
@@ -131,7 +134,7 @@ pub(crate) fn read_verbatim(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads text without control characters.
+/// Reads text. Fails if the text contains control characters.
 fn read_printable_text(node: &YamlNode) -> ReadResult<String> {
     match node.raw.chars().find(|c| c.is_control()) {
         Some(c) => {
@@ -142,8 +145,8 @@ fn read_printable_text(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Returns a reader of lists, which reads each item by `read_item` and reports the errors of all
-/// items. `expected` describes the list.
+/// Returns a reader of lists whose items `read_item` reads. The error contains the mistakes of all
+/// items. `expected` describes the list in messages.
 pub(crate) fn list_reader<T>(
     expected: &'static str,
     read_item: impl Fn(&YamlNode) -> ReadResult<T>,
@@ -167,8 +170,8 @@ pub(crate) fn list_reader<T>(
     }
 }
 
-/// Returns a reader of keywords, each of which stands for a value. The error suggests the most
-/// similar keyword.
+/// Returns a reader of the keywords in `names`, each of which stands for a value. The error for
+/// another text suggests the most similar keyword.
 pub(crate) fn choice_reader<T: Clone>(
     names: &'static [(&'static str, T)],
 ) -> impl Fn(&YamlNode) -> ReadResult<T> {
@@ -187,7 +190,7 @@ pub(crate) fn choice_reader<T: Clone>(
     }
 }
 
-/// Lists the names for a message: "`a`, `b` or `c`".
+/// Lists the keywords for a message, as "`a`, `b` or `c`".
 fn format_choices<T>(names: &[(&str, T)]) -> String {
     let quoted: Vec<String> = names.iter().map(|(n, _)| format!("`{n}`")).collect();
     match quoted.split_last() {
@@ -196,7 +199,8 @@ fn format_choices<T>(names: &[(&str, T)]) -> String {
     }
 }
 
-/// Returns a reader that converts a keyword to `value` and reads anything else by `read`.
+/// Returns a reader that returns `value` for the text `keyword`, and reads any other value by
+/// `read`.
 pub(crate) fn keyword_or_reader<T: Clone>(
     keyword: &'static str,
     value: T,
@@ -210,7 +214,7 @@ pub(crate) fn keyword_or_reader<T: Clone>(
     }
 }
 
-/// Reads a duration, in milliseconds.
+/// Reads a duration such as `10s`. Returns the duration in milliseconds.
 pub(crate) fn read_duration(node: &YamlNode) -> ReadResult<u64> {
     let error = || wrong_format_error("a duration such as `500ms`, `10s`, `5m`, `2h`", node);
     match node.value {
@@ -222,7 +226,7 @@ pub(crate) fn read_duration(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// Reads a size, in bytes.
+/// Reads a size such as `1GiB`. Returns the size in bytes.
 pub(crate) fn read_size(node: &YamlNode) -> ReadResult<u64> {
     let error = || wrong_format_error("a size such as `512KiB`, `100MB`, `1GiB`", node);
     match node.value {
@@ -234,8 +238,8 @@ pub(crate) fn read_size(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// Returns the most similar of several names; `None` if no name is similar enough for a
-/// misspelling.
+/// Returns the name that is most similar to `word`. Returns `None` if `word` is not likely to be a
+/// misspelling of any of the names.
 pub(crate) fn find_nearest_name<'n>(word: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     const MAX_WORD: usize = 80;
     if word.len() > MAX_WORD {

@@ -1,5 +1,5 @@
-//! Reloads an edited job file while the job runs: the keys that can change, and a comparison of two
-//! jobs.
+//! Finds the changes when a job file is edited while the job runs, and lists the keys that can
+//! change.
 use super::{JobSpec, SaveInterval, ScheduleSpec};
 use crate::ids::Rank;
 use serde::{Deserialize, Serialize};
@@ -15,44 +15,47 @@ const RELOADABLE: &[&str] = &[
     "train.steps",
 ];
 
-/// The values of all reloadable keys.
+/// The values of all keys of a job that can change while the job runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadValues {
-    /// `run.logs.show`. The name in events and journals is `show`.
+    /// `run.logs.show`: the ranks whose output is shown. In events and journals the field is named
+    /// `show`.
     #[serde(rename = "show")]
     pub log_ranks: Vec<Rank>,
-    /// `checkpoint.every`.
+    /// `checkpoint.every`: the interval between checkpoints.
     pub checkpoint_every: SaveInterval,
-    /// The values of `train`; `None` in a job that runs a program.
+    /// The reloadable values of `train`; `None` in a job that runs a program.
     pub train: Option<ReloadTrain>,
 }
 
 /// The values of the reloadable keys of `train`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReloadTrain {
-    /// `train.steps`, at which the schedule also ends.
+    /// `train.steps`: the number of steps, at which the schedule also ends.
     pub steps: u64,
-    /// `train.eval.every`; `None` without evaluation.
+    /// `train.eval.every`: the number of steps between evaluations; `None` in a job without
+    /// evaluation.
     pub eval_every: Option<u64>,
-    /// `train.schedule.min_lr`.
+    /// `train.schedule.min_lr`: the learning rate at the end of the schedule.
     pub min_lr: f64,
-    /// `train.schedule.decay_steps`.
+    /// `train.schedule.decay_steps`: the number of steps of the final decay.
     pub decay_steps: u64,
 }
 
-/// The differences between a running job and its edited file.
+/// The differences between a running job and its edited job file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReloadChanges {
-    /// The reloadable keys that changed, each with its value before and after, in YAML.
+    /// The reloadable keys that changed. Each item has the path of the key, the old value and the
+    /// new value in YAML.
     pub changed: Vec<(String, String, String)>,
-    /// Other keys that changed. Their new values are not used.
+    /// The paths of other keys that changed. Their new values are ignored.
     pub not_reloadable: Vec<String>,
-    /// The values with which the job continues.
+    /// The values of all reloadable keys with which the job continues.
     pub values: ReloadValues,
 }
 
 impl ReloadValues {
-    /// Returns the reloadable values of a job.
+    /// Returns the values of the reloadable keys of `job`.
     pub fn from_job(job: &JobSpec) -> ReloadValues {
         let train = job.train.as_ref().map(|t| ReloadTrain {
             steps: t.steps,
@@ -63,7 +66,7 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Replaces the reloadable values of `job` by these.
+    /// Sets the reloadable keys of `job` to these values.
     pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;
@@ -77,8 +80,8 @@ impl ReloadValues {
     }
 }
 
-/// Compares a running job with its edited file. Returns the changed keys, and the values with which
-/// the job continues.
+/// Compares a running job with the job in its edited file. Returns the changed keys, and the values
+/// with which the job continues.
 pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     let (before, after) = (list_key_values(running), list_key_values(file));
     let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -102,7 +105,7 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     ReloadChanges { changed, not_reloadable, values }
 }
 
-/// Lists the keys of a job with their values in YAML.
+/// Returns the values of a job's keys in YAML, by path.
 fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     let mut values = BTreeMap::new();
     let mut path: Vec<String> = Vec::new();

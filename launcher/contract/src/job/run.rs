@@ -6,58 +6,59 @@ use std::path::PathBuf;
 /// `run`: the program of a job, its environment and supervision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunSpec {
-    /// The program and its arguments, which is started once per rank; `None` for the built-in
-    /// runtime.
+    /// The program and its arguments. One process of the program is started per rank. `None` stands
+    /// for the built-in runtime.
     pub command: Option<Vec<String>>,
-    /// The working directory of the workers, at which relative paths of the job start. Absolute
-    /// after loading.
+    /// The working directory of the workers, to which relative paths in the job refer. The path is
+    /// absolute after loading.
     pub workdir: PathBuf,
-    /// Variables that are added to the environment of each worker, with their values.
+    /// Variables, with their values, that are added to the environment of each worker.
     pub env: Vec<(String, String)>,
-    /// Variables whose values are read when the run starts, with the source of each. The values are
-    /// never shown.
+    /// Variables whose values are read when the run starts, each with the source of the value. The
+    /// values are never shown.
     pub env_from: Vec<(String, EnvSource)>,
-    /// Patterns of the variables in launch's environment that are passed to the workers of every
+    /// Name patterns of variables that are copied from launch's environment to the workers of every
     /// host. The values are never shown.
     pub pass_env: Vec<String>,
-    /// The binding of workers to CPUs.
+    /// The CPUs that each worker is bound to.
     #[serde(rename = "bind")]
     pub cpu_bind: CpuBind,
-    /// The GPUs that a worker of a program sees.
+    /// The GPUs that each process of a program sees.
     pub visible_devices: VisibleDevices,
-    /// Whether `--local_rank=N` is inserted after the script's name, as older launchers do.
+    /// Whether `--local_rank=N` is inserted after the script's name, as older launchers do. `N` is
+    /// the local rank.
     pub local_rank_argument: bool,
-    /// The time from SIGTERM to SIGKILL, milliseconds.
+    /// The time from SIGTERM to SIGKILL, in milliseconds.
     #[serde(rename = "grace_ms")]
     pub grace_period_ms: u64,
-    /// The largest number of restarts after failures on any host.
+    /// The largest number of restarts in a run, for failures of any host.
     pub restarts: u32,
-    /// The smallest number of hosts that an attempt starts with.
+    /// The smallest number of hosts with which an attempt starts.
     pub min_hosts: MinHosts,
-    /// The time without progress after which the attempt has failed, milliseconds; `None` for no
+    /// The time without progress after which an attempt has failed, in milliseconds; `None` for no
     /// limit.
     pub hang_timeout_ms: Option<u64>,
-    /// The text by which a line of a program's output counts as progress; `None` if CPU time counts
-    /// as progress.
+    /// The text that a line of a program's output contains if the line counts as progress. If this
+    /// value is `None`, CPU time counts as progress.
     #[serde(rename = "progress")]
     pub progress_pattern: Option<String>,
-    /// The actions of launch when it receives these signals.
+    /// The action for each signal that launch receives.
     pub signals: Signals,
-    /// The logs of workers and the console.
+    /// The settings of workers' logs and of the console.
     pub logs: LogsSpec,
 }
 
-/// The source of the value of an environment variable.
+/// The source from which the value of an environment variable is read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EnvSource {
-    /// The variable of this name in launch's environment.
+    /// The variable with this name in launch's environment.
     FromEnv(String),
-    /// The content of this file, without the final line break.
+    /// The file at this path. A final line break is not part of the value.
     FromFile(PathBuf),
 }
 
-/// The smallest number of hosts that an attempt starts with.
+/// `run.min_hosts`: the smallest number of hosts with which an attempt starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MinHosts {
     /// All hosts that the job uses.
@@ -66,62 +67,62 @@ pub enum MinHosts {
     AtLeast(u32),
 }
 
-/// The actions of launch when it receives these signals.
+/// `run.signals`: the action for each signal that launch receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signals {
-    /// The action of SIGUSR1.
+    /// The action when launch receives SIGUSR1.
     pub usr1: SignalAction,
-    /// The action of SIGUSR2.
+    /// The action when launch receives SIGUSR2.
     pub usr2: SignalAction,
-    /// The action of SIGTERM.
+    /// The action when launch receives SIGTERM.
     pub term: SignalAction,
 }
 
-/// The action of launch when it receives a signal.
+/// What launch does when it receives a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SignalAction {
-    /// Workers save, and the run continues.
+    /// Makes workers save a checkpoint, after which the run continues.
     Save,
-    /// Workers save, and the run stops.
+    /// Makes workers save a checkpoint, after which the run stops.
     SaveAndStop,
-    /// The signal is ignored.
+    /// Ignores the signal.
     Ignore,
 }
 
-/// The binding of workers to CPUs.
+/// `run.cpu_bind`: the CPUs that each worker is bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CpuBind {
-    /// [`CpuBind::Numa`] if each worker has a GPU whose NUMA node is known, otherwise
+    /// Like [`CpuBind::Numa`] if each worker has a GPU whose NUMA node is known, otherwise like
     /// [`CpuBind::Cores`]. Workers are not bound if there are more workers than CPUs.
     Auto,
-    /// Workers are not bound.
+    /// Workers may run on all CPUs of the host.
     None,
     /// A worker is bound to all cores of its GPU's NUMA node. A worker without a GPU is bound to
     /// all cores of an equal share of the NUMA nodes.
     Numa,
-    /// A worker is bound to an equal share of the cores.
+    /// A worker is bound to an equal share of the cores, which no other worker uses.
     Cores,
 }
 
-/// `run.visible_devices`: the GPUs of its host that a worker sees.
+/// `run.visible_devices`: the GPUs of its host that a process of a program sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VisibleDevices {
-    /// All GPUs of the job; `LOCAL_RANK` selects one.
+    /// All GPUs of the host that the job uses. The program selects one by `LOCAL_RANK`.
     All,
-    /// Only the worker's own GPU; `LOCAL_RANK` is 0.
+    /// Only the GPU of the process. `LOCAL_RANK` is then 0.
     One,
 }
 
-/// The logs of workers and the console.
+/// `run.logs`: the settings of workers' logs and of the console.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LogsSpec {
-    /// The template of the run directory, with the placeholders `{name}` and `{run}`.
+    /// The path template of the run directory, with the placeholders `{name}` and `{run}`.
     pub dir: String,
-    /// The ranks whose output the console shows.
+    /// The ranks whose output appears on the console.
     pub show: Vec<Rank>,
-    /// Whether the console shows `[rank N]` before each line.
+    /// Whether each line on the console begins with `[rank N]`.
     pub prefix: bool,
-    /// The largest size of a rank's log, bytes.
+    /// The largest size of one rank's log, in bytes.
     pub max_size: u64,
 }

@@ -1,8 +1,8 @@
 //! Parses scalars: values of YAML 1.2's core schema, durations and sizes.
 use super::yaml::YamlValue;
 
-/// Resolves a plain scalar by YAML 1.2's core schema. Integers that `i128` cannot represent become
-/// floats.
+/// Determines the value of a plain (unquoted) scalar by YAML 1.2's core schema. Integers that do
+/// not fit `i128` become floats.
 pub(crate) fn resolve_scalar(text: &str) -> YamlValue {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => return YamlValue::Null,
@@ -20,7 +20,7 @@ pub(crate) fn resolve_scalar(text: &str) -> YamlValue {
     }
 }
 
-/// Parses a decimal, octal (`0o17`) or hexadecimal (`0xf`) integer.
+/// Parses a decimal, octal (`0o17`) or hexadecimal (`0xf`) integer. Returns `None` for other text.
 fn parse_integer(text: &str) -> Option<i128> {
     let digits = |s: &str, radix: u32| -> Option<i128> {
         (!s.is_empty() && s.chars().all(|c| c.is_digit(radix)))
@@ -38,7 +38,8 @@ fn parse_integer(text: &str) -> Option<i128> {
     }
 }
 
-/// Parses `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )?` and `[-+]?\.inf`.
+/// Parses a decimal number that matches `[-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]?
+/// [0-9]+ )?`, or an infinity (`[-+]?\.inf`). Returns `None` for other text.
 fn parse_float(text: &str) -> Option<f64> {
     let unsigned = text.strip_prefix(['-', '+']).unwrap_or(text);
     if matches!(unsigned, ".inf" | ".Inf" | ".INF") {
@@ -63,7 +64,7 @@ fn parse_float(text: &str) -> Option<f64> {
 }
 
 /// Parses a duration such as `500ms`, `10s` or `1.5h` into milliseconds. The units are ms, s, m, h
-/// and d.
+/// and d. Returns `None` for other text.
 pub fn parse_duration(text: &str) -> Option<u64> {
     let (number, unit) = split_number_and_unit(text)?;
     let unit = match unit {
@@ -78,6 +79,7 @@ pub fn parse_duration(text: &str) -> Option<u64> {
 }
 
 /// Parses a size such as `512B`, `5GB` (powers of 1000) or `1.5GiB` (powers of 1024) into bytes.
+/// Returns `None` for other text.
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit) = split_number_and_unit(text)?;
     let unit = match unit {
@@ -95,15 +97,16 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
     round_to_integer(number * unit)
 }
 
-/// Splits `1.5 GiB` into the number and the unit; `None` if there is no number or no unit.
+/// Splits `1.5 GiB` into the number and the unit. Returns `None` if the number or the unit is
+/// missing.
 fn split_number_and_unit(text: &str) -> Option<(f64, &str)> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let number = text[..split].parse::<f64>().ok()?;
     Some((number, text[split..].trim_start_matches(' ')))
 }
 
-/// Rounds to the nearest integer; `None` if the number is negative or too large to be exact in
-/// `f64`.
+/// Rounds to the nearest integer. Returns `None` if `x` is negative, or too large for an exact
+/// result.
 fn round_to_integer(x: f64) -> Option<u64> {
     (x.is_finite() && (0.0..9e15).contains(&x)).then(|| x.round() as u64)
 }
@@ -112,7 +115,7 @@ fn round_to_integer(x: f64) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Returns the name of the type that a plain scalar resolves to.
+    /// Returns the name of the type that [`resolve_scalar`] gives to a plain scalar.
     fn name_resolved_type(text: &str) -> &'static str {
         match resolve_scalar(text) {
             YamlValue::Null => "null",

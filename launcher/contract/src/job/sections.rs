@@ -1,5 +1,5 @@
 //! Decodes the YAML tree into a [`JobSpec`], section by section. This module checks each value
-//! separately; module `check` checks values against each other.
+//! separately. Module `check` then checks that values fit together.
 use super::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, EnvSource, InterfaceSelector,
     JobSpec, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval,
@@ -19,20 +19,20 @@ use crate::env;
 use diagnostic::codes::job as codes;
 use std::path::PathBuf;
 
-/// The most GPUs on a host.
+/// The largest number of GPUs on a host. GPU numbers in `cluster.devices` are below this value.
 const MAX_GPUS: u32 = 1024;
-/// The most built-in workers that share a GPU.
+/// The largest number of built-in workers that share a GPU.
 const MAX_WORKERS_PER_GPU: u32 = 64;
-/// The most workers on a host.
+/// The largest number of workers on a host.
 const MAX_WORKERS: u32 = 1024;
 /// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
 const MAX_HOST_COUNT: u32 = 65_536;
-/// The most restarts of a job.
+/// The largest number of restarts that a job may allow (`run.restarts`).
 const MAX_RESTARTS: u32 = 10_000;
-/// The smallest `run.logs.max_size`, bytes.
+/// The smallest `run.logs.max_size`, in bytes.
 const MIN_LOG_SIZE: u64 = 4096;
 
-/// Decodes the whole job. `default_name` is the name of a job without the key `name`.
+/// Decodes the whole job. Reports errors to `d`. A job without the key `name` gets `default_name`.
 pub(crate) fn decode_job(d: &mut JobDecoder, root: &YamlNode, default_name: &str) -> JobSpec {
     let top = d.root_section(root);
     let name = d.decode_optional(&top, "name", read_job_name).unwrap_or_else(|| default_name.to_owned());
@@ -50,7 +50,7 @@ pub(crate) fn decode_job(d: &mut JobDecoder, root: &YamlNode, default_name: &str
     JobSpec { name, cluster, run, train, checkpoint, resume, slurm }
 }
 
-/// Reads the name of a job, which must be a safe component of a path.
+/// Reads the name of a job. The name must be safe as a component of a path.
 fn read_job_name(node: &YamlNode) -> ReadResult<String> {
     let name = read_text(node)?;
     let safe = name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
@@ -125,7 +125,7 @@ fn read_interface(node: &YamlNode) -> ReadResult<InterfaceSelector> {
     }
 }
 
-/// Reads `auto`, `cpu`, `cuda`, or a list of different GPU numbers.
+/// Reads `cluster.devices`: `auto`, `cpu`, `cuda`, or a list of different GPU numbers.
 fn read_devices(node: &YamlNode) -> ReadResult<DeviceSelection> {
     match node.value {
         YamlValue::List(_) => {
@@ -210,7 +210,7 @@ fn decode_run(d: &mut JobDecoder, top: &JobSection<'_>) -> RunSpec {
     }
 }
 
-/// Reads a duration of one second or more, in milliseconds.
+/// Reads `run.hang_timeout`, a duration of one second or more. Returns milliseconds.
 fn read_hang_timeout(node: &YamlNode) -> ReadResult<u64> {
     match read_duration(node)? {
         0..1000 => Err(out_of_range_error("a duration of 1s or more", node)),
@@ -218,7 +218,8 @@ fn read_hang_timeout(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// Reads the actions of signals. A signal that is not named keeps its default action.
+/// Reads `run.signals`, a mapping of signals to actions. Signals that the mapping does not name
+/// keep their default actions.
 fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
     let YamlValue::Map(entries) = &node.value else {
         return Err(wrong_type_error("a mapping of signals to actions", node));
@@ -246,7 +247,7 @@ fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
     Ok(signals)
 }
 
-/// Reads a command: a list of a program and its arguments, verbatim.
+/// Reads `run.command`, a list of a program and its arguments. The items are not interpreted.
 fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     let what = "a list: the program and its arguments";
     if let YamlValue::Text = node.value {
@@ -265,8 +266,8 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     }
 }
 
-/// Reads a pattern of names of environment variables: letters, digits, `_`, `*` for any text and
-/// `?` for any character.
+/// Reads a pattern of names of environment variables. The pattern consists of letters, digits, `_`,
+/// `*` for any text and `?` for any character.
 fn read_name_pattern(node: &YamlNode) -> ReadResult<String> {
     let pattern = read_text(node)?;
     let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
@@ -281,7 +282,7 @@ pub(crate) fn read_path(node: &YamlNode) -> ReadResult<PathBuf> {
     read_text(node).map(PathBuf::from)
 }
 
-/// Reads a size of [`MIN_LOG_SIZE`] or more, in bytes.
+/// Reads `run.logs.max_size`, a size of at least [`MIN_LOG_SIZE`]. Returns bytes.
 fn read_log_size(node: &YamlNode) -> ReadResult<u64> {
     match read_size(node)? {
         0..MIN_LOG_SIZE => Err(out_of_range_error("a size of 4KiB or more", node)),
@@ -289,7 +290,7 @@ fn read_log_size(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// The environment variables that launch sets itself, each with advice on what to use instead.
+/// The environment variables that launch sets itself. Each has advice on what to use instead.
 const RESERVED: &[(&str, &str)] = &[
     (env::RANK, "its value differs between workers"),
     (env::LOCAL_RANK, "its value differs between workers"),
@@ -316,16 +317,17 @@ const RESERVED: &[(&str, &str)] = &[
     (env::LAUNCH_SHM_FD, "it is internal to launch"),
 ];
 
-/// Returns whether launch sets this environment variable itself, so that `run.env` cannot.
+/// Returns whether launch sets the environment variable `name` itself. `run.env` cannot set such a
+/// variable.
 pub fn is_reserved_variable(name: &str) -> bool {
     RESERVED.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// The variables of `run.env`: first those with a value in the job, then those whose value comes
-/// from another source.
+/// The variables of `run.env`: those with a value in the job, and those whose values come from
+/// another source.
 type EnvironmentEntries = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-/// Reads `run.env`, and reports the errors of all its entries.
+/// Reads `run.env`. The error contains the mistakes of all its entries.
 fn read_environment(node: &YamlNode) -> ReadResult<EnvironmentEntries> {
     let YamlValue::Map(entries) = &node.value else {
         return Err(wrong_type_error("a mapping of names to text", node));
@@ -349,7 +351,7 @@ fn read_environment(node: &YamlNode) -> ReadResult<EnvironmentEntries> {
     ValueError::merge(errors).map_or(Ok((env, env_from)), Err)
 }
 
-/// Reads `{from_env: NAME}` or `{from_file: path}`.
+/// Reads the source of a variable's value: `{from_env: NAME}` or `{from_file: path}`.
 fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSource> {
     if entry.key == env::OMP_NUM_THREADS {
         let message = "must be a number, because the plan depends on it";
@@ -363,7 +365,8 @@ fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSourc
     }
 }
 
-/// Rejects names that no environment variable can have, and variables that launch sets itself.
+/// Fails if the name of an entry is not a valid name of an environment variable, or if launch sets
+/// the variable itself.
 fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     let name = &entry.key;
     let error = |code, message: String, help: &str| {
@@ -383,7 +386,8 @@ fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
     Ok(())
 }
 
-/// Returns a reader of texts whose only placeholders are these `{names}`.
+/// Returns a reader of texts with placeholders such as `{run}`. Fails for a placeholder that is not
+/// in `names`, and for a brace without a counterpart.
 fn template_reader(names: &'static [&'static str]) -> impl Fn(&YamlNode) -> ReadResult<String> {
     move |node| {
         let text = read_text(node)?;
@@ -433,7 +437,7 @@ fn decode_checkpoint(d: &mut JobDecoder, top: &JobSection<'_>, name: &str) -> Ch
     }
 }
 
-/// Reads a number of steps, a duration, or `never`.
+/// Reads `checkpoint.every`: a number of steps, a duration, or `never`.
 fn read_save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
     let what = "a number of steps, a duration such as `10m`, or `never`";
     match node.value {

@@ -1,4 +1,4 @@
-//! `slurm`: the options of `launch sbatch`, and how a job is requeued at its time limit.
+//! `slurm`: the options of `launch sbatch`, including how a job is requeued at its time limit.
 use super::{
     decode::{JobDecoder, JobSection},
     readers::{
@@ -9,46 +9,46 @@ use super::{
 };
 use serde::{Deserialize, Serialize};
 
-/// The most nodes of an allocation.
+/// The largest number of nodes of an allocation.
 const MAX_NODES: u32 = 16_384;
-/// The longest `slurm.signal_time`, milliseconds. Slurm stores the seconds of `--signal` in 16
-/// bits.
+/// The longest `slurm.signal_time`, in milliseconds. Slurm stores the time of `--signal` as 16-bit
+/// seconds.
 const MAX_SIGNAL_TIME: u64 = 65_535_000;
-/// The longest time limit, a hundred years, milliseconds.
+/// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME: u64 = 36_525 * 86_400_000;
 
-/// `slurm`: the options of `launch sbatch`. `None` stands for Slurm's default.
+/// `slurm`: the options of `launch sbatch`. If an option is `None`, Slurm's default applies.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SlurmSpec {
-    /// `--partition`.
+    /// The partition to submit to (`--partition`).
     pub partition: Option<String>,
-    /// `--account`.
+    /// The account that is charged (`--account`).
     pub account: Option<String>,
-    /// `--qos`.
+    /// The quality of service (`--qos`).
     pub qos: Option<String>,
-    /// The number of nodes.
+    /// The number of nodes to allocate.
     pub nodes: u32,
-    /// The time limit, milliseconds.
+    /// The time limit of the job, in milliseconds.
     pub time_ms: Option<u64>,
     /// The number of GPUs per node; 0 requests none.
     pub gpus_per_node: u32,
-    /// The number of CPUs per node. Each node has a single task.
+    /// The number of CPUs per node, because each node has a single task.
     pub cpus_per_task: Option<u32>,
-    /// The memory per node, bytes.
+    /// The memory per node, in bytes.
     pub mem: Option<u64>,
-    /// Further options, each a whole `--option=value`.
+    /// Further options for sbatch. Each item is a whole `--option=value`.
     pub extra: Vec<String>,
-    /// The time in milliseconds before the time limit at which Slurm signals the job.
+    /// How long before the time limit Slurm signals the job, in milliseconds.
     #[serde(rename = "notice_ms")]
     pub signal_time_ms: u64,
-    /// The most times that the job is requeued.
+    /// The largest number of times that the job is requeued.
     pub requeues: u32,
-    /// Whether the executable `launch` is copied to the nodes.
+    /// Whether the executable `launch` is copied to the nodes before the job starts there.
     pub bcast: bool,
 }
 
 impl Default for SlurmSpec {
-    /// Returns the values of a job without a `slurm` section.
+    /// Returns the options of a job without a `slurm` section.
     fn default() -> Self {
         SlurmSpec {
             partition: None,
@@ -67,7 +67,7 @@ impl Default for SlurmSpec {
     }
 }
 
-/// Decodes `slurm`.
+/// Decodes the section `slurm`. Reports errors to `d`.
 pub(crate) fn decode_slurm(d: &mut JobDecoder, top: &JobSection<'_>) -> SlurmSpec {
     let t = d.open_section(top, "slurm");
     SlurmSpec {
@@ -86,7 +86,7 @@ pub(crate) fn decode_slurm(d: &mut JobDecoder, top: &JobSection<'_>) -> SlurmSpe
     }
 }
 
-/// Reads a partition, an account or a QOS, or several of them separated by commas.
+/// Reads the name of a partition, an account or a QOS, or several names separated by commas.
 fn read_slurm_name(node: &YamlNode) -> ReadResult<String> {
     let name = read_text(node)?;
     let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+".contains(c);
@@ -97,8 +97,8 @@ fn read_slurm_name(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads an option of sbatch such as `--constraint=a100`, which becomes one line of the batch
-/// script.
+/// Reads an option of sbatch, such as `--constraint=a100`. Each option becomes one line of the
+/// batch script.
 fn read_sbatch_option(node: &YamlNode) -> ReadResult<String> {
     let option = read_text(node)?;
     if option.starts_with("--") && option.len() > 2 && option.len() <= 1024 {
@@ -108,7 +108,7 @@ fn read_sbatch_option(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads a duration of one minute or more, in milliseconds.
+/// Reads a duration from one minute to [`MAX_TIME`]. Returns milliseconds.
 fn read_time_limit(node: &YamlNode) -> ReadResult<u64> {
     match read_duration(node)? {
         ms @ 60_000..=MAX_TIME => Ok(ms),
@@ -116,7 +116,7 @@ fn read_time_limit(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// Reads a duration of one second or more, in milliseconds.
+/// Reads a duration from one second to [`MAX_SIGNAL_TIME`]. Returns milliseconds.
 fn read_signal_time(node: &YamlNode) -> ReadResult<u64> {
     match read_duration(node)? {
         ms @ 1000..=MAX_SIGNAL_TIME => Ok(ms),
@@ -124,7 +124,7 @@ fn read_signal_time(node: &YamlNode) -> ReadResult<u64> {
     }
 }
 
-/// Reads a size of 1 MiB or more, in bytes.
+/// Reads a size of 1 MiB or more. Returns bytes.
 fn read_memory_size(node: &YamlNode) -> ReadResult<u64> {
     match read_size(node)? {
         0..1_048_576 => Err(out_of_range_error("a size of 1MiB or more", node)),
@@ -138,7 +138,8 @@ mod tests {
     use crate::job::{JobSource, load_job};
     use diagnostic::{Diagnostic, codes::job as codes};
 
-    /// Loads a job with this `slurm` section, and returns the decoded section.
+    /// Loads a job that contains the text `section`, and returns its decoded `slurm` section or the
+    /// errors.
     fn load_slurm_section(section: &str) -> Result<SlurmSpec, Vec<Diagnostic>> {
         let text = format!("run: {{command: [a]}}\n{section}");
         load_job(JobSource::Text { name: "a.yaml".to_owned(), text }, &[]).map(|(job, ..)| job.slurm)

@@ -1,9 +1,10 @@
-//! [`SourceMap`]: the texts that a job is read from, and the span of every key in them.
+//! [`SourceMap`]: the texts that a job is read from, and the position of every key in these texts.
 use super::yaml::{YamlNode, YamlValue};
 use diagnostic::{Diagnostic, Location};
 use std::collections::BTreeMap;
 
-/// The bytes `start..end` of the text with the index `source` in the [`SourceMap`].
+/// A part of a text: the bytes `start..end` of the text with the index `source` in the
+/// [`SourceMap`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceSpan {
     pub(crate) source: u32,
@@ -11,22 +12,23 @@ pub(crate) struct SourceSpan {
     pub(crate) end: u32,
 }
 
-/// A text that contains keys: the job, or a `--set` argument.
+/// A text that contains keys of the job: the job file, or a `--set` argument.
 #[derive(Clone, Debug)]
 enum SourceText {
     File { name: String, text: String },
     Override { text: String },
 }
 
-/// The spans of the name of a key and of the part that a message points at.
+/// The spans of a key: of its name, and of the part that messages point at.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,
-    /// The span that a message points at: the value if it is on one line, otherwise the name.
+    /// The span that messages point at: the value if it is on one line, otherwise the name of the
+    /// key.
     shown: SourceSpan,
 }
 
-/// The locations of the keys of a loaded job, at which diagnostics point.
+/// The locations of the keys of a loaded job. Diagnostics about a key point at its location.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
     texts: Vec<SourceText>,
@@ -34,23 +36,24 @@ pub struct SourceMap {
 }
 
 impl SourceMap {
-    /// The index of the job's text.
+    /// The index of the job file's text in the map.
     pub(crate) const JOB: u32 = 0;
 
-    /// Creates a map of the job's text, without keys.
+    /// Creates a map with the text of the job file, and without keys. `name` is the name of the
+    /// file.
     pub(crate) fn new(name: &str, text: &str) -> Self {
         let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
-    /// Adds the text of a `--set` argument and returns its index.
+    /// Adds the text of a `--set` argument to the map. Returns the index of the text.
     pub(crate) fn add_override(&mut self, text: &str) -> u32 {
         self.texts.push(SourceText::Override { text: text.to_owned() });
         self.texts.len() as u32 - 1
     }
 
-    /// Records the spans of every key and list item of the tree. `canonical` converts a path to the
-    /// documented path of the key.
+    /// Records the spans of all keys and list items of the tree `root`. `canonical` converts the
+    /// path of a key to its documented path.
     pub(crate) fn index_keys(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
         let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
         while let Some((path, node)) = pending.pop() {
@@ -74,8 +77,8 @@ impl SourceMap {
         }
     }
 
-    /// Records where the key or list item `path` is written. `name` is the span of the key's name
-    /// or, for a list item, of the item.
+    /// Records where the key or list item with the path `path` is written. `name` is the span of
+    /// the key's name. For a list item, `name` is the span of the item.
     fn record_key_spans(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
         let text = self.find_span_text(value.span);
         let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
@@ -84,13 +87,13 @@ impl SourceMap {
         self.keys.insert(path.to_owned(), KeySpans { name, shown });
     }
 
-    /// Returns whether the key is written in the file or in `--set`.
+    /// Returns whether the job file or a `--set` argument contains the key `path`.
     pub fn is_given(&self, path: &str) -> bool {
         self.keys.contains_key(path)
     }
 
-    /// Returns the location of the value of a key. An absent key has the location of its nearest
-    /// parent that is written, otherwise that of the file.
+    /// Returns the location of the value of the key `path`. If the key is absent, returns the
+    /// location of its nearest parent that is written, or else that of the file.
     pub fn locate_key(&self, path: &str) -> Location {
         if let Some(spans) = self.keys.get(path) {
             return self.locate_span(spans.shown);
@@ -105,8 +108,8 @@ impl SourceMap {
         Location::File { file: self.file().to_owned() }
     }
 
-    /// Adds the location of the key that is the diagnostic's subject. A diagnostic that has a
-    /// location is returned unchanged.
+    /// Adds the location of a diagnostic's subject, which is the path of a key, to the diagnostic.
+    /// Returns a diagnostic that already has a location unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
             return diagnostic;
@@ -115,7 +118,7 @@ impl SourceMap {
         diagnostic.with_location(location)
     }
 
-    /// Returns the name of the job's file.
+    /// Returns the name of the job file, which messages show.
     pub fn file(&self) -> &str {
         match &self.texts[0] {
             SourceText::File { name, .. } => name,
@@ -123,7 +126,8 @@ impl SourceMap {
         }
     }
 
-    /// Returns the location of the part of a span that is on its first line.
+    /// Returns the location of a span. If the span has several lines, the location covers the first
+    /// line.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
             return Location::File { file: self.file().to_owned() };
@@ -140,7 +144,7 @@ impl SourceMap {
         }
     }
 
-    /// Returns the text of a span; an empty text if the span is not valid.
+    /// Returns the text of a span, or an empty text if the span is not valid.
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(SourceText::File { text, .. } | SourceText::Override { text }) => text,
@@ -155,8 +159,8 @@ pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
     if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
 }
 
-/// Computes the line and the column of the start of a span, counted from 1; its width in characters
-/// on that line, at least 1; and the text of the line.
+/// Returns the line and the column of the start of a span, counted from 1, its width in characters,
+/// and the text of the line. The width is at least 1, and only covers the first line.
 fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     let start = floor_char_boundary(text, span.start as usize);
     let end = floor_char_boundary(text, span.end as usize).max(start);
@@ -168,7 +172,7 @@ fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     (line, column, width, text[line_start..line_end].trim_end().to_owned())
 }
 
-/// Returns the largest character boundary of a text that is not above `at`.
+/// Returns the last character boundary of `text` at or before byte `at`.
 fn floor_char_boundary(text: &str, at: usize) -> usize {
     let mut at = at.min(text.len());
     while !text.is_char_boundary(at) {

@@ -20,42 +20,43 @@ use std::path::{Path, PathBuf};
 /// `train`: the model, data and hyper-parameters of the built-in training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainSpec {
-    /// The model.
+    /// The model that is trained: its config, or the directory of a pretrained model.
     pub model: ModelSpec,
-    /// The distribution of experts and the losses of routers.
+    /// The distribution of experts over ranks, and the losses of routers.
     #[serde(default)]
     pub experts: ExpertsSpec,
-    /// The training data.
+    /// The training data, the tokenizer, and the division into samples.
     pub data: DataSpec,
-    /// The ZeRO stage and the offloading.
+    /// The ZeRO stage, and the offloading of optimizer states.
     pub zero: ZeroSpec,
     /// The element type of weights and activations.
     pub precision: Precision,
-    /// Whether fp32 master weights are kept. Without them the optimizer updates the bf16 weights
-    /// directly ([`Precision::Bf16`] and [`Precision::Fp8`]).
+    /// Whether fp32 master weights are kept. Otherwise the optimizer updates the bf16 weights
+    /// directly, which only [`Precision::Bf16`] and [`Precision::Fp8`] support.
     #[serde(default = "enabled_by_default")]
     pub master_weights: bool,
     /// The loss scale of [`Precision::Fp16`].
     #[serde(default)]
     pub loss_scale: LossScaleSpec,
-    /// The samples per step and per forward pass.
+    /// The numbers of samples per step and per forward pass.
     pub batch: BatchSpec,
     /// The optimizer and its hyper-parameters.
     pub optimizer: OptimizerSpec,
-    /// The learning rate over the steps.
+    /// How the learning rate changes over the steps.
     pub schedule: ScheduleSpec,
-    /// The largest global L2 norm of the gradients, to which larger ones are clipped; `None` for no
-    /// clipping.
+    /// The largest global L2 norm of the gradients. Gradients with a larger norm are scaled down to
+    /// this norm. `None` disables clipping.
     pub clip_norm: Option<f64>,
-    /// The total number of optimizer steps, counted from step 0 of the first run.
+    /// The number of optimizer steps after which training ends, counted from step 0 of the first
+    /// run.
     pub steps: u64,
     /// The seed of the initial weights and of the order of the data.
     pub seed: u64,
-    /// The activations that the backward pass recomputes.
+    /// Which activations the backward pass recomputes.
     pub recompute: RecomputeMode,
     /// Whether the results have the same bits for any number of workers. Otherwise gradients are
-    /// summed in their order of arrival, and on GPUs the fastest algorithm of each matmul and of
-    /// attention is selected by measurement on the host.
+    /// summed in their order of arrival. On GPUs, measurements on the host then also select the
+    /// fastest algorithm of each matmul and of attention.
     #[serde(rename = "numerics", default = "enabled_by_default", with = "numerics")]
     pub deterministic: bool,
     /// The kernels that compute attention on GPUs.
@@ -64,27 +65,28 @@ pub struct TrainSpec {
     /// Whether a step is submitted to a GPU as CUDA graphs.
     #[serde(default)]
     pub cuda_graphs: CudaGraphMode,
-    /// The evaluation during training; `None` for no evaluation.
+    /// The settings of evaluations during training; `None` for no evaluation.
     pub eval: Option<EvalSpec>,
     /// Name patterns of the parameters that are not trained.
     #[serde(default)]
     pub freeze: Vec<String>,
-    /// Name patterns of the only parameters that are trained; empty to train all except those of
-    /// `freeze`.
+    /// Name patterns of the parameters that are trained. If the list is empty, all parameters are
+    /// trained except those of `freeze`.
     #[serde(default)]
     pub train_only: Vec<String>,
-    /// The low-rank adapters, which are then the only trained parameters; `None` for no adapters.
+    /// The low-rank adapters, which are the only trained parameters if they are given; `None` for
+    /// no adapters.
     #[serde(default)]
     pub lora: Option<LoraSpec>,
 }
 
-/// Returns the value of switches that are enabled in stored jobs without the field.
+/// Returns `true`, the value of switches that older stored jobs do not contain.
 fn enabled_by_default() -> bool {
     true
 }
 
-/// Serializes `deterministic` in the form of checkpoint manifests: `numerics: Reproducible` or
-/// `Fast`.
+/// Serializes `deterministic` in the form of checkpoint manifests, as the field `numerics` with the
+/// value `Reproducible` or `Fast`.
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -104,8 +106,8 @@ mod numerics {
 }
 
 impl TrainSpec {
-    /// Returns whether updates of the weights are rounded stochastically. They are with bf16
-    /// weights without fp32 master weights.
+    /// Returns whether weight updates are rounded stochastically. They are if weights are bf16 and
+    /// there are no fp32 master weights.
     pub fn rounds_stochastically(&self) -> bool {
         self.precision.is_bf16() && !self.master_weights
     }
@@ -114,58 +116,61 @@ impl TrainSpec {
 /// `train.model`: the model config. Sizes and options have the names of Hugging Face's config.json.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelSpec {
-    /// A Hugging Face directory, whose config.json replaces the settings below and whose weights
-    /// are the initial ones; `None` for a new model. The path is relative to the workdir.
+    /// A Hugging Face directory, relative to the workdir; `None` for a new model. Its config.json
+    /// replaces the settings below, and its weights are the initial weights.
     #[serde(default)]
     pub from: Option<PathBuf>,
-    /// The value of all dropout rates; `None` for those of config.json, and 0 in a new model.
+    /// The value of all dropout rates, from 0 to below 1. If this value is `None`, the rates of
+    /// config.json apply, and a new model has no dropout.
     #[serde(default)]
     pub dropout: Option<f64>,
-    /// The name of the model family, e.g. `llama`.
+    /// The name of the model family, e.g. `llama`, which decides the architecture.
     pub family: String,
-    /// The number of rows of the embedding; 0 for the size of the tokenizer's vocabulary.
+    /// The number of rows of the embedding matrix; 0 for the size of the tokenizer's vocabulary.
     pub vocab_size: u32,
-    /// The width of the residual stream.
+    /// The width of the residual stream, in elements.
     pub hidden_size: u32,
-    /// The width of the feed-forward network.
+    /// The width of the feed-forward network's hidden layer, in elements.
     pub intermediate_size: u32,
-    /// The number of blocks.
+    /// The number of transformer blocks.
     pub num_hidden_layers: u32,
     /// The number of query heads.
     pub num_attention_heads: u32,
     /// The number of key/value heads.
     pub num_key_value_heads: u32,
-    /// The width of a head; by default `hidden_size / num_attention_heads`.
+    /// The width of an attention head, in elements. The default is `hidden_size /
+    /// num_attention_heads`.
     pub head_dim: u32,
-    /// The number of experts per layer; `None` for 8 in a model family with experts.
+    /// The number of experts per layer. If this value is `None`, a model family with experts has 8.
     #[serde(default)]
     pub num_experts: Option<u32>,
-    /// The number of experts per token; `None` for 2 in a model family with experts.
+    /// The number of experts that process each token. If this value is `None`, a model family with
+    /// experts uses 2.
     #[serde(default)]
     pub num_experts_per_tok: Option<u32>,
-    /// The width of an expert; `None` for `intermediate_size`.
+    /// The width of an expert's hidden layer; `None` for `intermediate_size`.
     #[serde(default)]
     pub moe_intermediate_size: Option<u32>,
-    /// The longest sequence; 0 for `data.seq_len`.
+    /// The length of the longest sequence, in tokens; 0 for `data.seq_len`.
     pub max_position_embeddings: u32,
-    /// The constant that is added to the mean square in RMSNorm.
+    /// The constant that RMSNorm adds to the mean square.
     pub rms_norm_eps: f64,
     /// The base of the frequencies of rotary embeddings.
     pub rope_theta: f64,
-    /// Whether embedding and output share one matrix.
+    /// Whether the embedding and the output layer share one matrix.
     pub tie_word_embeddings: bool,
-    /// The standard deviation of the initial weights.
+    /// The standard deviation of the normal distribution from which initial weights are drawn.
     pub initializer_range: f64,
 }
 
 impl ModelSpec {
-    /// Returns a copy in which `from` is relative to the current directory instead of the workdir.
+    /// Returns a copy of the settings in which `from` is joined to `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
         ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }
 }
 
-/// `train.data`: the text, the tokenizer, and the division into samples.
+/// `train.data`: the text, the tokenizer, and the division of tokens into samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
     /// The data sources, at least one. The source that `data.files` defines has no name.
@@ -173,54 +178,55 @@ pub struct DataSpec {
     /// The file of a Jinja template for chats, relative to the workdir; `None` for the template of
     /// the tokenizer.
     pub chat_template: Option<PathBuf>,
-    /// The tokenizer.
+    /// The tokenizer that converts the text to tokens.
     pub tokenizer: TokenizerSpec,
     /// The number of target tokens per sample.
     pub seq_len: u32,
-    /// Whether a sample holds several documents, which do not attend to each other. Otherwise it
-    /// holds one document or a part of one.
+    /// Whether a sample may hold several documents, which do not attend to each other. Otherwise a
+    /// sample holds one document or a part of one.
     pub pack: bool,
-    /// Whether samples are read in random order.
+    /// Whether samples are read in a random order, which `seed` determines.
     pub shuffle: bool,
-    /// The share of the documents that is excluded from training, from 0 to below 1. `train.eval`
-    /// uses these documents if it has no files.
+    /// The share of the documents that are excluded from training, from 0 to below 1. If
+    /// `train.eval` names no files, evaluations use these documents.
     pub held_out: f64,
-    /// The directory of the token caches.
+    /// The directory in which token caches are stored.
     pub cache: PathBuf,
 }
 
-/// The tokenizer of the training text.
+/// `train.data.tokenizer`: the tokenizer of the training text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TokenizerSpec {
-    /// Tokens are byte values; token 256 is the end of a document.
+    /// The built-in byte tokenizer. Tokens are byte values, and token 256 is the end of a document.
     Bytes,
-    /// This tokenizer.json of Hugging Face.
+    /// The tokenizer.json of Hugging Face at this path.
     File(PathBuf),
 }
 
 /// `train.zero`: the sharding of the training state over the workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ZeroSpec {
-    /// The ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+    /// The ZeRO stage. Stage 0 shards nothing, stage 1 optimizer states, stage 2 also gradients,
+    /// and stage 3 also parameters.
     pub stage: u8,
-    /// The number of blocks that stage 3 gathers ahead of their use.
+    /// The number of transformer blocks whose parameters stage 3 gathers ahead of their use.
     pub prefetch: u32,
-    /// The number of elements of gathered parameters that stage 3 may keep until their next use in
+    /// The largest number of gathered parameter elements that stage 3 keeps until their next use in
     /// a step.
     #[serde(default)]
     pub max_live_parameters: u64,
-    /// The storage of offloaded optimizer states; `None` for the memory of the computing device.
+    /// Where offloaded optimizer states are stored; `None` for the memory of the computing device.
     #[serde(default)]
     pub offload: Option<OffloadTarget>,
 }
 
-/// The storage of offloaded optimizer states.
+/// `train.zero.offload`: where offloaded optimizer states are stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "PathBuf", into = "PathBuf")]
 pub enum OffloadTarget {
-    /// The memory of the host. Applies to training on GPUs.
+    /// The memory of the host. This value applies to training on GPUs.
     Cpu,
-    /// Files in this directory, which is relative to the workdir.
+    /// Files in the directory at this path, relative to the workdir.
     Files(PathBuf),
 }
 
@@ -239,28 +245,29 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// The element type of weights and activations.
+/// `train.precision`: the element type of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Precision {
-    /// fp32.
+    /// 32-bit floats (fp32) for all values.
     Fp32,
-    /// bfloat16. Master weights, optimizer states, sums of gradients and statistics are fp32.
+    /// bfloat16. Optimizer states, sums of gradients and statistics are fp32, and so are the master
+    /// weights if they are kept.
     Bf16,
-    /// IEEE half precision with a loss scale ([`LossScaleSpec`]). The same values as with
-    /// [`Precision::Bf16`] are fp32.
+    /// IEEE half precision with a loss scale ([`LossScaleSpec`]). Master weights, optimizer states,
+    /// sums of gradients and statistics are fp32.
     Fp16,
-    /// bfloat16 with matmuls of the layers in fp8: E4M3 for weights and activations, E5M2 for
+    /// bfloat16, but the matmuls of the layers use fp8: E4M3 for weights and activations, E5M2 for
     /// gradients.
     Fp8,
 }
 
 impl Precision {
-    /// Returns whether weights and activations are bfloat16.
+    /// Returns whether weights and activations are stored as bfloat16, as with `bf16` and `fp8`.
     pub fn is_bf16(self) -> bool {
         matches!(self, Precision::Bf16 | Precision::Fp8)
     }
 
-    /// Returns the name that job.yaml uses.
+    /// Returns the name of the precision in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             Precision::Fp32 => "fp32",
@@ -271,14 +278,15 @@ impl Precision {
     }
 }
 
-/// `train.loss_scale`: the loss scale of `precision: fp16`, under DeepSpeed's names.
+/// `train.loss_scale`: the dynamic loss scale of `precision: fp16`. Fields have DeepSpeed's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleSpec {
-    /// The initial scale is 2 to this power.
+    /// The base-2 logarithm of the initial loss scale.
     pub initial_scale_power: u32,
     /// The number of steps without overflow after which the scale doubles.
     pub loss_scale_window: u64,
-    /// The smallest scale.
+    /// The smallest loss scale. An overflow that would reduce the scale below this value is not
+    /// tolerated.
     pub min_loss_scale: f64,
 }
 
@@ -288,31 +296,32 @@ impl Default for LossScaleSpec {
     }
 }
 
-/// `train.batch`: samples per step and per forward pass.
+/// `train.batch`: the numbers of samples per step and per forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchSpec {
-    /// The number of samples per optimizer step over all workers; a multiple of `micro`.
+    /// The number of samples per optimizer step over all workers (the global batch). A multiple of
+    /// `micro`.
     pub global: u32,
-    /// The number of samples per forward pass of a worker: the size of a micro-batch, which is also
-    /// a micro-batch (docs/numerics.md).
+    /// The number of samples per forward pass of a worker (the micro-batch). Micro-batches are also
+    /// the units of fixed-order sums (docs/numerics.md).
     pub micro: u32,
 }
 
 /// `train.attention`: the kernels that compute attention on GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttentionKernels {
-    /// The kernels of launch. Without `deterministic`, those of cuDNN where they are available and
-    /// faster.
+    /// The kernels of launch. With `deterministic: false`, the kernels of cuDNN if they are
+    /// available and faster.
     #[default]
     Auto,
-    /// The kernels of launch.
+    /// Only the kernels of launch.
     Flash,
-    /// The kernels of cuDNN.
+    /// Only the kernels of cuDNN.
     Cudnn,
 }
 
 impl AttentionKernels {
-    /// Returns the name that job.yaml uses.
+    /// Returns the name of the choice in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             AttentionKernels::Auto => "auto",
@@ -326,17 +335,17 @@ impl AttentionKernels {
 /// change results.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CudaGraphMode {
-    /// Use graphs if a measurement shows that steps are faster with them.
+    /// Graphs are used if a measurement shows that steps are faster with them.
     #[default]
     Auto,
-    /// Always use graphs.
+    /// Graphs are always used.
     Always,
-    /// Never use graphs.
+    /// Graphs are never used.
     Never,
 }
 
 impl CudaGraphMode {
-    /// Returns the name that job.yaml uses.
+    /// Returns the value of the mode in job.yaml.
     pub fn name(self) -> &'static str {
         match self {
             CudaGraphMode::Auto => "auto",
@@ -346,24 +355,25 @@ impl CudaGraphMode {
     }
 }
 
-/// `train.recompute`: the activations that the backward pass recomputes instead of reading stored
-/// ones.
+/// `train.recompute`: which activations the backward pass recomputes instead of reading stored
+/// values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RecomputeMode {
-    /// No recomputation.
+    /// No activations are recomputed. All of them are stored.
     None,
-    /// The activations of each block are recomputed from its input, which is stored.
+    /// The activations of each transformer block are recomputed from the block's input, which is
+    /// stored.
     Block,
 }
 
-/// `train.eval`: evaluation during training.
+/// `train.eval`: the settings of evaluations during training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EvalSpec {
     /// The number of optimizer steps between evaluations.
     pub every: u64,
-    /// The files and globs of the evaluation text; empty for the held-out share of `data`.
+    /// Paths and globs of the evaluation text; empty for the held-out share of `data`.
     pub files: Vec<String>,
-    /// The most samples of an evaluation.
+    /// The largest number of samples of one evaluation.
     pub samples: u32,
     /// The prompt that is continued after each evaluation; `None` for no generation.
     #[serde(default)]
@@ -373,15 +383,15 @@ pub struct EvalSpec {
 /// `train.eval.sample`: a prompt that the model continues after each evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GenerationSpec {
-    /// The prompt.
+    /// The text that the model continues.
     pub prompt: String,
-    /// The most tokens that are generated.
+    /// The largest number of tokens that are generated.
     pub tokens: u32,
-    /// The temperature of sampling; 0 for the most probable token.
+    /// The sampling temperature; 0 to always choose the most probable token.
     pub temperature: f64,
 }
 
-/// The names of `train.precision`.
+/// The names of `train.precision` in job.yaml, and what they mean.
 const PRECISIONS: &[(&str, Precision)] = &[
     ("fp32", Precision::Fp32),
     ("bf16", Precision::Bf16),
@@ -389,7 +399,7 @@ const PRECISIONS: &[(&str, Precision)] = &[
     ("fp8", Precision::Fp8),
 ];
 
-/// Decodes the `train` section of job.yaml, and reports errors to `d`.
+/// Decodes the section `train` of job.yaml. Reports errors to `d`.
 pub(crate) fn decode_train(d: &mut JobDecoder, t: &JobSection<'_>) -> TrainSpec {
     let model = decode_model(d, t);
     let optimizer = decode_optimizer(d, t);
@@ -445,15 +455,16 @@ pub(crate) fn decode_train(d: &mut JobDecoder, t: &JobSection<'_>) -> TrainSpec 
     }
 }
 
-/// Reads a positive number that is finite and not 0 as f32, the type in which kernels compute.
+/// Reads a number that is positive and finite as f32, because kernels compute with f32.
 pub(super) fn read_positive(node: &YamlNode) -> ReadResult<f64> {
     number_reader("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
 }
 
-/// The model family with learned positions, LayerNorm and a tied head, whose defaults differ.
+/// The model family with learned positions, LayerNorm and a tied output layer, whose defaults
+/// differ from those of other families.
 pub(super) const GPT2: &str = "gpt2";
 
-/// Decodes `train.model`, and computes the sizes that are not given.
+/// Decodes the section `train.model`. Sizes that are absent are computed from the other sizes.
 fn decode_model(d: &mut JobDecoder, train: &JobSection<'_>) -> ModelSpec {
     let t = d.open_section(train, "train.model");
     let auto = |range| keyword_or_reader("auto", 0, int32_reader(range));
@@ -507,7 +518,8 @@ fn decode_model(d: &mut JobDecoder, train: &JobSection<'_>) -> ModelSpec {
     }
 }
 
-/// Decodes `train.data`. `from` is the directory of the model, whose tokenizer is the default.
+/// Decodes the section `train.data`. `from` is the directory of the pretrained model, whose
+/// tokenizer is the default.
 fn decode_data(d: &mut JobDecoder, train: &JobSection<'_>, from: Option<&Path>) -> DataSpec {
     let t = d.open_section(train, "train.data");
     DataSpec {
@@ -526,7 +538,8 @@ fn decode_data(d: &mut JobDecoder, train: &JobSection<'_>, from: Option<&Path>) 
     }
 }
 
-/// Decodes `train.data.tokenizer`. The default is tokenizer.json in `from`, or the byte tokenizer.
+/// Decodes `train.data.tokenizer`. The default is tokenizer.json in the directory `from`. Without
+/// `from`, the default is the byte tokenizer.
 fn decode_tokenizer(d: &mut JobDecoder, data: &JobSection<'_>, from: Option<&Path>) -> TokenizerSpec {
     let given = d.decode_optional(data, "train.data.tokenizer", |node| {
         Ok(match read_text(node)?.as_str() {
@@ -553,7 +566,7 @@ fn decode_zero(d: &mut JobDecoder, train: &JobSection<'_>) -> ZeroSpec {
     }
 }
 
-/// Reads `{optimizer: cpu}` or `{optimizer: path}`.
+/// Reads `train.zero.offload`: `{optimizer: cpu}` or `{optimizer: path}`.
 fn read_offload(node: &YamlNode) -> ReadResult<OffloadTarget> {
     const WHAT: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
     match &node.value {
@@ -582,7 +595,7 @@ fn decode_batch(d: &mut JobDecoder, train: &JobSection<'_>) -> BatchSpec {
     }
 }
 
-/// Decodes `train.eval`; `None` if the job does not have the section.
+/// Decodes the section `train.eval`. Returns `None` if the job does not contain the section.
 fn decode_eval(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<EvalSpec> {
     if d.is_absent(train, "train.eval") {
         return None;
@@ -596,7 +609,7 @@ fn decode_eval(d: &mut JobDecoder, train: &JobSection<'_>) -> Option<EvalSpec> {
     })
 }
 
-/// Decodes `train.eval.sample`; `None` if the job does not have the section.
+/// Decodes the section `train.eval.sample`. Returns `None` if the job does not contain the section.
 fn decode_sample(d: &mut JobDecoder, eval: &JobSection<'_>) -> Option<GenerationSpec> {
     const SAMPLE: &str = "train.eval.sample";
     if d.is_absent(eval, SAMPLE) {

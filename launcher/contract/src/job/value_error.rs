@@ -1,42 +1,42 @@
-//! [`ValueError`]: a mistake in a value or in YAML text, before it is attributed to a key.
+//! [`ValueError`]: a mistake in a value or in YAML text, before the key of the value is known.
 use super::{
     source_map::{SourceMap, SourceSpan},
     yaml::{YamlNode, YamlValue},
 };
 use diagnostic::{Code, Diagnostic, codes};
 
-/// A mistake in a value, with the span of text that contains it.
+/// A mistake in a value, with the span of the text that contains the mistake.
 #[derive(Clone, Debug)]
 pub(crate) struct ValueError {
     pub(crate) code: Code,
     pub(crate) span: SourceSpan,
-    /// The part of the value that is wrong, such as `item 2`; empty for the whole value.
+    /// The part of the value that is wrong, such as `item 2`; empty if the whole value is wrong.
     part: String,
     what: Box<ValueMistake>,
     help: Option<String>,
-    /// Further mistakes in the same value.
+    /// Further mistakes in the same value, which are reported together with this one.
     others: Vec<ValueError>,
 }
 
-/// The kinds of mistakes. Their texts follow the name of the key.
+/// The kinds of mistakes in a value. Each text is a predicate, which follows the name of the key.
 #[derive(Clone, Debug)]
 enum ValueMistake {
     /// Any wrong value: "must be {expected}, found {found}".
     Unexpected { expected: String, found: String },
-    /// A missing value: "has no value; it must be {expected}".
+    /// A value that is empty or `null`: "has no value; it must be {expected}".
     Missing { expected: String },
-    /// Any other mistake, with its text.
+    /// Any other mistake. The variant contains the whole text.
     Other(String),
 }
 
 impl ValueError {
-    /// Creates an error with its own text, such as "names GPU 0 twice".
+    /// Creates an error whose text is `message`, such as "names GPU 0 twice".
     pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
         Self::with_mistake(code, span, ValueMistake::Other(message.into()))
     }
 
-    /// Creates the error of a wrong value: "must be `expected`, found …". A missing value gets the
-    /// code `job-value-missing` and other advice.
+    /// Creates the error of a wrong value. The text is "must be `expected`, found …". If the value
+    /// is `null`, the error has the code `job-value-missing` and other advice.
     pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
         let expected = expected.into();
         match node.value {
@@ -57,7 +57,8 @@ impl ValueError {
         ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
     }
 
-    /// Merges several errors into one that reports all of them; `None` if there are none.
+    /// Merges several errors into one error that reports all of them. Returns `None` if `errors` is
+    /// empty.
     pub(crate) fn merge(mut errors: Vec<ValueError>) -> Option<Self> {
         let rest = errors.split_off(errors.len().min(1));
         errors.pop().map(|mut first| {
@@ -66,15 +67,15 @@ impl ValueError {
         })
     }
 
-    /// Attributes the error to a part of the value: "`part` must be …".
+    /// States which part of the value is wrong, so that the text becomes "`part` must be …".
     pub(crate) fn in_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
         self.others = self.others.into_iter().map(|error| error.in_part(part)).collect();
         self
     }
 
-    /// Adds a keyword to the accepted values: "must be `keyword` or …". An error of a part of the
-    /// value stays unchanged.
+    /// Adds a keyword to the accepted values, so that the text becomes "must be `keyword` or …".
+    /// Does nothing if the error is about a part of the value.
     pub(crate) fn with_keyword(mut self, keyword: &str) -> Self {
         if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
             (self.part.is_empty(), &mut *self.what)
@@ -84,13 +85,13 @@ impl ValueError {
         self
     }
 
-    /// Replaces the advice.
+    /// Sets the advice for the user, and replaces earlier advice.
     pub(crate) fn with_help(mut self, help: impl Into<String>) -> Self {
         self.help = Some(help.into());
         self
     }
 
-    /// Returns the message without the name of the key.
+    /// Returns the text of the error, to which the caller prepends the name of the key.
     fn format_message(&self) -> String {
         let text = match &*self.what {
             ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
@@ -100,8 +101,8 @@ impl ValueError {
         if self.part.is_empty() { text } else { format!("{} {text}", self.part) }
     }
 
-    /// Converts this error, and the others that were merged into it, to diagnostics. Each message
-    /// begins with `prefix`, which is empty or ends with a space. `subject` is the key.
+    /// Converts this error and the errors that were merged into it to diagnostics. Each message
+    /// begins with `prefix`, which is empty or ends with a space. `subject` is the path of the key.
     pub(crate) fn into_diagnostics(
         self,
         sources: &SourceMap,
@@ -129,7 +130,7 @@ impl ValueError {
             .collect()
     }
 
-    /// Converts an error of a whole text to a diagnostic without a subject.
+    /// Converts an error that concerns a whole text to a diagnostic without a subject.
     pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();

@@ -1,33 +1,33 @@
-//! Parses YAML text into a tree of nodes, each with the span that it was read from.
+//! Parses YAML text into a tree of nodes. Each node has the span of text that it was read from.
 //!
-//! The language is YAML 1.2 with the core schema: `yes` is text, `0o17` is an integer. A text is
-//! one document with text keys, without duplicate keys, tags or merge keys. Aliases are expanded
-//! within a budget, so that a small text cannot become a large tree.
+//! The language is YAML 1.2 with the core schema, in which `yes` is text and `0o17` is an integer.
+//! A text is one document whose keys are text. Duplicate keys, tags and merge keys are errors. The
+//! size of expanded aliases is limited, so that a small text cannot become a large tree.
 use super::{scalar, source_map::SourceSpan, value_error::ValueError};
 use diagnostic::codes::job as codes;
 use saphyr_parser::{Event, Parser, ScalarStyle, Span as YamlSpan};
 use std::collections::HashMap;
 
-/// The deepest nesting of lists and mappings that is accepted.
+/// The deepest nesting of lists and mappings that is accepted, in levels.
 const MAX_DEPTH: usize = 32;
-/// The most nodes of a tree with its aliases expanded.
+/// The largest number of nodes of a tree, after aliases are expanded.
 const MAX_NODES: usize = 50_000;
-/// The most bytes of scalars in a tree with its aliases expanded.
+/// The largest size of all scalars of a tree, in bytes, after aliases are expanded.
 const MAX_BYTES: usize = 4 << 20;
-/// The most characters of a value that a message quotes.
+/// The largest number of characters of a value that a message quotes.
 const MAX_EXCERPT: usize = 60;
 
-/// A value of the tree, and the span of text that it was read from.
+/// A value of the tree, with the span of text that the value was read from.
 #[derive(Clone, Debug)]
 pub(crate) struct YamlNode {
     pub(crate) span: SourceSpan,
     pub(crate) value: YamlValue,
-    /// The text of a scalar: verbatim if it is plain, unescaped if it is quoted. Empty for lists
-    /// and mappings.
+    /// The text of a scalar: verbatim if the scalar is plain, unescaped if it is quoted. The text
+    /// is empty for lists and mappings.
     pub(crate) raw: String,
 }
 
-/// The value of a node with its type.
+/// The value of a node, with its type.
 #[derive(Clone, Debug)]
 pub(crate) enum YamlValue {
     Null,
@@ -47,7 +47,8 @@ pub(crate) struct YamlEntry {
     pub(crate) value: YamlNode,
 }
 
-/// Compares values. Spans, notation and the order of mappings do not matter.
+/// Two nodes are equal if their values are equal. Spans, notation and the order of mappings do not
+/// matter.
 impl PartialEq for YamlNode {
     fn eq(&self, other: &Self) -> bool {
         match (&self.value, &other.value) {
@@ -66,7 +67,7 @@ impl PartialEq for YamlNode {
 }
 
 impl YamlNode {
-    /// Describes the value for a message: ``the text `abc` ``, `3`, `a list`.
+    /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
     pub(crate) fn describe(&self) -> String {
         let raw = make_excerpt(&self.raw);
         match &self.value {
@@ -80,8 +81,8 @@ impl YamlNode {
         }
     }
 
-    /// Counts the nodes of the tree below this node and the bytes of its scalars and keys, and
-    /// measures its depth.
+    /// Returns the number of nodes of the tree below this node, the bytes of its scalars and keys,
+    /// and its depth in levels. The node itself counts.
     fn measure(&self) -> (usize, usize, usize) {
         let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
         let mut todo = vec![(self, 1)];
@@ -102,7 +103,8 @@ impl YamlNode {
     }
 }
 
-/// Returns at most [`MAX_EXCERPT`] characters of a text, with control characters escaped.
+/// Returns the first [`MAX_EXCERPT`] characters of a text, with control characters escaped. A
+/// longer text ends with `…`.
 pub(crate) fn make_excerpt(text: &str) -> String {
     let mut out: String = text
         .chars()
@@ -115,9 +117,10 @@ pub(crate) fn make_excerpt(text: &str) -> String {
     out
 }
 
-/// Parses the only document of a text; `None` if the text is empty.
+/// Parses a text that contains at most one YAML document. Returns `None` if the text is empty.
 ///
-/// `source` is the index of the text in the `SourceMap`, and `base` the offset of `text` in it.
+/// `source` is the index of the whole text in the `SourceMap`. `base` is the byte offset of `text`
+/// in the whole text.
 pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<YamlNode>, ValueError> {
     let mut builder = YamlTreeBuilder::new(text, source, base);
     let mut parser = Parser::new_from_str(text);
@@ -130,12 +133,13 @@ pub(crate) fn parse_yaml(text: &str, source: u32, base: u32) -> Result<Option<Ya
     Ok(builder.root)
 }
 
-/// Parses the default of a key, which is part of this program; `None` if it is not valid.
+/// Parses the YAML text of a key's default, which the table of keys contains. Returns `None` if the
+/// text is not valid.
 pub(crate) fn parse_default(text: &str) -> Option<YamlNode> {
     parse_yaml(text, u32::MAX, 0).ok().flatten()
 }
 
-/// A list or mapping whose end has not been reached yet.
+/// A list or mapping whose end the parser has not reached yet.
 struct OpenNode {
     start: u32,
     flow: bool,
@@ -143,21 +147,21 @@ struct OpenNode {
     kind: OpenCollection,
 }
 
-/// The children of an [`OpenNode`] so far.
+/// The children of an [`OpenNode`] that have been read so far.
 enum OpenCollection {
     List(Vec<YamlNode>),
     Map { entries: Vec<YamlEntry>, seen: HashMap<String, SourceSpan>, key: Option<(String, SourceSpan)> },
 }
 
-/// Builds the tree from the parser's events.
+/// Builds the tree of nodes from the events of the YAML parser.
 struct YamlTreeBuilder<'t> {
     text: &'t str,
     source: u32,
     base: u32,
-    /// The byte offset of each character; empty if the text is ASCII.
+    /// The byte offset of each character of `text`; empty if `text` is ASCII.
     offsets: Vec<u32>,
     open: Vec<OpenNode>,
-    /// The complete nodes that have an anchor, by its number.
+    /// The complete nodes that have an anchor, by the number of the anchor.
     anchors: HashMap<usize, YamlNode>,
     nodes: usize,
     bytes: usize,
@@ -195,7 +199,7 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts a span of the parser, in characters, to a span in bytes.
+    /// Converts a span of the parser, which counts characters, to a span in bytes.
     fn to_span(&self, span: YamlSpan) -> SourceSpan {
         let (start, end) =
             (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
@@ -207,7 +211,8 @@ impl<'t> YamlTreeBuilder<'t> {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
 
-    /// Adds one parser event to the tree.
+    /// Adds one event of the parser to the tree. Fails if the event is not supported or exceeds a
+    /// limit.
     fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
         let span = self.to_span(at);
         match event {
@@ -250,7 +255,7 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Opens a list or mapping, which gets the nodes that follow.
+    /// Opens a list or mapping, to which the nodes that follow are added.
     fn begin_collection(
         &mut self,
         kind: OpenCollection,
@@ -270,7 +275,7 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Closes the innermost list or mapping, and adds it to its parent.
+    /// Closes the innermost open list or mapping, and adds it to its parent.
     fn end_collection(&mut self, span: SourceSpan) -> Result<(), ValueError> {
         let Some(open) = self.open.pop() else { return Ok(()) };
         let (value, last) = match open.kind {
@@ -293,7 +298,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(YamlNode { span, value, raw: String::new() }, open.anchor)
     }
 
-    /// Adds a complete node to its parent as a key, a value or an item, or makes the node the root.
+    /// Adds a complete node to its parent as a key, a value or an item. A node without a parent
+    /// becomes the root.
     fn add_node(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
         if anchor != 0 {
             let (nodes, bytes, _) = node.measure();
@@ -315,7 +321,7 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Adds a copy of the node that an alias refers to.
+    /// Adds a copy of the node that the alias with the number `anchor` refers to.
     fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(
@@ -334,7 +340,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Counts nodes and bytes, and fails if there are too many.
+    /// Adds to the numbers of nodes and bytes of the tree. Fails if there are more than
+    /// [`MAX_NODES`] or [`MAX_BYTES`].
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
@@ -347,7 +354,7 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Creates the error of a text that the parser rejects.
+    /// Creates the error of a text that is not valid YAML.
     fn syntax_error(&self, text: &str, error: &saphyr_parser::ScanError) -> ValueError {
         let at = self.find_byte_offset(error.marker().index());
         let span = self.make_span(at, at);
@@ -368,7 +375,7 @@ impl<'t> YamlTreeBuilder<'t> {
     }
 }
 
-/// Rejects a node that has a tag.
+/// Fails if a node has a YAML tag such as `!name`.
 fn reject_tag(tagged: bool, span: SourceSpan) -> Result<(), ValueError> {
     if tagged {
         return Err(ValueError::new(
@@ -393,8 +400,8 @@ fn collection_as_key_error(span: SourceSpan) -> ValueError {
         .with_help("keys must be text")
 }
 
-/// Converts a node to the text and span of a key, and adds the key to `seen`. A duplicate key is an
-/// error.
+/// Converts a node to the text and span of a key, and adds the key to `seen`. Fails if the node is
+/// a list, a mapping, empty or a merge key, or if `seen` already contains the key.
 fn take_key(
     node: YamlNode,
     seen: &mut HashMap<String, SourceSpan>,

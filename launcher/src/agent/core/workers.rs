@@ -1,4 +1,5 @@
-//! The workers of an agent: their start, their messages and their exits.
+//! The part of the agent's state machine that handles the start, the messages and the exits of
+//! workers.
 use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, STEP_KILL_DELAY, WorkerState};
 use crate::agent::progress::WorkerProgress;
 use contract::{
@@ -14,13 +15,14 @@ use std::time::Duration;
 const SIGKILL: i32 = 9;
 
 impl AgentCore {
-    /// Returns the ranks of the workers that run.
+    /// Returns the ranks of the workers that were started and have not been reaped, in ascending
+    /// order.
     pub(super) fn running_ranks(&self) -> Vec<Rank> {
         self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
-    /// Sends a message to a built-in worker. Holds the message back until the worker is
-    /// initialized.
+    /// Sends a message to a built-in worker. If the worker is not initialized yet, holds the
+    /// message back until it is.
     pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
             Some(worker) if worker.init.is_some() => worker.after_init.push(message),
@@ -144,8 +146,11 @@ impl AgentCore {
         }
     }
 
-    /// Returns the time at which the end of this worker is to be reported: when its final output is
-    /// complete, or after a timeout.
+    /// Returns the time at which the end of an ended worker is reported to the controller.
+    ///
+    /// This is the end of the worker if all output and messages of the worker have arrived, else
+    /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL in a Slurm step, it is at least
+    /// [`STEP_KILL_DELAY`] later.
     pub(super) fn report_due_at(&self, worker: &WorkerState) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
         let is_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
@@ -159,8 +164,8 @@ impl AgentCore {
         worker.ended_at + output_delay.max(step_delay)
     }
 
-    /// Reports workers that have ended, in the order of their ends, when [`Self::report_due_at`]
-    /// has come.
+    /// Reports the ended workers whose [`Self::report_due_at`] has come to the controller, in the
+    /// order of their ends.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
             if self.workers.get(&rank).is_none_or(|worker| now < self.report_due_at(worker)) {
@@ -178,7 +183,7 @@ impl AgentCore {
         }
     }
 
-    /// Requests a sweep if all workers have ended and are reported.
+    /// Requests a sweep if all workers have ended and all ends were reported to the controller.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {

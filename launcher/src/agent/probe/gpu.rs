@@ -1,12 +1,13 @@
-//! Inspects NVIDIA GPUs and NCCL. The libraries are loaded at run time, not linked.
+//! Inspects the NVIDIA GPUs and the NCCL library of this host for `launch check`. The libraries are
+//! loaded at run time, not linked.
 use super::nvml::{Nvml, SharedLibrary};
 use contract::probe::GpuReport;
 use std::{ffi::c_int, fs};
 
-/// The file name of the NVIDIA driver's management library.
+/// The file name of NVML, the management library of the NVIDIA driver.
 const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 
-/// Inspects the GPUs of this host. Values that are not available stay empty.
+/// Inspects the GPUs and NCCL on this host. Leaves values empty that are not available.
 pub(super) fn inspect_gpus() -> GpuReport {
     let devices = count_device_nodes();
     let mut report = GpuReport { devices, nccl: find_nccl(), ..GpuReport::default() };
@@ -18,7 +19,7 @@ pub(super) fn inspect_gpus() -> GpuReport {
     report
 }
 
-/// Counts the device nodes `/dev/nvidia0`, `/dev/nvidia1`, …
+/// Counts the device files `/dev/nvidia0`, `/dev/nvidia1`, … of GPUs, without using NVML.
 fn count_device_nodes() -> u32 {
     let names = fs::read_dir("/dev").into_iter().flatten().flatten();
     let is_device = |name: &str| {
@@ -27,11 +28,12 @@ fn count_device_nodes() -> u32 {
     names.filter(|e| e.file_name().to_str().is_some_and(is_device)).count() as u32
 }
 
-/// Loads NCCL and returns its path and version; `None` if the dynamic loader does not find it.
+/// Loads the NCCL library and returns the path and the version of the library. Returns `None` if
+/// the dynamic loader does not find the library or the version cannot be read.
 fn find_nccl() -> Option<(String, String)> {
     let library = SharedLibrary::open("libnccl.so.2").ok()?;
     let mut code = 0;
-    // SAFETY: the type is that of nccl.h.
+    // SAFETY: the function has this type in nccl.h.
     let result = unsafe {
         library.load_function::<unsafe extern "C" fn(*mut c_int) -> c_int>(c"ncclGetVersion").ok()?(&mut code)
     };

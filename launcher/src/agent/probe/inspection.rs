@@ -1,4 +1,4 @@
-//! Inspects this host for `launch check`.
+//! Inspects this host for `launch check`: hardware, directories, limits and network addresses.
 use super::{super::executable::hash_executable, gpu};
 use contract::probe::{DirectoryInspection, HostInspection};
 use diagnostic::{Diagnostic, codes::host};
@@ -14,7 +14,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Inspects this host and the directories `dirs`. Values that are not available stay empty.
+/// Inspects this host and the directories `dirs`. Leaves values empty or 0 that are not available.
 pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
     let meminfo = text("/proc/meminfo");
@@ -39,19 +39,21 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
         port: None,
         greeting: String::new(),
     };
-    // The last value, because the check takes it as the time of the answer.
+    // The clock is read last, because the check takes this time as the time of the answer.
     report.unix_time_ns = i64::try_from(now()).unwrap_or(i64::MAX);
     report
 }
 
-/// Returns a value of `/proc/meminfo` in bytes; 0 if it is missing. `name` ends with a colon.
+/// Returns the value `name` in the content `meminfo` of `/proc/meminfo` in bytes, or 0 if the value
+/// is missing. `name` ends with a colon.
 fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(name));
     let number = line.and_then(|l| l.trim().strip_suffix("kB")).and_then(|n| n.trim().parse::<u64>().ok());
     number.unwrap_or(0).saturating_mul(1024)
 }
 
-/// Checks whether the home directory and the directory of cached executables are writable.
+/// Checks whether the home directory and, if this executable is a cached copy, the cache directory
+/// are writable. Returns each directory with the result.
 fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     let Some(home) = std::env::home_dir() else { return Vec::new() };
     let cache = fs::read_link("/proc/self/exe").ok().and_then(|exe| exe.parent().map(Path::to_owned));
@@ -59,7 +61,8 @@ fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     std::iter::once(home).chain(cache).map(|dir| (dir.clone(), check_writable(&dir))).collect()
 }
 
-/// Checks that a file can be created and written in a directory. Removes the file.
+/// Creates, writes and removes a temporary file in a directory. Fails if the file cannot be created
+/// or written.
 fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     let file = dir.join(format!(".launch-write-{}", std::process::id()));
     let created = fs::OpenOptions::new().write(true).create_new(true).open(&file);
@@ -71,7 +74,8 @@ fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     })
 }
 
-/// Inspects a directory or, if it does not exist, its nearest existing parent.
+/// Inspects a directory or, if the directory does not exist, the nearest existing parent: file
+/// system, free space, and whether it is writable.
 fn inspect_directory(dir: &Path) -> DirectoryInspection {
     let path = dir.ancestors().find(|a| a.is_dir()).unwrap_or(Path::new("/")).to_owned();
     DirectoryInspection {
@@ -82,29 +86,31 @@ fn inspect_directory(dir: &Path) -> DirectoryInspection {
     }
 }
 
-/// Returns the size and the free space of the file system of a path, in bytes.
+/// Returns the size and the free space of the file system that contains a path, in bytes. Returns
+/// `None` if they cannot be read.
 fn read_size_and_free_bytes(path: &Path) -> Option<(u64, u64)> {
     let stat = statvfs(path).ok()?;
     let unit = stat.fragment_size();
     Some((stat.blocks().saturating_mul(unit), stat.blocks_available().saturating_mul(unit)))
 }
 
-/// Returns the type of the file system of a path, such as `ext4`; empty if it is unknown.
+/// Returns the type of the file system that contains a path, such as `ext4`. Returns an empty text
+/// if the type is unknown.
 fn find_filesystem_type(path: &Path) -> String {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let mount = |line: &str| {
         let mut words = line.split(' ').skip(1);
-        // The kernel writes spaces in paths in octal.
+        // The kernel writes a space in a path as the octal escape `\040`.
         Some((PathBuf::from(words.next()?.replace("\\040", " ")), words.next()?.to_owned()))
     };
     let candidates = mounts.lines().filter_map(mount).filter(|(at, _)| path.starts_with(at));
-    // Of two mounts on one directory, the later one is visible.
+    // If two file systems are mounted on one directory, the later mount is the visible one.
     candidates.max_by_key(|(at, _)| at.components().count()).map_or_else(String::new, |(_, kind)| kind)
 }
 
-/// Returns the agent's soft limits of open files, processes and locked memory by the names of
-/// ulimit; `None` is unlimited.
+/// Returns the agent's soft limits of open files (`nofile`), processes (`nproc`) and locked memory
+/// in bytes (`memlock`). `None` means unlimited.
 fn read_resource_limits() -> BTreeMap<String, Option<u64>> {
     let limit = |resource| getrlimit(resource).ok().map(|(soft, _)| (soft != RLIM_INFINITY).then_some(soft));
     let resources = [
@@ -115,8 +121,8 @@ fn read_resource_limits() -> BTreeMap<String, Option<u64>> {
     resources.into_iter().filter_map(|(name, resource)| Some((name.to_owned(), limit(resource)?))).collect()
 }
 
-/// Returns the addresses that other hosts may reach, each with the name of its interface. Loopback
-/// and link-local addresses are left out.
+/// Returns the IP addresses of this host that other hosts may reach, each with the name of the
+/// network interface. Omits loopback and link-local addresses.
 fn list_reachable_addresses() -> Vec<(String, IpAddr)> {
     let mut addresses = Vec::new();
     for interface in nix::ifaddrs::getifaddrs().into_iter().flatten() {

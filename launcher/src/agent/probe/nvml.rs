@@ -1,5 +1,5 @@
 //! Queries GPUs through the management library of the NVIDIA driver (NVML), which is loaded at run
-//! time. Types and constants are those of nvml.h.
+//! time. The types and constants in this module have the values of the header nvml.h.
 use contract::probe::{GpuReport, GpuStatus};
 use diagnostic::{Diagnostic, codes::host};
 use std::{
@@ -7,23 +7,23 @@ use std::{
     ptr,
 };
 
-/// The largest number of GPUs that are queried.
+/// The largest number of GPUs of a host that are queried.
 const MAX_GPUS: u32 = 64;
 /// The largest number of processes of a GPU that are reported.
 const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
 const MAX_LINKS: c_uint = 18;
-/// Value of `nvmlMemoryErrorType_t` for errors that ECC could not correct.
+/// The value of `nvmlMemoryErrorType_t` for memory errors that ECC could not correct.
 const UNCORRECTED: c_int = 1;
-/// Value of `nvmlEccCounterType_t` for errors since the driver was loaded.
+/// The value of `nvmlEccCounterType_t` for counting memory errors since the driver was loaded.
 const VOLATILE: c_int = 0;
-/// Value of `nvmlGpuP2PCapsIndex_t` for reads from the memory of another GPU.
+/// The value of `nvmlGpuP2PCapsIndex_t` for reads from the memory of another GPU.
 const P2P_READ: c_int = 0;
-/// Value of `nvmlComputeMode_t` for GPUs that any number of processes may use.
+/// The value of `nvmlComputeMode_t` for GPUs that any number of processes may use.
 const COMPUTE_MODE_DEFAULT: c_int = 0;
 
-/// The bits of `nvmlClocksThrottleReason…` that indicate a fault, with descriptions. Throttling
-/// when idle or at the power limit is normal.
+/// The bits of `nvmlClocksThrottleReason…` that indicate a fault, with descriptions. Other bits,
+/// such as throttling of an idle GPU or at the power limit, are normal.
 const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x08, "hardware slowdown"),
     (0x20, "too hot (software thermal slowdown)"),
@@ -31,8 +31,8 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x80, "power brake asserted by the machine"),
 ];
 
-/// Descriptions of the values of `nvmlGpuP2PStatus_t` from 1 on: why a GPU cannot access the memory
-/// of another one.
+/// Descriptions of the values of `nvmlGpuP2PStatus_t` from 1 on, which are reasons why a GPU cannot
+/// access the memory of another GPU.
 const NO_PEER_ACCESS: [&str; 5] = [
     "not supported by the chipset",
     "not supported by the GPU",
@@ -44,13 +44,13 @@ const NO_PEER_ACCESS: [&str; 5] = [
 /// The error of loading or calling NVML.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NvmlError {
-    /// The library is missing, or cannot be loaded.
+    /// The library with this file name is missing or cannot be loaded.
     #[error("the library {0} is missing or cannot be loaded")]
     Library(String),
-    /// The library does not have this function.
+    /// The library has no function with this name.
     #[error("the library has no function {0}")]
     Function(String),
-    /// A function returned this code (`nvmlReturn_t`).
+    /// An NVML function returned this error code (`nvmlReturn_t`).
     #[error("the NVIDIA driver reported NVML error {0}")]
     Code(c_int),
 }
@@ -66,11 +66,12 @@ impl From<NvmlError> for Diagnostic {
     }
 }
 
-/// The handle of a shared library, which is never unloaded.
+/// The handle of a shared library that was loaded at run time. The library is never unloaded.
 pub(super) struct SharedLibrary(*mut c_void);
 
 impl SharedLibrary {
-    /// Loads the library that the dynamic loader finds under this file name.
+    /// Loads the library that the dynamic loader finds under the file name `name`. Fails if there
+    /// is no such library.
     pub(super) fn open(name: &str) -> Result<SharedLibrary, NvmlError> {
         let text = CString::new(name).map_err(|_| NvmlError::Library(name.to_owned()))?;
         // SAFETY: the name is a C string; the initializers of the libraries that are loaded here
@@ -79,12 +80,14 @@ impl SharedLibrary {
         if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(SharedLibrary(handle)) }
     }
 
-    /// Returns a pointer to the function of this name. Fails if the library does not have it.
+    /// Returns a pointer to the function `name` of the library. Fails if the library does not have
+    /// the function.
     ///
     /// # Safety
-    /// The caller must choose `F` so that it is the type of the function in the vendor's header.
+    ///
+    /// `F` must be the function pointer type that the vendor's header declares for the function.
     pub(super) unsafe fn load_function<F: Copy>(&self, name: &CStr) -> Result<F, NvmlError> {
-        // SAFETY: the handle is that of a library, and the name is a C string.
+        // SAFETY: the handle belongs to a loaded library, and the name is a C string.
         let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         if address.is_null() || size_of::<F>() != size_of::<*mut c_void>() {
             return Err(NvmlError::Function(name.to_string_lossy().into_owned()));
@@ -95,10 +98,10 @@ impl SharedLibrary {
     }
 }
 
-/// NVML's handle of a GPU (`nvmlDevice_t`).
+/// The handle by which NVML identifies a GPU (`nvmlDevice_t`).
 type DeviceHandle = *mut c_void;
 
-/// NVML's memory sizes of a GPU, in bytes (`nvmlMemory_t`).
+/// The sizes of a GPU's total, free and used memory, in bytes (`nvmlMemory_t`).
 #[repr(C)]
 #[derive(Default)]
 struct NvmlMemory {
@@ -107,7 +110,8 @@ struct NvmlMemory {
     used: u64,
 }
 
-/// A process that uses a GPU (`nvmlProcessInfo_t` of versions 2 and 3 of the functions).
+/// A process that uses a GPU, as NVML returns it (`nvmlProcessInfo_t` of versions 2 and 3 of the
+/// functions).
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct NvmlProcess {
@@ -126,15 +130,16 @@ struct NvmlPciInfo {
     bus: [u8; 32],
 }
 
-/// The initialized NVML library. Dropping it shuts NVML down.
+/// The loaded and initialized NVML library. Dropping the value shuts NVML down.
 pub(super) struct Nvml(SharedLibrary);
 
-/// Calls a function of NVML by its name. Each argument is followed by the type of its parameter.
-/// Fails if the function is missing or returns an error code.
+/// Calls the NVML function with the given name. Each argument is written as `value => type`.
+/// Evaluates to an error if the function is missing or returns an error code.
 ///
 /// # Safety
-/// The caller must pass the types of nvml.h, and pointers that are valid for what the function
-/// writes.
+///
+/// The types must be the parameter types in nvml.h. Each pointer must be valid for the writes of
+/// the function.
 macro_rules! call_nvml {
     ($nvml:expr, $name:literal, $($value:expr => $type:ty),*) => {
         $nvml.0.load_function::<unsafe extern "C" fn($($type),*) -> c_int>($name).and_then(|f| check_return_code(f($($value),*)))
@@ -142,15 +147,15 @@ macro_rules! call_nvml {
 }
 
 impl Nvml {
-    /// Loads and initializes NVML. `name` is the file name of the library.
+    /// Loads and initializes the NVML library with the file name `name`.
     pub(super) fn open(name: &str) -> Result<Nvml, NvmlError> {
         let nvml = Nvml(SharedLibrary::open(name)?);
-        // SAFETY: nvml.h's type.
+        // SAFETY: the function has this type in nvml.h.
         let code = unsafe { nvml.0.load_function::<unsafe extern "C" fn() -> c_int>(c"nvmlInit_v2")?() };
         if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    /// Queries the driver and all GPUs, and stores the results in `report`.
+    /// Queries the driver version and all GPUs, and stores the results in `report`.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
         report.driver = self.query_driver_version().ok();
         match self.query_device_count() {
@@ -188,9 +193,11 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Queries the status of the GPU `device`, and its peer access to each GPU in `devices`. Fails
-    /// if the name or the memory size cannot be read. Other values that the GPU does not report are
-    /// empty.
+    /// Queries the status of the GPU `device`, including the peer access from `device` to each GPU
+    /// in `devices`.
+    ///
+    /// Fails if the name or the memory size cannot be read. Leaves other values empty that the GPU
+    /// does not report.
     fn query_gpu(&self, device: DeviceHandle, devices: &[DeviceHandle]) -> Result<GpuStatus, NvmlError> {
         let (mut name, mut memory) = ([0u8; 96], NvmlMemory::default());
         // SAFETY: nvml.h's types; the buffer has the given length.
@@ -227,7 +234,8 @@ impl Nvml {
         Ok(decode_c_text(&pci.bus))
     }
 
-    /// Returns the pid and the used GPU memory in bytes of each process that computes on a GPU.
+    /// Returns the pid and the used GPU memory in bytes of each process that computes on the GPU
+    /// `device`.
     fn query_processes(&self, device: DeviceHandle) -> Result<Vec<(u32, u64)>, NvmlError> {
         let mut list = [NvmlProcess::default(); MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
@@ -244,7 +252,8 @@ impl Nvml {
         Ok(list.iter().take(count as usize).map(|p| (p.pid, p.used)).collect())
     }
 
-    /// Returns the number of memory errors that ECC could not correct.
+    /// Returns the number of memory errors of a GPU that ECC could not correct since the driver was
+    /// loaded.
     fn query_ecc_errors(&self, device: DeviceHandle) -> Result<u64, NvmlError> {
         let mut errors = 0;
         // SAFETY: nvml.h's types.
@@ -261,8 +270,8 @@ impl Nvml {
         Ok(errors)
     }
 
-    /// Returns whether rows of memory will be remapped at the next reset, and whether remapping has
-    /// failed.
+    /// Returns whether memory rows of a GPU will be remapped at the next reset, and whether
+    /// remapping has failed.
     fn query_remapped_rows(&self, device: DeviceHandle) -> Result<(bool, bool), NvmlError> {
         let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
         // SAFETY: nvml.h's types.
@@ -280,7 +289,8 @@ impl Nvml {
         Ok((pending != 0, failed != 0))
     }
 
-    /// Returns descriptions of the faults that throttle the clocks of a GPU.
+    /// Returns descriptions from [`THROTTLE_REASONS`] of the faults that throttle the clocks of a
+    /// GPU.
     fn query_throttle_reasons(&self, device: DeviceHandle) -> Result<Vec<String>, NvmlError> {
         let mut reasons = 0;
         // SAFETY: nvml.h's types.
@@ -294,11 +304,12 @@ impl Nvml {
             .collect())
     }
 
-    /// Calls the NVML function `name`, which must return one `int` about a GPU.
+    /// Calls the NVML function `name`, which must report one `int` about a GPU, and returns the
+    /// number.
     fn query_number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
-        // SAFETY: nvml.h's type of the functions that are called here.
+        // SAFETY: the functions that are called here have this type in nvml.h.
         unsafe { check_return_code(self.0.load_function::<IntQuery>(name)?(device, &mut number))? };
         Ok(number)
     }
@@ -321,7 +332,8 @@ impl Nvml {
         Ok(up != 0)
     }
 
-    /// Returns the index of each GPU whose memory `device` cannot access, with the reason.
+    /// Returns the index in `devices` of each GPU whose memory the GPU `device` cannot access, with
+    /// the reason.
     fn query_missing_peer_access(
         &self,
         device: DeviceHandle,
@@ -362,12 +374,13 @@ impl Drop for Nvml {
     }
 }
 
-/// Converts an `nvmlReturn_t` other than 0 to an error.
+/// Returns `Ok` if an NVML function returned 0 (`nvmlReturn_t`), and an error with the code
+/// otherwise.
 fn check_return_code(code: c_int) -> Result<(), NvmlError> {
     if code == 0 { Ok(()) } else { Err(NvmlError::Code(code)) }
 }
 
-/// Decodes a C string in a buffer as UTF-8, up to the first NUL.
+/// Decodes the C string in a buffer as UTF-8, up to the first NUL. Replaces invalid UTF-8.
 fn decode_c_text(text: &[u8]) -> String {
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).into_owned()
@@ -418,7 +431,8 @@ mod tests {
         int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = GPU(a) + GPU(b) == 3 && what == 0 ? 3 : 0; return 0; }
     "#;
 
-    /// Compiles the fake NVML into a directory and returns the path of the library.
+    /// Compiles the fake NVML in [`DRIVER`] to a library in a directory, and returns the path of
+    /// the library.
     fn compile_driver(dir: &Path) -> String {
         let (source, library) = (dir.join("nvml.c"), dir.join("libnvml.so"));
         std::fs::write(&source, DRIVER).expect("file");

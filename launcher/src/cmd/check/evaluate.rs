@@ -1,4 +1,5 @@
-//! [`evaluate_probes`]: turns the inspections of the hosts into check results.
+//! [`evaluate_probes`]: converts the probe results of the hosts to the check results of
+//! `launch check`.
 use super::{CheckLevel, CheckReport, CheckResult, HostReport, codes, gpus, probe::ProbeResult};
 use crate::{
     cmd::plan::format_binary_bytes, discover::cluster_hosts::ClusterHost, transport::ssh::ConnectionStage,
@@ -7,8 +8,8 @@ use contract::{JobSpec, probe::HostInspection};
 use diagnostic::codes::training;
 use std::collections::BTreeSet;
 
-/// The largest clock skew without a warning, in seconds. With more, the times in the logs of
-/// several hosts are hard to compare.
+/// The largest clock skew without a warning, in seconds. With a larger skew, the times in the logs
+/// of several hosts are hard to compare.
 const MAX_CLOCK_SKEW_S: f64 = 1.0;
 /// The limit of open files below which `launch check` warns.
 const MIN_OPEN_FILES: u64 = 4096;
@@ -19,7 +20,7 @@ const MIN_SHM_BYTES: u64 = 1 << 30;
 /// The free disk space below which `launch check` warns, in bytes. Checkpoints and logs need it.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
-/// The stages of a connection in their order, each with the name of its check.
+/// The stages of connecting to a host, from the first to the last, each with the name of its check.
 const STAGE_CHECKS: [(ConnectionStage, &str); 7] = [
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
@@ -53,8 +54,9 @@ pub(super) fn evaluate_probes(
     CheckReport { name: job.name.clone(), hosts: reports.collect(), checks }
 }
 
-/// Returns one check for each stage of the connection to a host. The stages after a failed one are
-/// skipped. Warns if the login shell printed text.
+/// Returns one check result for each stage of connecting to a host, and a warning if the login
+/// shell printed text. The stages after a failed stage count as skipped. A host that is not remote
+/// has only the stage of starting the agent.
 fn check_connection(probe: &ProbeResult, is_remote: bool) -> Vec<CheckResult> {
     let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
     let mut checks = Vec::new();
@@ -84,8 +86,10 @@ fn check_connection(probe: &ProbeResult, is_remote: bool) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks the inspection of one host. Architecture, version and GPUs are compared with `first`, the
-/// first host that answered. `slots` is the number of slots in the hostfile.
+/// Checks the inspection of one host: directories, architecture, version, GPUs and limits.
+///
+/// Architecture, version and GPUs are compared with those of `first`, the first host that answered.
+/// `slots` is the number of slots that the hostfile declares for the host.
 fn check_host(
     job: &JobSpec,
     host: &HostInspection,
@@ -134,7 +138,10 @@ fn check_host(
     checks
 }
 
-/// Checks that the working, log and checkpoint directories exist, are writable and have free space.
+/// Checks the working, log and checkpoint directories of a host.
+///
+/// Fails a missing working directory, and a log or checkpoint directory that is not writable. Warns
+/// about less than [`MIN_DISK_BYTES`] of free space.
 fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let names = ["workdir", "logs", "checkpoints"];
@@ -165,7 +172,8 @@ fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks the resource limits of processes and the size of /dev/shm.
+/// Checks a host's limits of open files, processes and locked memory, and the size of /dev/shm. All
+/// problems are warnings.
 fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let number = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |n| n.to_string());
@@ -210,7 +218,8 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks the clock skew of a host; `None` if the skew was not measured.
+/// Warns if the clock skew of a host exceeds [`MAX_CLOCK_SKEW_S`] by more than the uncertainty of
+/// the measurement. Returns `None` if the skew was not measured.
 fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     let (skew, uncertainty) = probe.clock_skew_s?;
     let found = format!("{skew:+.3} s (± {uncertainty:.3} s)");
@@ -223,8 +232,8 @@ fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     })
 }
 
-/// Checks the TCP connections from a host to its peers. Returns one failed check for each peer that
-/// the host did not reach, one passed check if it reached all, and no check without peers.
+/// Checks the TCP connections from a host to its peers. Returns one failed check for each
+/// unreachable peer, one passed check if the host reached all peers, and no check without peers.
 fn check_ports(probe: &ProbeResult) -> Vec<CheckResult> {
     if probe.peers.is_empty() {
         return Vec::new();
@@ -246,8 +255,10 @@ fn check_ports(probe: &ProbeResult) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks whether all hosts share the checkpoint directory and the working directory: each host
-/// must see the nonce files of all hosts. Returns no checks if fewer than two hosts answered.
+/// Checks whether all hosts share the checkpoint directory and the working directory.
+///
+/// Hosts share a directory if each host sees the nonce files of all hosts in the directory. Returns
+/// no checks if fewer than two hosts answered.
 fn check_shared_directories(job: &JobSpec, probes: &[ProbeResult]) -> Vec<CheckResult> {
     let answered: Vec<&ProbeResult> = probes.iter().filter(|probe| !probe.nonces.is_empty()).collect();
     if answered.len() < 2 {
@@ -285,7 +296,7 @@ mod tests {
     use super::*;
     use contract::probe::{DirectoryInspection, GpuStatus};
 
-    /// Returns the inspection of a host without problems.
+    /// Returns the inspection of a host for which all checks pass.
     fn make_inspection() -> HostInspection {
         let dir = |path: &str| DirectoryInspection {
             path: path.into(),
@@ -304,7 +315,7 @@ mod tests {
         }
     }
 
-    /// Returns the probe result of a host that was reached.
+    /// Returns the probe result of a reachable host with this inspection.
     fn make_probe_result(inspection: Option<HostInspection>) -> ProbeResult {
         ProbeResult {
             name: "n1".into(),
@@ -319,8 +330,8 @@ mod tests {
         }
     }
 
-    /// Applies `change` to the second of two healthy hosts, and returns the name and level of each
-    /// of its checks that did not pass.
+    /// Applies `change` to the second of two healthy hosts and evaluates both. Returns the name and
+    /// level of each check of the second host that did not pass.
     fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
         let job = crate::testing::sample_job();
         let mut second = make_probe_result(Some(make_inspection()));

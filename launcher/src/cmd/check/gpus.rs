@@ -4,8 +4,10 @@ use crate::cmd::plan::format_binary_bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
 use diagnostic::Diagnostic;
 
-/// Checks number, driver, libraries, memory, health and links of a host's GPUs. `first` is the
-/// first host that answered, and `slots` the number of slots in the hostfile.
+/// Checks number, driver, libraries, memory, health and links of a host's GPUs.
+///
+/// Number and versions are compared with those of `first`, the first host that answered. `slots` is
+/// the number of slots that the hostfile declares for the host.
 pub(super) fn check_gpus(
     host: &HostInspection,
     first: &HostInspection,
@@ -34,8 +36,8 @@ pub(super) fn check_gpus(
     checks
 }
 
-/// Checks that the driver works and that the number of GPUs is that of the first host and not less
-/// than the number of slots.
+/// Warns if the GPU driver does not work, if the host has fewer GPUs than slots, or if the number
+/// of GPUs differs from that of `first`, the first host that answered.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
     const NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
@@ -63,7 +65,8 @@ fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>)
     }
 }
 
-/// Checks that the NCCL library that the dynamic loader finds has the version of the first host.
+/// Warns if the NCCL library that the dynamic loader finds has another version than on `first`, the
+/// first host that answered. A host without NCCL passes.
 fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
     match (&gpus.nccl, &first.gpus.nccl) {
         (Some((_, version)), Some((_, other))) if version != other => CheckResult::warn(
@@ -77,8 +80,10 @@ fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
     }
 }
 
-/// Checks that the libraries that built-in training opens on GPUs are usable and have the versions
-/// of the first host.
+/// Checks the CUDA libraries that built-in training loads, with one result for each library.
+///
+/// A required library that cannot be loaded is a failure. Another version than on `first`, the
+/// first host that answered, is a warning.
 fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
     const NAME: &str = "cuda";
     let first_version = |name: &str| {
@@ -113,14 +118,15 @@ fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult>
     gpus.libraries.iter().map(check).collect()
 }
 
-/// Joins the help texts of an error and further advice with semicolons.
+/// Joins the help texts of an error and the text `advice` with semicolons.
 fn join_help(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
 }
 
 /// Checks each GPU for memory errors, throttled clocks, and modes that limit how ranks can use it.
-/// Returns one warning for each problem, or one passed check.
+/// Returns one warning for each problem, or one passed check if the GPUs have no problem. Returns
+/// no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     const NAME: &str = "gpu health";
     let mut checks = Vec::new();
@@ -171,12 +177,12 @@ fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     checks
 }
 
-/// Checks peer access and NVLinks between the GPUs of a host; `None` if the host has fewer than two
-/// GPUs.
+/// Warns if GPUs of a host cannot access each other's memory, or have different numbers of active
+/// NVLinks. Returns `None` if the host has fewer than two GPUs.
 fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
     const NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
-    // Each pair once.
+    // Every pair of GPUs is listed once, under the lower index.
     let pairs = gpus.gpus.iter().enumerate().flat_map(|(index, gpu)| {
         let above = gpu.no_peer_access.iter().filter(move |(other, _)| *other as usize > index);
         above.map(move |(other, reason)| format!("{index} and {other} ({reason})"))
@@ -198,8 +204,8 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
     })
 }
 
-/// Checks whether processes use GPUs already. Returns one warning for each used GPU, or one passed
-/// check with the least free memory.
+/// Checks whether processes already use GPUs of a host. Returns one warning for each GPU in use. If
+/// no GPU is in use, returns one passed check with the free memory of the fullest GPU.
 fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
     const NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);

@@ -21,50 +21,54 @@ use tokio::{
     time::timeout,
 };
 
-/// Time limit for an answer of a running agent.
+/// The time that a running agent has to answer an inspection request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// The number of bytes of an agent's stderr that are kept.
+/// The number of bytes of an agent's stderr that are read, from the beginning. An error about the
+/// agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// The number of following hosts that each host of a large job connects to, in addition to the
-/// first host.
+/// The number of next hosts that each host connects to, in addition to the first host, if the job
+/// has more than [`MAX_FULL_MESH_HOSTS`] hosts.
 const NEIGHBOUR_COUNT: usize = 4;
-/// The largest number of hosts of which each connects to all others.
+/// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
 /// The directories that the agent of each host inspects.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeTargets {
-    /// The directories that the job writes to, absolute.
+    /// The absolute paths of the directories that the job writes to: working, log and, for built-in
+    /// training, checkpoint directory.
     pub(super) dirs: Vec<PathBuf>,
-    /// The directories in which CUDA libraries are searched first; `None` if the job does not train
-    /// on GPUs.
+    /// The directories in which CUDA libraries are searched before the default directories; `None`
+    /// if the job does not train on GPUs.
     pub(super) cuda: Option<Vec<PathBuf>>,
 }
 
-/// What the probes of one host found.
+/// The results of probing one host.
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,
-    /// The last stage of the connection that was begun.
+    /// The last stage of the connection to the host that was begun.
     pub(super) stage: ConnectionStage,
-    /// Why there is no inspection, or no answer about the peers.
+    /// The error because of which the inspection or the answer about the peers is missing.
     pub(super) error: Option<Diagnostic>,
     pub(super) inspection: Option<HostInspection>,
-    /// By how many seconds the clock of the host is ahead of this machine's, and the uncertainty of
-    /// that in seconds.
+    /// The time by which the host's clock is ahead of this machine's clock, and the uncertainty of
+    /// this time, both in seconds. `None` if the host was not inspected.
     pub(super) clock_skew_s: Option<(f64, f64)>,
-    /// Each peer with the time to connect to it in milliseconds, or the error of the connection.
+    /// Each peer that the host connected to, with the duration of connecting in milliseconds or the
+    /// error of the connection.
     pub(super) peers: Vec<(String, diagnostic::Result<f64>)>,
-    /// For each directory, the nonces that the host sees in it.
+    /// For each directory of [`ProbeTargets::dirs`], the nonces whose files the host sees there.
     pub(super) nonces: Vec<Vec<String>>,
-    /// The nonce of this host.
+    /// The text after which the nonce file of this host is named; differs from host to host.
     pub(super) nonce: String,
-    /// The text that the login shell of the host prints.
+    /// The text that the login shell of the host prints before the agent starts; usually empty.
     pub(super) shell_output: String,
 }
 
-/// Probes all hosts at once and returns the results in the order of the hosts. Ends the agents.
-/// Must run in a `LocalSet`.
+/// Probes the hosts of all `agents` at once and returns the results in the order of `agents`.
+///
+/// Ends the agents afterwards. Must run in a [`tokio::task::LocalSet`].
 pub(super) async fn probe_hosts(
     agents: Vec<StartedAgent>,
     targets: &ProbeTargets,
@@ -100,7 +104,8 @@ pub(super) async fn probe_hosts(
     sessions.into_iter().map(|session| session.probe).collect()
 }
 
-/// A host that is being probed: its results so far, its agent and the control connection.
+/// A host that is being probed: the results so far, the agent on the host and the control
+/// connection to the agent.
 struct ProbeSession {
     probe: ProbeResult,
     host: StartedAgent,
@@ -114,9 +119,10 @@ struct AgentConnection {
 }
 
 impl AgentConnection {
-    /// Waits for a message for which `select` returns a value, and returns the value. Other
-    /// messages are dropped. Fails if the agent reports an error, the connection ends, or `limit`
-    /// has passed.
+    /// Waits for a message of the agent for which `select` returns a value, and returns the value.
+    /// Other messages are dropped.
+    ///
+    /// Fails if the agent reports an error, the connection ends, or `limit` has passed.
     async fn wait_for_message<T>(
         &mut self,
         limit: Option<Duration>,
@@ -149,7 +155,8 @@ impl AgentConnection {
     }
 }
 
-/// Connects to the agent of a host and requests an inspection. An error becomes part of the result.
+/// Requests an inspection from the agent of a host. Stores the inspection, or the error if the
+/// request fails, in the probe result of the returned session.
 async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: String) -> ProbeSession {
     let mut probe = ProbeResult {
         name: host.name.clone(),
@@ -167,7 +174,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     if let Ok(agent) = &mut host.agent {
         let (outbox, outgoing) = Outbox::channel();
         let (sender, inbox) = mpsc::channel(16);
-        // The tasks own the streams; `agent` keeps only the handle of the process.
+        // The tasks own the agent's streams, and `agent` keeps only the handle of the process.
         let input = std::mem::replace(&mut agent.input, Box::new(tokio::io::sink()));
         let output = std::mem::replace(&mut agent.output, Box::new(tokio::io::empty()));
         let errors = std::mem::replace(&mut agent.stderr, Box::new(tokio::io::empty()));
@@ -194,9 +201,11 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// Returns the error to report for a host: that of its connection if there is one, else that of the
-/// agent's start or `error`, with the text of the agent's stderr. Aborts a remote connection that
-/// has no error.
+/// Returns the error to report for a host without an answer.
+///
+/// An error of the connection to the host comes first, then the error of starting the agent, then
+/// `error`. The message of the last two contains the text of the agent's stderr. Aborts a remote
+/// connection that has no error.
 async fn find_root_error(
     host: &StartedAgent,
     error: Diagnostic,
@@ -224,15 +233,15 @@ async fn find_root_error(
     error.with_subject(&host.name).with_message(message)
 }
 
-/// Requests an inspection from an agent and waits for it. Returns the inspection, the clock skew in
-/// seconds and the uncertainty of the skew in seconds.
+/// Sends an inspection request to an agent and waits for the answer. Returns the inspection, the
+/// clock skew in seconds and the uncertainty of the skew in seconds.
 async fn request_inspection(
     connection: &mut AgentConnection,
     ProbeTargets { dirs, cuda }: ProbeTargets,
     nonce: String,
 ) -> diagnostic::Result<(HostInspection, (f64, f64))> {
     connection.outbox.send_message(MessagePriority::Critical, ToAgent::Hello { version: PROTOCOL_VERSION });
-    // The transport limits the time to connect, and ends the stream on failure.
+    // Without a limit: the transport limits the time to connect, and ends the stream on failure.
     let version = connection.wait_for_message(None, |m| match m {
         FromAgent::Hello { version, .. } => Some(version),
         _ => None,
@@ -260,13 +269,13 @@ async fn request_inspection(
     Ok((*inspection, (skew, elapsed)))
 }
 
-/// Returns the time of this machine's clock, in seconds since 1970.
+/// Reads the clock of this machine and returns the time in seconds since 1970 (UTC).
 fn read_unix_time_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// Returns the addresses at which the agent of a host accepts connections of other agents; `None`
-/// if the host was not inspected or the agent does not listen.
+/// Returns the addresses at which the agent of a host accepts connections of other agents. Returns
+/// `None` if the host was not inspected or the agent does not listen.
 fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     let inspection = probe.inspection.as_ref()?;
     let port = inspection.port?;
@@ -274,8 +283,10 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// Returns the listeners that host `index` connects to: all other hosts or, if there are more than
-/// [`MAX_FULL_MESH_HOSTS`] hosts, the first host and the next [`NEIGHBOUR_COUNT`] hosts.
+/// Returns the listeners of the hosts that host `index` connects to, at most [`MAX_PEERS`].
+///
+/// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
+/// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`.
 fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near =
@@ -285,8 +296,8 @@ fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<Pe
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Has an agent connect to its peers and search the directories for the nonce files of all hosts.
-/// The answer, or an error, becomes part of the result.
+/// Requests that an agent connect to its peers and search its directories for the nonce files of
+/// all hosts. Stores the answer, or the error if the request fails, in the session's probe result.
 async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,

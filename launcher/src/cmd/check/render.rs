@@ -1,4 +1,4 @@
-//! The output of `launch check` as text and JSON.
+//! Formats the report of `launch check` as text and JSON.
 use super::{CheckLevel, CheckReport, CheckResult, HostReport};
 use crate::cmd::plan::{format_binary_bytes, format_table};
 use serde_json::{Value, json};
@@ -47,8 +47,10 @@ pub(super) fn render_text(report: &CheckReport) -> String {
     text
 }
 
-/// Returns the rows of the table of checks: the name of a check, the number of hosts by level, and
-/// the first and last of the observed values.
+/// Returns the rows of the table of checks, the first with the column names.
+///
+/// The columns are the name of a check, the number of hosts by level, and the values that were
+/// observed on the first and the last host where the check passed.
 fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
     let mut rows = vec![["check", "hosts", "found"].map(str::to_owned).to_vec()];
     let mut names: Vec<&str> = Vec::new();
@@ -82,7 +84,8 @@ fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
     rows
 }
 
-/// Returns the check of this name with the worst level on a host.
+/// Returns the result with the worst level among the checks of this name on a host, or `None` if
+/// the host has no check of this name.
 fn find_worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h CheckResult> {
     let severity = |check: &&CheckResult| match check.level {
         CheckLevel::Ok => 0,
@@ -93,7 +96,8 @@ fn find_worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h CheckRes
     host.checks.iter().filter(|c| c.name == name).max_by_key(severity)
 }
 
-/// Returns the row of a host in the table of hosts. An unreachable host has only two cells.
+/// Returns the cells of a host in the table of hosts. The row of an unreachable host has only two
+/// cells: the name and the failed check.
 fn format_host_row(host: &HostReport) -> Vec<String> {
     let failed = host.checks.iter().find(|c| c.level == CheckLevel::Fail && host.inspection.is_none());
     let mut row = vec![host.name.clone(), failed.map_or("yes".to_owned(), |c| format!("no: {}", c.name))];
@@ -120,12 +124,13 @@ fn format_host_row(host: &HostReport) -> Vec<String> {
     row
 }
 
-/// Replaces control characters by U+FFFD, so that the text cannot control the terminal.
+/// Replaces control characters in text from a host by U+FFFD, so that the text cannot control the
+/// terminal.
 fn replace_control_chars(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns the report as the JSON object that `--json` prints.
+/// Returns the report of `launch check` as the JSON object that `--json` prints.
 pub(super) fn render_json(report: &CheckReport) -> Value {
     let host = |h: &HostReport| {
         json!({

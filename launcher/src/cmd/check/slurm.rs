@@ -14,19 +14,20 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Time between two attempts to reap the processes of the step.
+/// The time between two attempts to reap the processes of the Slurm step.
 const REAP_INTERVAL: Duration = Duration::from_millis(20);
-/// Time that the step has to end after its agents, before launch kills it.
+/// The time that the Slurm step has to end after its agents have ended. Then launch kills the step.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The Slurm step that runs the agents, and the task that reaps its processes.
+/// The Slurm step that runs the agents of `launch check`, and the task that reaps the local
+/// processes of the step.
 pub(super) struct SlurmAgentStep {
     transport: Rc<RefCell<SlurmTransport>>,
     reaper: JoinHandle<()>,
 }
 
-/// Starts an agent on each of the nodes and returns the agents in the order of the nodes. Must run
-/// in a `LocalSet`.
+/// Starts an agent on each of the nodes and returns the agents in the order of the nodes. Starts a
+/// task that reaps the step's processes, so the caller must run in a [`tokio::task::LocalSet`].
 pub(super) fn start_agents(
     mut transport: SlurmTransport,
     nodes: &[String],
@@ -48,7 +49,8 @@ pub(super) fn start_agents(
 }
 
 impl SlurmAgentStep {
-    /// Waits until all processes of the step have ended. Kills them after [`STEP_EXIT_TIMEOUT`].
+    /// Waits until all local processes of the step have ended. Kills the processes that are left
+    /// after [`STEP_EXIT_TIMEOUT`].
     pub(super) async fn wait_or_kill(self) {
         self.reaper.abort();
         let limit = Instant::now() + STEP_EXIT_TIMEOUT;
@@ -67,7 +69,7 @@ impl SlurmAgentStep {
     }
 }
 
-/// Reaps the child processes that have ended and passes their exit statuses to the transport.
+/// Reaps the ended child processes of this process and passes their exit statuses to the transport.
 fn reap_step(transport: &RefCell<SlurmTransport>) {
     agent::reap_children(|_| false, |pid, status| transport.borrow_mut().record_child_exit(pid, status));
 }

@@ -68,12 +68,13 @@ enum TargetFormat {
     Deepspeed,
 }
 
-/// Minimum of `--memory`, in bytes.
+/// The smallest memory limit that `--memory` accepts, in bytes.
 const MIN_MEMORY_BYTES: u64 = 64 << 20;
-/// Memory that `--to safetensors` needs, in bytes.
+/// The memory limit that `--to safetensors` needs at least, in bytes.
 const GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
-/// Parses the value of `--memory` and returns it in bytes. Rejects less than [`MIN_MEMORY_BYTES`].
+/// Parses the value of `--memory` and returns the limit in bytes. Fails if the limit is less than
+/// [`MIN_MEMORY_BYTES`].
 fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
     match parse_size(text)? {
         bytes if bytes < MIN_MEMORY_BYTES => Err(OptionValueError::MemoryTooSmall),
@@ -88,7 +89,7 @@ struct GroupRule {
     group: usize,
 }
 
-/// Parses `PATTERN=N`.
+/// Parses the value `PATTERN=N` of `--group`: a glob pattern and the number of an optimizer group.
 fn parse_group_rule(text: &str) -> Result<GroupRule, OptionValueError> {
     let (pattern, group) = text
         .rsplit_once('=')
@@ -99,8 +100,11 @@ fn parse_group_rule(text: &str) -> Result<GroupRule, OptionValueError> {
     Ok(GroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Returns the optimizer group of each parameter that a rule matches. Rejects a rule that matches
-/// no parameter, a group that does not exist, and two rules that match one parameter.
+/// Assigns optimizer groups to the parameters of a checkpoint that records no group for them.
+/// Returns the group of each parameter whose name a rule matches.
+///
+/// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
+/// does not exist, or if two rules match one parameter.
 fn assign_groups(
     source: &dyn TensorSource,
     rules: &[GroupRule],
@@ -149,12 +153,13 @@ fn assign_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Returns the error of an option that contradicts other options or the checkpoint.
+/// Returns an error about `option`, for an option that contradicts other options or the checkpoint.
 fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }
 
-/// Rejects options that do not apply to the format of `--to`.
+/// Fails if an option does not apply to the format of `--to`, or if the memory limit is too small
+/// for the format.
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     let weights_only = args.to == TargetFormat::Safetensors;
     let unsupported = |option: &str, reason: &str| {
@@ -184,7 +189,7 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Runs `launch ckpt convert`: writes the converted checkpoint and prints its path.
+/// Runs `launch ckpt convert`: writes the converted checkpoint and prints the path of the result.
 pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
     check_options(args)?;
     let dtype = args.dtype.map(Dtype::from);

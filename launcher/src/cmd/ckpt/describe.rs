@@ -1,4 +1,4 @@
-//! The output of `launch ckpt inspect` as text and JSON.
+//! Formats the properties and tensors of a checkpoint as text and JSON for `launch ckpt inspect`.
 use super::format_count;
 use ckpt::{
     Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
@@ -6,7 +6,7 @@ use ckpt::{
 };
 use serde_json::{Map, Value, json};
 
-/// Describes a native checkpoint as JSON.
+/// Describes a checkpoint of launch as a JSON object with the properties, shards and tensors.
 pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_to_json(&t)).collect();
@@ -25,8 +25,8 @@ pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
     })
 }
 
-/// Describes a shard as JSON. With host-local storage the JSON also has the host that wrote the
-/// shard, and whether the shard is on this host.
+/// Describes a shard file as a JSON object with name and size. With host-local storage, adds the
+/// host that wrote the shard, and whether the shard is stored on this host.
 fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u64) -> Value {
     let mut value = json!({"name": name, "bytes": bytes});
     if let Some(host) = checkpoint.shard_host(file) {
@@ -36,8 +36,8 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
     value
 }
 
-/// Returns the names of the shards on other hosts, each with its host, as text; `None` if all
-/// shards are on this host.
+/// Lists the shards of a checkpoint that are stored on other hosts, as text with the name and the
+/// host of each shard. Returns `None` if all shards are on this host.
 fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent =
         checkpoint.shard_sizes().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
@@ -49,7 +49,8 @@ fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
-/// Returns the names of the parts of a full training state that a checkpoint lacks.
+/// Returns the names of the parts of a complete training state that the checkpoint does not
+/// contain, such as `optimizer state`.
 fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
     let facts = checkpoint.facts();
     let optimizer = checkpoint.tensors().any(|t| t.role.is_optimizer_state());
@@ -64,7 +65,7 @@ fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
     parts.into_iter().filter(|(_, present)| !present).map(|(name, _)| name).collect()
 }
 
-/// Describes a native checkpoint as text: a list of its properties, and tables of the optimizer
+/// Describes a checkpoint of launch as text: a list of properties, and tables of the optimizer
 /// groups and tensors.
 pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.facts();
@@ -92,7 +93,7 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     join_sections(&lines, &facts.groups, &tensors)
 }
 
-/// Describes an external checkpoint as text: a list of its properties, and tables of the optimizer
+/// Describes an external checkpoint as text: a list of properties, and tables of the optimizer
 /// groups, tensors and RNG streams.
 pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
@@ -137,7 +138,8 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     join_sections(&lines, &json!(facts.groups), &tensors) + &format_rng_stream_table(checkpoint)
 }
 
-/// Formats the update counts of all weights as one number or, if weights differ, as a range.
+/// Formats the update counts of all weights as one number or, if the counts differ, as a range.
+/// Returns `unknown` for no weights.
 fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
     match (distinct.first(), distinct.last()) {
@@ -147,8 +149,10 @@ fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// Formats a table with a row for each rank and RNG stream, or the error of reading the RNG files.
-/// Streams with equal digests continue with equal random numbers.
+/// Formats a table with a row for each RNG stream of each rank, or the error of reading the RNG
+/// files. The result is empty if the checkpoint has no RNG files.
+///
+/// Two streams whose digests in the table are equal produce equal random numbers.
 fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match read_rng_streams(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
@@ -167,8 +171,8 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", align_columns(&table))
 }
 
-/// Reads the digests of a checkpoint's RNG streams from its directory or, if that has no RNG files,
-/// from the parent directory.
+/// Computes the digests of a checkpoint's RNG streams from the RNG files in the checkpoint's
+/// directory or, if there are no RNG files, in the parent directory.
 fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
@@ -179,7 +183,8 @@ fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<S
     if digests.is_empty() { Ok(rank_files::compute_stream_digests(parent)?) } else { Ok(digests) }
 }
 
-/// Describes an external checkpoint as JSON.
+/// Describes an external checkpoint as a JSON object with properties, files, tensors and RNG
+/// streams.
 pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
     let files: Vec<Value> =
@@ -196,12 +201,12 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     value
 }
 
-/// Describes a tensor as JSON.
+/// Describes a tensor as a JSON object with name, role, dtype, shape and size in bytes.
 fn tensor_to_json(t: &TensorInfo) -> Value {
     json!({"name": t.name, "role": t.role, "dtype": t.dtype, "shape": t.shape, "bytes": t.bytes()})
 }
 
-/// Returns `none` in place of an empty text.
+/// Returns `text` or, if `text` is empty, the text `none`.
 fn replace_empty(text: String, none: &str) -> String {
     if text.is_empty() { none.to_owned() } else { text }
 }
@@ -213,8 +218,8 @@ fn format_ties(ties: &[TiedWeight]) -> String {
     )
 }
 
-/// Returns a name and a text for each tensor role that occurs: the number of tensors and elements,
-/// and the dtypes.
+/// Summarizes the tensors of each role. Returns the name of each role that occurs, with a text of
+/// the number of tensors, the number of elements and the dtypes.
 fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     for role in TensorRole::ALL {
@@ -232,7 +237,8 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// Formats the properties as lines, and appends the tables of optimizer groups and tensors.
+/// Formats the properties in `lines`, one per line, and appends the tables of optimizer groups and
+/// tensors.
 fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
     let mut text: String =
         lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", replace_control_chars(value))).collect();
@@ -245,7 +251,8 @@ fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo
     text
 }
 
-/// Formats a table with a row for each optimizer group; empty without groups.
+/// Formats a table with a row for each optimizer group and a column for each setting. The result is
+/// empty if there are no groups.
 fn format_group_table(groups: &Value) -> String {
     let groups: Vec<&Map<String, Value>> =
         groups.as_array().into_iter().flatten().filter_map(Value::as_object).collect();
@@ -274,7 +281,8 @@ fn format_group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { align_columns(&rows) }
 }
 
-/// Formats rows as a table. Columns are two spaces apart, and the last column is not padded.
+/// Formats rows as a table with aligned columns, which are two spaces apart. The last column is not
+/// padded.
 fn align_columns(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -284,7 +292,7 @@ fn align_columns(rows: &[Vec<String>]) -> String {
     rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }
 
-/// Formats a table of the tensors: role, dtype, shape and name.
+/// Formats a table with a row for each tensor: role, dtype, shape and name.
 fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
@@ -299,7 +307,8 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     align_columns(&rows)
 }
 
-/// Replaces control characters by U+FFFD, so that the text cannot control the terminal.
+/// Replaces control characters in text from a checkpoint by U+FFFD, so that the text cannot control
+/// the terminal.
 pub(super) fn replace_control_chars(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
@@ -341,7 +350,7 @@ mod tests {
         );
     }
 
-    /// Replaces the path of a temporary or golden directory by `DIR`.
+    /// Replaces the path `dir` in a text by `DIR`, so that the text is equal on every machine.
     fn replace_path(text: &str, dir: &std::path::Path) -> String {
         text.replace(&dir.display().to_string(), "DIR")
     }

@@ -5,7 +5,7 @@ use contract::exit;
 use serde_json::Value;
 use std::path::Path;
 
-/// The number of differing tensors that the text lists.
+/// The largest number of differing tensors that the text output lists. The JSON output lists all.
 const MAX_LISTED_TENSORS: usize = 40;
 
 /// Runs `launch ckpt diff`: compares two checkpoints and prints the differences. Returns exit code
@@ -32,7 +32,7 @@ pub(super) fn run(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnos
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Returns the tensors and ties of a checkpoint, for a comparison.
+/// Returns the tensors and tied weights of a checkpoint as one side of a comparison.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,
@@ -41,7 +41,8 @@ fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     DiffSide { source: found.source(), ties }
 }
 
-/// Formats a comparison with one line for each tensor that differs, and a summary.
+/// Formats the result of a comparison as text, with one line for each tensor that differs and a
+/// summary.
 fn format_diff_report(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
@@ -82,7 +83,8 @@ fn format_diff_report(report: &DiffReport) -> String {
     lines.join("\n") + "\n"
 }
 
-/// Formats the differences of one tensor as a line.
+/// Formats the differences between the two values of one tensor as a line: the number of differing
+/// elements, the first difference, and the largest and mean difference.
 fn format_tensor_diff(d: &FloatTensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
@@ -106,7 +108,8 @@ fn format_tensor_diff(d: &FloatTensorDiff) -> String {
     text
 }
 
-/// Converts a row-major element index to one index for each dimension, and formats them.
+/// Converts the row-major index of an element to one index for each dimension, and formats the
+/// indices as `[1, 3]`.
 fn format_index(mut element: u64, shape: &[u64]) -> String {
     let mut indices: Vec<u64> = Vec::with_capacity(shape.len());
     for &size in shape.iter().rev() {
@@ -117,7 +120,7 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
-/// Returns which checkpoint (`a` or `b`) is the rounded one, and the dtype of the rounding.
+/// Describes how one checkpoint is a rounded copy of the other: `b is a rounded to bf16`.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",
@@ -127,8 +130,8 @@ fn describe_rounding(cast: RoundingCast) -> &'static str {
     }
 }
 
-/// Returns a description of the rounding that explains all differing elements; `None` if there is
-/// no such rounding.
+/// Describes the rounding that explains all differing elements of all tensors. Returns `None` if no
+/// single rounding explains all differences.
 fn describe_common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
     let is_common = report.different.iter().all(|d| d.values.cast == Some(cast));

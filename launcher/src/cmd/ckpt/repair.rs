@@ -1,5 +1,5 @@
-//! `launch ckpt repair`: rebuilds the derivable parts of a damaged checkpoint and reports the rest
-//! as lost.
+//! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
+//! parts, and reports the remaining damage as lost.
 use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::RepairOptions;
 use clap::Args;
@@ -21,8 +21,8 @@ pub(super) struct RepairArgs {
     pub(super) in_place: bool,
 }
 
-/// Runs `launch ckpt repair`: repairs a checkpoint and prints the directory of the result. Returns
-/// exit code 4 if the result is not sound.
+/// Runs `launch ckpt repair`: repairs a checkpoint or all checkpoints in a directory, and prints
+/// the directory of the result. Returns exit code 4 if the result is not sound.
 pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
     let report =
         ckpt::repair_checkpoints(&args.dir, &RepairOptions { out: args.out, in_place: args.in_place })?;

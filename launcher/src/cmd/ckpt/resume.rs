@@ -1,4 +1,4 @@
-//! `resume.from` of a job that runs a program: prepares the checkpoint directory for the world size
+//! Prepares the checkpoint directory that a program resumes from (`resume.from`) for the world size
 //! of the job, before any worker starts.
 use crate::plan::Plan;
 use ckpt::rng_files::{
@@ -15,13 +15,15 @@ use diagnostic::{
 };
 use std::path::{Path, PathBuf};
 
-/// The placeholder in arguments of `run.command` for the directory to resume from. It is replaced
-/// by an empty text if the program starts from the beginning.
+/// The placeholder in `run.command` for the directory to resume from. If the program starts from
+/// the beginning, an empty text replaces the placeholder.
 const RESUME_PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the directory that a program resumes from. Adds the path to the environment
-/// of each planned worker, replaces `{resume}` in its command, and adds remarks to the warnings of
-/// the plan. Leaves the plans of built-in training unchanged.
+/// Finds and prepares the directory that a program resumes from.
+///
+/// Adds the path to the environment of each planned worker, replaces `{resume}` in each worker's
+/// command, and adds remarks to the warnings of the plan. Leaves plans of built-in training
+/// unchanged.
 pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());
@@ -47,8 +49,11 @@ pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnost
     Ok(())
 }
 
-/// Finds the checkpoint directory and prepares its RNG streams for `world` workers. Returns the
-/// absolute path, or `None` if the program starts without a checkpoint, and remarks for the user.
+/// Finds the checkpoint directory and prepares the RNG streams of the checkpoint for `world`
+/// workers.
+///
+/// Returns the absolute path, or `None` if the program starts without a checkpoint. Also returns
+/// remarks for the user.
 fn prepare_resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<PathBuf>, Vec<String>)> {
     let workdir = &job.run.workdir;
     let (found, mut remarks) = match &job.resume.from {
@@ -73,7 +78,8 @@ fn prepare_resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Op
     Ok((Some(prepared.path), remarks))
 }
 
-/// Returns the error of a path that cannot be passed to the program because it is not UTF-8.
+/// Returns the error of a checkpoint path that cannot be passed to a program because the path is
+/// not UTF-8.
 fn path_not_utf8_error(path: &Path) -> Diagnostic {
     let path = path.display().to_string();
     Diagnostic::error(

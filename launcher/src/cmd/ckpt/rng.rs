@@ -1,4 +1,4 @@
-//! `launch ckpt rng`: reconciles the RNG streams of a program for another world size.
+//! `launch ckpt rng`: reconciles the RNG streams in a program's checkpoint for another world size.
 use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::rng_files::{
     prepare::{self, PrepareDestination},
@@ -67,7 +67,8 @@ impl StreamOption {
     }
 }
 
-/// Runs `launch ckpt rng`: writes a directory with the reconciled RNG streams and prints its path.
+/// Runs `launch ckpt rng`: writes a directory with the reconciled RNG streams and prints the path
+/// of the directory.
 pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     let policy = match (args.strict, args.reseed) {
         (true, _) => ReconcilePolicy::Strict,

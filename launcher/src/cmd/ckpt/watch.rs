@@ -1,4 +1,5 @@
-//! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers it.
+//! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers the
+//! checkpoint if requested.
 use super::{describe::replace_control_chars, log_line, print_result};
 use ckpt::{CheckpointWatch, CkptError, DirectoryReport, DirectoryStatus, GatherOptions, VerifyOptions};
 use clap::Args;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Time between two scans of the directory.
+/// The time between two scans of the watched directory.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Arguments of `launch ckpt watch`.
@@ -32,8 +33,11 @@ pub(super) struct WatchArgs {
     pub(super) limit: u64,
 }
 
-/// Runs `launch ckpt watch` until a signal arrives. Returns exit code 130 after SIGINT and 0 after
-/// SIGTERM. The checkpoint in progress is finished first; a second signal ends the command at once.
+/// Runs `launch ckpt watch`: watches a directory until SIGINT or SIGTERM arrives. Returns exit code
+/// 130 after SIGINT and 0 after SIGTERM.
+///
+/// After the first signal, the command finishes the checkpoint in progress. A second signal ends
+/// the command immediately.
 pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     check_options(&args)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -44,15 +48,15 @@ pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     code
 }
 
-/// Returns the error of an event loop that cannot be started.
+/// Returns the error of a command whose event loop cannot be started.
 fn event_loop_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop")
         .with_category(Category::Failed)
         .with_cause(error)
 }
 
-/// Rejects a file as the watched directory, and `--gather` with the watched directory itself, where
-/// gathered weights would be taken for checkpoints.
+/// Fails if the path to watch is a file, or if `--gather` names the watched directory, in which the
+/// gathered weights and the checkpoints would have equal names.
 fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     if args.dir.is_file() {
         let path = args.dir.display().to_string();
@@ -72,7 +76,8 @@ fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Scans the directory every [`POLL_INTERVAL`] until SIGINT or SIGTERM. Returns the exit code.
+/// Scans the watched directory every [`POLL_INTERVAL`] and reports new checkpoints until SIGINT or
+/// SIGTERM arrives. Returns the exit code of the command.
 async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     let handler = |kind| signal(kind).map_err(|error| event_loop_error(&error));
     let (mut interrupt, mut terminate) =
@@ -112,7 +117,7 @@ async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> 
     }
 }
 
-/// Scans the directory once, and processes and prints the new checkpoints.
+/// Scans the watched directory once, processes each new checkpoint, and prints an event for each.
 fn report_new_checkpoints(
     watch: &mut CheckpointWatch,
     args: &WatchArgs,
@@ -131,8 +136,8 @@ fn report_new_checkpoints(
     Ok(())
 }
 
-/// Verifies and gathers one checkpoint, and returns the event to print. Errors are part of the
-/// event, because the next checkpoint may be usable.
+/// Verifies and gathers one checkpoint if `args` request it, and returns the event to print. Errors
+/// are part of the event, because the next checkpoint may be usable.
 fn process_checkpoint(report: &DirectoryReport, args: &WatchArgs) -> Value {
     let mut event = json!({"event": "checkpoint", "path": report.path, "state": "complete", "notes": []});
     let mut notes: Vec<String> = Vec::new();
@@ -175,8 +180,8 @@ fn process_checkpoint(report: &DirectoryReport, args: &WatchArgs) -> Value {
     event
 }
 
-/// Verifies every byte and value of a checkpoint. Returns the problems and appends the warnings to
-/// `notes`.
+/// Verifies every byte of a checkpoint, and counts NaN and infinite values. Returns the problems
+/// and appends the warnings to `notes`.
 fn verify_checkpoint(path: &Path, notes: &mut Vec<String>) -> Vec<String> {
     match ckpt::verify_checkpoints_with(path, VerifyOptions { values: true }) {
         Ok(report) => {
@@ -187,13 +192,14 @@ fn verify_checkpoint(path: &Path, notes: &mut Vec<String>) -> Vec<String> {
     }
 }
 
-/// Writes the full weights of a checkpoint to `out` as a Hugging Face directory.
+/// Writes the full weights of the checkpoint at `path` to the new directory `out` in the layout of
+/// Hugging Face.
 fn gather_weights(path: &Path, out: &Path) -> Result<(), CkptError> {
     let found = ckpt::open_checkpoint(path)?;
     ckpt::gather_weights(found.source(), out, &GatherOptions::default(), |_, _| ()).map(drop)
 }
 
-/// Formats an event as a line of text.
+/// Formats the event of a processed checkpoint as a line of text: state, path and results.
 fn format_event_line(event: &Value) -> String {
     let text = |key: &str| event[key].as_str().map(replace_control_chars).unwrap_or_default();
     let mut line = format!("{:10} {}", text("state"), text("path"));
@@ -240,7 +246,7 @@ mod tests {
         let weights = out.join("step-00000003").display().to_string();
         let line = format!("complete   {}  step 3  sound  gathered in {weights}", path.display());
         assert_eq!(format_event_line(&event), line);
-        // A second time, as after a restart: nothing is overwritten.
+        // A restart processes the checkpoint a second time and must not overwrite a file.
         let again = process_checkpoint(&report, &args);
         assert_eq!((&again["gathered"], &again["gather_error"]), (&json!(weights), &Value::Null));
         assert_eq!(again["notes"].as_array().map(Vec::len), Some(1));

@@ -1,4 +1,5 @@
-//! The end of an attempt: the root cause, then another attempt or the end of the run.
+//! Ends an attempt: kills the workers, reports the root cause, and then begins another attempt or
+//! ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
     HostIndex, PeerEnd, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerEnd, WorkerState,
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 impl ControllerCore {
     /// Processes a request to stop the run. The first request lets running workers save and stop,
-    /// and a second one kills them. Without running workers the run ends at once. After
+    /// and a second request kills the workers. Without running workers the run ends at once. After
     /// [`StopRequest::TimeLimit`], only Ctrl-C counts as a second request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
@@ -59,7 +60,7 @@ impl ControllerCore {
         }
     }
 
-    /// Asks the workers to save and stop, and reports the request to the user.
+    /// Asks the workers of a running attempt to save and stop, and reports the request to the user.
     fn begin_stopping(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
         self.send_stop(now);
@@ -77,7 +78,7 @@ impl ControllerCore {
         });
     }
 
-    /// Asks built-in workers to save and stop; sends programs SIGTERM, and SIGKILL after the grace
+    /// Asks built-in workers to save and stop. Programs get SIGTERM, and SIGKILL after the grace
     /// period.
     pub(super) fn send_stop(&mut self, now: Duration) {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
@@ -86,7 +87,8 @@ impl ControllerCore {
         self.broadcast_to_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
-    /// Drops a pending restart because the end of the run was requested.
+    /// Cancels a pending restart because the end of the run was requested. If the restart was
+    /// already reported, its failure is no longer the root cause of the run.
     fn cancel_restart(&mut self) {
         if self.restart_pause.take().is_some() && self.unreported_since.is_none() {
             // The restart event has reported the cause already, and now the request ends the run.
@@ -137,8 +139,8 @@ impl ControllerCore {
         self.kill_workers(now, &reason, grace, stacks);
     }
 
-    /// Returns a number from 0 to 1 that depends only on the run's seed and the attempt
-    /// (SplitMix64).
+    /// Returns a pseudo-random number from 0 to 1 for the pause before a restart (SplitMix64). The
+    /// number depends only on the run's seed and the attempt.
     fn compute_jitter(&self) -> f64 {
         let mut x = self.setup.seed.wrapping_add(u64::from(self.attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -156,8 +158,8 @@ impl ControllerCore {
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the root cause once, as soon as the last output lines of the failed rank have
-    /// arrived or are overdue.
+    /// Reports the root cause as soon as the last output lines of the failed rank have arrived or
+    /// are overdue. Does nothing if the root cause was reported already or there is none.
     pub(super) fn report_failure(&mut self, now: Duration) {
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
@@ -193,8 +195,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Processes the end of the phase's time limit: rejects an attempt whose rendezvous is not
-    /// bound, or kills the agents that have not ended their workers.
+    /// Processes the end of the time limit of the current phase. Rejects an attempt that is still
+    /// being prepared. In later phases, kills the agents that have not ended their workers.
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
@@ -228,8 +230,8 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the run, or begins the pause before the next attempt, once no process of the attempt is
-    /// left.
+    /// Ends the run, or begins the pause before the next attempt, if the attempt is ending and no
+    /// process of the attempt is left.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,
@@ -254,7 +256,7 @@ impl ControllerCore {
         self.actions.push(ControllerAction::End(outcome));
     }
 
-    /// Ends this attempt and begins the pause before the next one.
+    /// Resets the state of the ended attempt and begins the pause before the next attempt.
     fn begin_backoff(&mut self, now: Duration, pause: Duration) {
         self.attempt += 1;
         self.last_failure = self.cause.take().map(|cause| cause.message);
@@ -272,8 +274,8 @@ impl ControllerCore {
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    /// Builds the outcome of the run from the root cause, the stop request and the ends of the
-    /// workers.
+    /// Builds the outcome of the run from the root cause, the stop request and the ways in which
+    /// the workers ended.
     fn build_outcome(&mut self) -> RunOutcome {
         let request = self.stop_request.filter(|_| !self.is_training_done());
         let (exit_code, stopped) = match (&self.cause, request) {

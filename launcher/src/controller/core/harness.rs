@@ -1,4 +1,4 @@
-//! [`CoreHarness`]: a controller core that tests drive with messages of simulated agents.
+//! [`CoreHarness`]: a controller core to which tests send the messages of simulated agents.
 use super::*;
 use contract::{control::PROTOCOL_VERSION, event::FailureReport};
 use diagnostic::codes;
@@ -8,7 +8,7 @@ pub(super) const fn millis(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// Creates a setup with `hosts` hosts on this machine and without restarts.
+/// Creates a setup with `hosts` local hosts, all of which the job needs, and without restarts.
 pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
     CoreSetup {
@@ -23,7 +23,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     }
 }
 
-/// A controller core, the time that it sees, and the number of ranks per host.
+/// A controller core for tests, with the current time and the number of ranks per host.
 pub(super) struct CoreHarness {
     pub(super) core: ControllerCore,
     pub(super) now: Duration,
@@ -45,12 +45,13 @@ impl CoreHarness {
         CoreHarness { core, now: millis(0), local }
     }
 
-    /// Creates a core whose hosts have joined and whose ranks run.
+    /// Creates a core whose hosts have all joined and whose ranks all run.
     pub(super) fn with_running_workers(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
         CoreHarness::with_running_setup(create_setup(hosts, builtin), local)
     }
 
-    /// Creates a core with this setup, lets all hosts join, and starts all ranks.
+    /// Creates a core with this setup, lets all hosts join, and starts all ranks. Panics if the
+    /// core does not prepare exactly one attempt.
     pub(super) fn with_running_setup(setup: CoreSetup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
         let mut harness = CoreHarness::with_setup(setup, local);
@@ -73,7 +74,7 @@ impl CoreHarness {
         self.core.handle_input(self.now, input)
     }
 
-    /// Sends the hello of a host's agent.
+    /// Gives the core the hello of a host's agent, and returns the actions.
     pub(super) fn send_hello(&mut self, host: HostIndex) -> Vec<ControllerAction> {
         let inventory =
             HostInventory { host: format!("h{host}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
@@ -83,14 +84,14 @@ impl CoreHarness {
         ))
     }
 
-    /// Reports that the plan for the selected hosts is ready.
+    /// Reports to the core that the plan for the selected hosts is ready, and returns the actions.
     pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
         self.feed_input(ControllerInput::Ready { attempt: self.core.attempt, workers })
     }
 
-    /// Reports that every rank of this attempt has started.
+    /// Reports to the core that every rank of this attempt has started. Discards the actions.
     pub(super) fn report_workers_started(&mut self) {
         for (rank, host) in self.core.workers.iter().map(|w| w.host).enumerate().collect::<Vec<_>>() {
             let (attempt, rank) = (self.core.attempt, rank as Rank);
@@ -101,13 +102,14 @@ impl CoreHarness {
         }
     }
 
-    /// Sends a message from the agent that runs `rank`.
+    /// Gives the core a message from the agent that runs `rank`, and returns the actions.
     pub(super) fn send_from_agent(&mut self, rank: Rank, message: FromAgent) -> Vec<ControllerAction> {
         let host = self.core.workers.get(rank as usize).map_or((rank / self.local) as usize, |w| w.host);
         self.feed_input(ControllerInput::Agent(host, message))
     }
 
-    /// Reports that the process of `rank` ended with this status.
+    /// Reports to the core that the process of `rank` ended with this status, and returns the
+    /// actions.
     pub(super) fn report_worker_exit(&mut self, rank: Rank, status: ExitStatus) -> Vec<ControllerAction> {
         let tail = vec![format!("last of {rank}")];
         self.send_from_agent(
@@ -125,7 +127,8 @@ impl CoreHarness {
         )
     }
 
-    /// Sends the final report of a worker that is about to exit with the code `exit`.
+    /// Gives the core the final report of a worker that is about to exit with the code `exit`, and
+    /// returns the actions.
     pub(super) fn send_final_report(&mut self, rank: Rank, exit: WorkerExit) -> Vec<ControllerAction> {
         self.send_from_agent(
             rank,
@@ -139,12 +142,12 @@ impl CoreHarness {
         )
     }
 
-    /// Reports that no worker is left on a host.
+    /// Reports to the core that no worker is left on a host, and returns the actions.
     pub(super) fn report_workers_ended(&mut self, host: HostIndex) -> Vec<ControllerAction> {
         self.feed_input(ControllerInput::Agent(host, FromAgent::WorkersEnded { attempt: self.core.attempt }))
     }
 
-    /// Advances the time to `now` and sends a tick.
+    /// Sets the time to `now`, gives the core a tick, and returns the actions.
     pub(super) fn tick_at(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.now = now;
         self.feed_input(ControllerInput::Tick)

@@ -35,37 +35,38 @@ pub(super) enum AgentConnectionState {
 #[derive(Debug, Default)]
 pub(super) struct HostState {
     pub(super) agent: AgentConnectionState,
-    /// The host name that the machine reports; empty before the agent's hello.
+    /// The host name that the agent reported in its hello; empty before the hello.
     pub(super) hostname: String,
     /// The process id of the agent; 0 before its hello.
     pub(super) pid: u32,
     /// Bytes of memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
-    /// When the last message of the agent arrived.
+    /// The time at which the last message of the agent arrived, or at which the agent was started.
     pub(super) last_heard: Duration,
     /// The number of attempts that failed because of this host.
     pub(super) failures: u32,
-    /// Whether the run no longer uses the host.
+    /// Whether the run no longer uses the host, because it caused too many failures or is no longer
+    /// listed.
     pub(super) excluded: bool,
     /// Whether the host is no longer in the list of hosts.
     pub(super) unlisted: bool,
     /// Whether a notice has reported that the host is used although it is unlisted.
     pub(super) use_reported: bool,
-    /// For a lost host, the time from which on no process of the job can be alive there.
+    /// For a lost host, the time after which no process of the job can be alive on the host.
     pub(super) quarantined_until: Duration,
     /// Whether the host may have processes of this attempt.
     pub(super) active: bool,
-    /// The ranks of the host in this attempt.
+    /// The ranks whose workers run on the host in this attempt; a contiguous range.
     pub(super) ranks: Range<Rank>,
     /// The number of workers that run on the host.
     pub(super) running: usize,
-    /// The ticket of the host's valid entry in the lease queue; entries with other tickets are
-    /// ignored.
+    /// The ticket of the host's valid entry in the lease queue. Entries of the host with other
+    /// tickets are ignored.
     ticket: u32,
 }
 
 impl HostState {
-    /// Whether the agent is starting or has joined, so that messages may arrive from it.
+    /// Whether the host's agent is starting or has joined. Only then are its messages processed.
     pub(super) fn is_connected(&self) -> bool {
         matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
@@ -167,8 +168,8 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Prepares an attempt once as many hosts have joined as the job uses, or no further host can
-    /// join.
+    /// Begins the preparation of an attempt once as many hosts have joined as the job uses, or no
+    /// further host can join. Fails the attempt if too few hosts have joined.
     ///
     /// `scanned` moves over the list of hosts once, so that the cost of joining is constant per
     /// host.
@@ -204,12 +205,12 @@ impl ControllerCore {
         });
     }
 
-    /// Makes [`ControllerCore::try_prepare_attempt`] examine all hosts again.
+    /// Makes the next call of [`ControllerCore::try_prepare_attempt`] examine all hosts again.
     pub(super) fn restart_host_scan(&mut self) {
         (self.scanned, self.scanned_joined) = (0, 0);
     }
 
-    /// Fails because the remaining hosts are not enough for an attempt.
+    /// Fails the attempt because fewer hosts have joined than `run.min_hosts` requires.
     fn fail_with_too_few_hosts(&mut self, now: Duration) {
         let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
         let previous =
@@ -293,8 +294,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the end of an agent: its host is lost and quarantined. Does nothing if the host is
-    /// lost already or its agent was released.
+    /// Processes the end of an agent: marks its host as lost and, if the host is remote,
+    /// quarantines the host. Does nothing if the host is lost already or its agent was released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         // A lost host is counted once, and a released agent may end.
         if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
@@ -310,7 +311,7 @@ impl ControllerCore {
         self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Builds the root cause, with exit code 1, for the end of an agent.
+    /// Builds the root cause of a failure that the end of an agent has caused. The exit code is 1.
     fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
@@ -384,7 +385,8 @@ impl ControllerCore {
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
     }
 
-    /// Sends a heartbeat to the agents on other hosts when it is due.
+    /// If the next heartbeat is due, sends a heartbeat to each agent on another host that has
+    /// joined.
     pub(super) fn send_heartbeats(&mut self, now: Duration) {
         if now < self.next_heartbeat {
             return;

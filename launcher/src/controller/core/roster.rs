@@ -1,5 +1,5 @@
-//! Changes of the list of hosts while the job runs. An added host becomes a spare. A host that is
-//! no longer listed is released as soon as the other hosts are enough.
+//! Applies changes of the list of hosts while the job runs. An added host becomes a spare host. A
+//! host that is no longer listed is released as soon as the other hosts are enough for the job.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, hosts::AgentConnectionState,
     hosts::HostState,
@@ -37,7 +37,8 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Readmits a host that is listed again, because it was repaired or was removed by mistake.
+    /// Readmits a host that is listed again, for example after a repair. Forgets the failures of
+    /// the host, and starts its agent if the agent was released.
     fn readmit_host(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
@@ -46,7 +47,8 @@ impl ControllerCore {
         }
     }
 
-    /// Starts the agent of a listed host. If the attempt is ending, the next attempt starts it.
+    /// Starts the agent of a listed host. Does nothing if the attempt is ending, because the next
+    /// attempt then starts the agent.
     fn start_listed_agent(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
@@ -55,8 +57,8 @@ impl ControllerCore {
         }
     }
 
-    /// Releases hosts that are no longer listed, the last first, as long as enough others remain.
-    /// Drains a host with workers first, so that the next attempt runs without it.
+    /// Releases hosts that are no longer listed, in descending order of their indices, as long as
+    /// `run.min_hosts` usable hosts remain. A host with workers is drained first.
     pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -103,7 +105,8 @@ impl ControllerCore {
         }
     }
 
-    /// Reports once that a host stays in use although it is no longer listed.
+    /// Reports in a notice, once for each host, that the host stays in use although it is no longer
+    /// listed.
     fn report_unlisted_in_use(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
             let label = self.format_host_label(id);
@@ -128,8 +131,8 @@ impl ControllerCore {
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Makes all workers save and stop, so that the next attempt starts them on the hosts other
-    /// than `leaving`.
+    /// Drains the hosts `leaving`: makes the workers of all hosts save and stop, so that the next
+    /// attempt starts them on the other hosts.
     fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop(now);

@@ -11,15 +11,15 @@ use proptest::prelude::*;
 
 /// The exit status of a process that succeeded.
 const DONE: ExitStatus = ExitStatus::Code(0);
-/// The exit status of a process that SIGKILL ended.
+/// The exit status of a process that was killed by SIGKILL.
 const KILLED: ExitStatus = ExitStatus::Signal(9, false);
 
-/// Builds the failure reason for a worker that exited with this code.
+/// Builds the failure reason for a program that exited with this exit code.
 fn build_exit_reason(code: u8) -> FailureReason {
     FailureReason::Exit { code, error: None }
 }
 
-/// Builds the failure reason for a worker that SIGKILL ended.
+/// Builds the failure reason for a worker that was killed by SIGKILL.
 fn build_killed_reason() -> FailureReason {
     FailureReason::Signal { name: "SIGKILL".into(), number: 9, core_dumped: false }
 }
@@ -448,7 +448,7 @@ enum RandomEvent {
     Failed(Option<Rank>),
 }
 
-/// Generates any event for two hosts with two ranks each.
+/// Generates a random event for a job of two hosts with two ranks each.
 fn any_event() -> impl Strategy<Value = RandomEvent> {
     let rank = 0u32..4;
     prop_oneof![
@@ -465,7 +465,7 @@ fn any_event() -> impl Strategy<Value = RandomEvent> {
     ]
 }
 
-/// Gives the core the inputs of an event, and returns the actions.
+/// Gives the core the input that corresponds to an event, and returns the actions.
 fn apply_event(harness: &mut CoreHarness, step: RandomEvent) -> Vec<ControllerAction> {
     match step {
         RandomEvent::Tick(pause) => {
@@ -499,8 +499,8 @@ fn apply_event(harness: &mut CoreHarness, step: RandomEvent) -> Vec<ControllerAc
 }
 
 proptest! {
-    /// In any order of events there is at most one failure, all running workers are killed after
-    /// it, and the run ends once.
+    /// In any order of events, the run reports at most one failure, the running workers are killed
+    /// after a failure, and the run ends exactly once.
     #[test]
     fn every_order_of_events_ends_once(builtin in any::<bool>(), steps in proptest::collection::vec(any_event(), 0..40)) {
         let mut harness = CoreHarness::with_running_workers(2, 2, builtin);

@@ -1,4 +1,4 @@
-//! What agents report about the workers of the current attempt.
+//! Processes the reports of agents about the workers of the current attempt.
 use super::{
     AttemptState, ControllerAction, ControllerCore, FailureReason, HostIndex, ROOT_CAUSE_TIMEOUT, RootCause,
     WorkerState,
@@ -28,7 +28,8 @@ struct WorkerExitReport {
 }
 
 impl ControllerCore {
-    /// Processes a message that belongs to the current attempt.
+    /// Processes a message of an agent about its workers or about its own failure. Lines of output
+    /// and failures of the agent may belong to an earlier attempt.
     pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
@@ -81,7 +82,7 @@ impl ControllerCore {
     }
 
     /// Records the addresses on which a built-in worker listens. Once all workers listen, sends
-    /// each of them the addresses of its peers.
+    /// every worker the addresses of all workers.
     fn handle_worker_listening(&mut self, host: HostIndex, rank: Rank, addresses: Vec<SocketAddr>) {
         if self.find_worker(host, rank).is_none() {
             return;
@@ -105,8 +106,8 @@ impl ControllerCore {
         self.release_unlisted_hosts(now);
     }
 
-    /// Records what the core needs of a worker's event, and reports the event. Drops events that
-    /// only the controller may report.
+    /// Records the step or checkpoint that an event of a worker contains, and reports the event.
+    /// Drops events that only the controller may report.
     fn handle_worker_event(&mut self, event: Event) {
         match &event {
             // Only the controller reports these events.
@@ -135,7 +136,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Records the final report of a worker. The report of an error fails the attempt at once.
+    /// Records the final report that a worker sends before it exits. If the report contains an
+    /// error, fails the attempt at once, without waiting for the exit.
     fn handle_final_report(
         &mut self,
         now: Duration,
@@ -152,7 +154,7 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because an agent could not start or supervise a worker.
+    /// Fails the attempt because an agent could not start or supervise the worker of this rank.
     fn handle_worker_failure(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
@@ -171,8 +173,8 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Records how a worker's process ended. Fails the attempt unless the worker finished or was
-    /// asked to stop.
+    /// Records how a worker's process ended. Fails the attempt if the worker neither finished nor
+    /// was asked to stop. A worker that was aborted by a peer only counts as a suspected failure.
     fn handle_worker_exit(&mut self, now: Duration, host: HostIndex, exited: WorkerExitReport) {
         let WorkerExitReport { rank, pid, status, oom, tail, error, gpu } = exited;
         let stopping = matches!(self.state, AttemptState::Stopping(_) | AttemptState::Draining { .. });
@@ -215,8 +217,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the report that a worker makes no progress. The job hangs if no worker makes
-    /// progress or one is suspended, and then fails.
+    /// Processes the report that a worker makes no progress. Fails the attempt if no running worker
+    /// makes progress, or if the reported worker is suspended.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,
@@ -248,7 +250,7 @@ impl ControllerCore {
     }
 
     /// Processes the report that no worker of the attempt is left on a host. Fails the attempt if
-    /// the end of a worker was not reported.
+    /// the agent has not reported the end of one of these workers.
     fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;
@@ -266,8 +268,9 @@ impl ControllerCore {
         self.deactivate_host(host);
     }
 
-    /// Records a failure that is probably the consequence of a failure that is not reported yet. It
-    /// becomes the root cause if no other failure is reported within [`ROOT_CAUSE_TIMEOUT`].
+    /// Records a failure that is probably the consequence of another, unreported failure. The
+    /// recorded failure becomes the root cause if no other failure is reported within
+    /// [`ROOT_CAUSE_TIMEOUT`].
     fn record_suspected_failure(&mut self, now: Duration, cause: RootCause) {
         let has_workers = matches!(
             self.state,

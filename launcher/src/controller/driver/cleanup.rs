@@ -1,4 +1,5 @@
-//! Ends agents and helper processes, and kills every process that they leave.
+//! Ends agents and helper processes of the transport (such as `srun`), and kills every process that
+//! an agent leaves behind on this machine.
 use super::{ControllerDriver, SupervisedAgent};
 use crate::{
     agent::{self, descendants::kill_descendants},
@@ -21,14 +22,15 @@ const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time from the end of the last agent until a helper process (such as `srun`) gets SIGTERM,
 /// and from SIGTERM until it gets SIGKILL.
 const HELPER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit for killed processes to end.
+/// How long [`ControllerDriver::sweep_processes`] waits for killed processes to end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The interval between two scans for descendants.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Processes the end of an agent's stream: waits until the agent has ended, kills what is left
-    /// of its processes on this machine, and then informs the core.
+    /// Processes the end of an agent's stream: waits until the agent has ended, kills the processes
+    /// that the agent left on this machine, and then informs the core. `error` states why the
+    /// stream broke; `None` if the stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;
@@ -106,8 +108,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Closes the streams of all agents, which makes the agents exit, and kills every process that
-    /// is left.
+    /// Closes the streams of all agents, which makes the agents exit. Then ends helper processes
+    /// and kills every process of the job that is left on this machine.
     pub(super) async fn close_agents(&mut self) {
         self.agents.values_mut().for_each(|a| a.outbox = None);
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
@@ -121,8 +123,8 @@ impl ControllerDriver {
         self.sweep_processes().await;
     }
 
-    /// Waits for helper processes, which end after the last agent. Sends SIGTERM and then SIGKILL
-    /// to those that do not end.
+    /// Waits for the helper processes of the transport (such as `srun`), which end after the last
+    /// agent. Sends SIGTERM, and later SIGKILL, to each helper process that does not end in time.
     pub(super) async fn end_helpers(&mut self) {
         let limit = self.clock.now() + HELPER_EXIT_TIMEOUT;
         while self.reap_children() && !self.transport.helper_pids().is_empty() {

@@ -19,8 +19,8 @@ use diagnostic::{Diagnostic, Severity, codes::run};
 use std::{collections::HashSet, io::Read as _, path::PathBuf};
 
 impl ControllerDriver {
-    /// Starts the agent of a host again. The core receives a failure as an input after its current
-    /// actions.
+    /// Starts a new agent on a host. If that fails, the core receives the failure as an input after
+    /// the driver has executed the current actions.
     pub(super) fn start_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         match self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
@@ -36,8 +36,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Plans an attempt and binds its rendezvous, here or through the agent of rank 0's host. Ends
-    /// the rendezvous store of the previous attempt.
+    /// Plans an attempt and binds its rendezvous, in this process or through the agent on the host
+    /// of rank 0. Ends the rendezvous store of the previous attempt.
     pub(super) fn prepare_attempt(
         &mut self,
         attempt: u32,
@@ -63,8 +63,8 @@ impl ControllerDriver {
         self.pending_inputs.extend(input);
     }
 
-    /// Plans an attempt on these hosts. Reports new warnings of the plan, and binds the rendezvous
-    /// if the first host is this machine.
+    /// Plans an attempt on `hosts`, in the order of ranks. Reports new warnings of the plan. Binds
+    /// the rendezvous if the first host is this machine.
     fn plan_attempt(
         &mut self,
         attempt: Attempt,
@@ -110,8 +110,8 @@ impl ControllerDriver {
         self.handle_input(input);
     }
 
-    /// Sends the built-in workers the addresses of their peers and a random key. The key exists
-    /// only in the memory of the workers and agents and in this message.
+    /// Sends all built-in workers, through their agents, the addresses of their peers and a new
+    /// random key of the job. The key is never stored.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
         let mut key = JobKey([0; 32]);
         if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {
@@ -127,7 +127,7 @@ impl ControllerDriver {
     }
 
     /// Sends each agent the plan of its workers, with the port of the rendezvous and the secrets
-    /// filled in. Frees a held rendezvous port for rank 0 first.
+    /// filled in. If the controller holds the rendezvous port for rank 0, frees the port first.
     pub(super) fn start_workers(&mut self) {
         let Some(mut preparation) = self.preparation.take() else { return };
         let (mut port, mut store) = (preparation.port, None);
@@ -166,7 +166,7 @@ impl ControllerDriver {
     }
 }
 
-/// Returns one error for all problems of a plan.
+/// Combines all problems of a plan into one error. A single problem is returned unchanged.
 fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     if problems.len() == 1 {
         return problems.remove(0);

@@ -7,13 +7,13 @@ use super::{
 };
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// The number of a client's connection.
+/// The number that identifies the connection of a client.
 pub(super) type ClientId = u64;
 /// The limit of the bytes of all keys, values, queues and waits together, including [`ENTRY_BYTES`]
 /// for each of them.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
-/// Bytes that are charged for each entry, and for each key that a client waits for, in addition to
-/// the bytes of keys and values.
+/// Bytes that count for each value, each item of a queue, and each key that a client waits for, in
+/// addition to the bytes of keys and values.
 const ENTRY_BYTES: usize = 128;
 /// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
@@ -30,11 +30,11 @@ pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
 enum ClientWait {
     /// The client waits for all of these keys. The number counts the keys that are missing.
     Keys(Vec<StoreKey>, usize),
-    /// The client waits for others at this barrier.
+    /// The client waits for other clients at the barrier that this key names.
     Barrier(StoreKey),
 }
 
-/// The state of the store.
+/// The rendezvous store: its values, its queues, and the clients that wait.
 #[derive(Debug, Default)]
 pub(super) struct RendezvousStore {
     values: BTreeMap<StoreKey, StoreValue>,
@@ -45,12 +45,13 @@ pub(super) struct RendezvousStore {
     waiters: HashMap<StoreKey, Vec<ClientId>>,
     /// The clients that wait at each barrier.
     arrived: HashMap<StoreKey, Vec<ClientId>>,
-    /// The bytes of all keys, values, queues and waits.
+    /// The number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`] limits.
     bytes: usize,
 }
 
 impl RendezvousStore {
-    /// Returns the bytes of all keys, values, queues and waits.
+    /// Returns the number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`]
+    /// limits.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -153,8 +154,8 @@ impl RendezvousStore {
         Ok(self.values.keys().cloned().collect())
     }
 
-    /// Sets the value of a key and wakes the clients whose wait ends. Fails if the value or the
-    /// store becomes too large.
+    /// Sets the value of a key. Wakes the clients for which no further key is missing, by appending
+    /// their replies to `out`. Fails if the value or the store becomes too large.
     fn set_value(
         &mut self,
         key: StoreKey,
@@ -202,8 +203,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Replaces `before` by `after` in the number of bytes in use. Fails if the result exceeds
-    /// [`MAX_TOTAL`].
+    /// Subtracts `before` from the number of bytes in use and adds `after`. Fails, without a
+    /// change, if the result exceeds [`MAX_TOTAL`].
     fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_TOTAL {
@@ -223,8 +224,8 @@ impl RendezvousStore {
         1
     }
 
-    /// Adds `n` to the decimal number in the value of a key, which counts as 0 if the key has no
-    /// value. Returns the sum. Fails if the value is not a number or the sum overflows.
+    /// Adds `n` to the decimal number in the value of a key, and returns the sum. A key without a
+    /// value counts as 0. Fails if the value is not a number or the sum overflows.
     fn add_number(
         &mut self,
         key: StoreKey,
@@ -262,7 +263,8 @@ impl RendezvousStore {
 
     // ---- queues ----
 
-    /// Appends an item to a queue and wakes at most one client that waits for the queue.
+    /// Appends an item to a queue and wakes at most one client that waits for the queue, by
+    /// appending the reply to `out`. Fails if the store becomes too large.
     fn push_item(
         &mut self,
         key: StoreKey,
@@ -284,8 +286,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes the first item of a queue. Returns a reply with the length of the queue before that
-    /// and the item, or with 0 if the queue is empty.
+    /// Removes the first item of a queue. Returns the reply, which holds the previous length of the
+    /// queue and the item. The reply for an empty queue is 0.
     fn pop_item(&mut self, key: &[u8]) -> StoreReply {
         let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
         let length = count_items(queue);
@@ -304,7 +306,7 @@ impl RendezvousStore {
     // ---- waiting ----
 
     /// Begins a client's wait until all keys exist. Appends the reply to `out` at once if no key is
-    /// missing.
+    /// missing. Fails if the client waits already, or if the store is full.
     fn begin_wait(
         &mut self,
         client: ClientId,
@@ -327,7 +329,7 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Rejects a second wait of a client that waits already.
+    /// Fails if the client waits already, because a client can have only one wait.
     fn check_not_waiting(&self, client: ClientId) -> Result<(), StoreClientError> {
         match self.waiting.contains_key(&client) {
             true => Err(StoreClientError::SecondWait),
@@ -335,7 +337,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Ends a client's wait for keys if no key is missing. Returns whether the wait ended.
+    /// If no key that a client waits for is missing, ends the wait and appends the reply to `out`.
+    /// Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -372,22 +375,23 @@ impl RendezvousStore {
     }
 }
 
-/// Returns the bytes that are charged for a key with its value, or for an item of a queue.
+/// Returns the number of bytes that count for a key with its value, or for an item of a queue.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY_BYTES
 }
 
-/// Returns the bytes that are charged for a wait. Each key is stored twice: by client and by key.
+/// Returns the number of bytes that count for a wait for these keys. The store holds each key
+/// twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
 }
 
-/// Returns the length of a queue, as replies contain it.
+/// Returns the length of a queue as the signed number that replies contain.
 fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Rejects a reply of more than [`MAX_MESSAGE`] bytes.
+/// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE`].
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

@@ -1,18 +1,21 @@
 use super::{super::wire::tests::any_request, *};
 use proptest::prelude::*;
 
+/// Converts a text to the bytes of a key or value.
 fn to_bytes(text: &str) -> Vec<u8> {
     text.as_bytes().to_vec()
 }
 
-/// Executes a request of a client and returns the replies to all clients.
+/// Executes a request of a client and returns the replies to all clients. Panics if the store
+/// rejects the request.
 fn send_request(store: &mut RendezvousStore, client: ClientId, request: StoreRequest) -> ClientReplies {
     let mut out = Vec::new();
     store.handle_request(client, request, &mut out).expect("executed");
     out
 }
 
-/// Executes a request of client 1 and returns its only reply.
+/// Executes a request of client 1 and returns the only reply. Panics if the store sends another
+/// number of replies.
 fn request_reply(store: &mut RendezvousStore, request: StoreRequest) -> StoreReply {
     let mut replies = send_request(store, 1, request);
     assert_eq!(replies.len(), 1, "{replies:?}");
@@ -164,8 +167,8 @@ struct ReferenceStore {
 }
 
 impl ReferenceStore {
-    /// Executes a request. Returns the reply to the client, or `None` if the client gets no
-    /// immediate reply.
+    /// Executes a request and returns the immediate reply to the client, or `None` if the client
+    /// gets no immediate reply.
     fn execute_request(&mut self, request: &StoreRequest) -> Option<StoreReply> {
         let value = |model: &ReferenceStore, k: &StoreKey| model.values.get(k).cloned().unwrap_or_default();
         let has = |model: &ReferenceStore, k: &StoreKey| {
@@ -290,7 +293,8 @@ proptest! {
     }
 }
 
-/// Whether a request has a reply, in addition to the replies to waits that the request ends.
+/// Whether the operation of a request is one to which the store replies. Replies to waits that the
+/// request ends do not count.
 fn has_direct_reply(request: &StoreRequest) -> bool {
     !matches!(
         request,

@@ -31,16 +31,17 @@ use tokio::{
 
 /// The limit of simultaneous connections. A rank has one or two.
 const MAX_CONNECTIONS: usize = 65_536;
-/// The number of files that the process has open in addition to the connections.
+/// The number of open files that the process needs in addition to the connections of clients.
 const OTHER_FILES: u64 = 64;
-/// The size of one read, in bytes.
+/// The size of one read from a client's socket, in bytes.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// The size at which replies are written although more requests are waiting, in bytes.
+/// The number of bytes of waiting replies to one client above which the replies are written before
+/// further requests of the client are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// The pause after accept has failed because file descriptors have run out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A running rendezvous store. Dropping it closes every connection.
+/// A running rendezvous store. Dropping the server closes every connection and frees the port.
 #[derive(Debug)]
 pub(crate) struct StoreServer {
     port: u16,
@@ -83,7 +84,8 @@ impl StoreServer {
         self.port
     }
 
-    /// Rejects a number of clients that the store cannot serve within the limit of open files.
+    /// Fails if the store cannot serve `clients` clients, because of [`MAX_CONNECTIONS`] or the
+    /// hard limit of open files.
     pub(crate) fn check_capacity(clients: u32) -> diagnostic::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| {
             let message = "cannot read the limit of open files for the rendezvous store";
@@ -110,8 +112,9 @@ impl Drop for StoreServer {
     }
 }
 
-/// Rejects a number of clients that does not fit into `open_files` files. Counts one connection per
-/// client, although newer versions of torch open two if they can.
+/// Fails if the store cannot serve `clients` clients with `open_files` open files, or with
+/// [`MAX_CONNECTIONS`]. Counts one connection per client, although newer versions of torch open two
+/// if they can.
 fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
         Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
@@ -136,14 +139,15 @@ fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// The state that all connections share.
+/// The state that all connections of a store server share.
 struct ServerState {
     store: RefCell<RendezvousStore>,
     /// The unwritten replies to each client.
     reply_buffers: RefCell<HashMap<ClientId, Rc<ReplyBuffer>>>,
-    /// The bytes of incomplete requests and unwritten replies.
+    /// The number of bytes of incomplete requests and unwritten replies, over all connections.
     buffered: RefCell<usize>,
-    /// The buffer into which the sockets are read.
+    /// The buffer into which bytes are read from a socket before they are appended to the input of
+    /// its connection.
     scratch: RefCell<Vec<u8>>,
     messages: mpsc::Sender<String>,
 }
@@ -152,20 +156,20 @@ struct ServerState {
 #[derive(Default)]
 struct ReplyBuffer {
     bytes: RefCell<Vec<u8>>,
-    /// Notified when another client's request has added a reply.
+    /// Notified when the request of another client has added a reply to this buffer.
     filled: Notify,
 }
 
 impl ServerState {
-    /// Sends a warning to the user. Drops it if too many lines wait already.
+    /// Sends a warning to the user. Drops the warning if the channel of messages is full.
     fn warn_user(&self, text: String) {
         // A client that floods the store with errors gets no more lines than the channel can hold.
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
 }
 
-/// Accepts connections and starts a task for each client that may connect. Never returns, unless
-/// the listener cannot be used.
+/// Accepts connections, and starts a task for each connection from this machine or from `peers`.
+/// Warns the user about rejected connections. Returns only if the listener cannot be used.
 async fn accept_clients(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Sender<String>) {
     let shared = Rc::new(ServerState {
         store: RefCell::default(),
@@ -223,7 +227,7 @@ struct ClientConnection {
     shared: Rc<ServerState>,
     reply_buffer: Rc<ReplyBuffer>,
     input: Vec<u8>,
-    /// The number of bytes of `input` from which on parsing can continue.
+    /// The number of unparsed bytes of `input` that must be present before parsing continues.
     needed: usize,
     /// Whether the client has sent the handshake of the protocol.
     validated: bool,
@@ -274,7 +278,7 @@ impl ClientConnection {
         }
     }
 
-    /// Writes the replies in the reply buffer.
+    /// Writes the replies in the reply buffer to the client's socket.
     async fn write_replies(&mut self) -> io::Result<()> {
         let bytes = std::mem::take(&mut *self.reply_buffer.bytes.borrow_mut());
         self.writing = bytes.len();
@@ -284,7 +288,8 @@ impl ClientConnection {
         Ok(())
     }
 
-    /// Reads the available bytes into `input`. Returns 0 at the end of the stream.
+    /// Appends the available bytes of the socket to `input`, without blocking. Returns their
+    /// number, which is 0 at the end of the stream.
     fn read_input(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;
@@ -293,8 +298,9 @@ impl ClientConnection {
         Ok(n)
     }
 
-    /// Executes every complete request in `input`. Fails if the buffers of all connections and the
-    /// store together exceed [`MAX_TOTAL`] bytes.
+    /// Executes every complete request in `input`. Fails if the client violates the protocol or a
+    /// limit, or if the buffers of all connections and the store together exceed [`MAX_TOTAL`]
+    /// bytes.
     async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
         let mut consumed = 0;
         while self.input.len() - consumed >= self.needed {
@@ -325,7 +331,8 @@ impl ClientConnection {
         }
     }
 
-    /// Executes a request and puts the replies into the buffers of their clients.
+    /// Executes a request and puts each reply into the reply buffer of its client. Fails if the
+    /// first request is not the handshake, or if the store rejects the request.
     fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
         match request {
             StoreRequest::Validate => self.validated = true,

@@ -5,16 +5,17 @@ use std::{
     net::TcpStream as Socket,
 };
 
-/// The limit of a read from a socket, which is much longer than any operation takes.
+/// The time limit of a read from a socket. Every operation of the server takes much less time.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Starts a server on any free port. The receiver gets the warnings.
+/// Starts a server on any free port of the loopback address. The receiver gets the server's
+/// warnings for the user.
 fn start_server() -> (StoreServer, mpsc::Receiver<String>) {
     let (sender, messages) = mpsc::channel(16);
     (start_on_port(0, sender).expect("a server"), messages)
 }
 
-/// Connects a client and sends the handshake.
+/// Connects a client to the server and sends the handshake of the protocol.
 fn connect_client(server: &StoreServer) -> Socket {
     let mut socket = Socket::connect((Ipv4Addr::LOCALHOST, server.port())).expect("connected");
     socket.set_read_timeout(Some(READ_TIMEOUT)).expect("limit");
@@ -22,12 +23,12 @@ fn connect_client(server: &StoreServer) -> Socket {
     socket
 }
 
-/// Sends a request to the server.
+/// Encodes a request and sends it to the server.
 fn send_request(socket: &mut Socket, sent: StoreRequest) {
     socket.write_all(&encode_request(&sent)).expect("sent");
 }
 
-/// Reads as many bytes as expected and asserts that they are equal.
+/// Reads as many bytes as `expected` has, and panics if they differ from `expected`.
 #[track_caller]
 fn expect_bytes(socket: &mut Socket, expected: &[u8]) {
     let mut bytes = vec![0; expected.len()];
@@ -35,22 +36,24 @@ fn expect_bytes(socket: &mut Socket, expected: &[u8]) {
     assert_eq!(bytes, expected);
 }
 
-/// Waits until all earlier requests of the client are handled.
+/// Waits until the server has handled all earlier requests of the client: sends a ping and reads
+/// the reply.
 fn wait_until_handled(socket: &mut Socket) {
     send_request(socket, StoreRequest::Ping(9));
     expect_bytes(socket, &9u32.to_le_bytes());
 }
 
+/// Converts a text to the bytes of a key or value.
 fn to_bytes(text: &str) -> Vec<u8> {
     text.as_bytes().to_vec()
 }
 
-/// Encodes a key or value as the server sends it.
+/// Encodes a key or value to the bytes that the server sends: its length as a u64, then its bytes.
 fn encode_value(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// Encodes a number as the server sends it.
+/// Encodes a number to the bytes that the server sends: eight bytes, little-endian.
 fn encode_number(n: i64) -> Vec<u8> {
     n.to_le_bytes().to_vec()
 }
@@ -196,7 +199,7 @@ fn the_port_is_held_until_the_server_is_dropped() {
     start_on_port(port, sender).expect("free again");
 }
 
-/// Starts a server for this machine only.
+/// Starts a server at `port` of the loopback address, for clients on this machine only.
 fn start_on_port(port: u16, messages: mpsc::Sender<String>) -> io::Result<StoreServer> {
     StoreServer::start(Ipv4Addr::LOCALHOST.into(), port, &[], messages)
 }

@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 /// The number of clients that take turns in the input.
 const CLIENTS: u8 = 4;
 
-/// Serves what several clients send in turn, then disconnects all of them. Each turn is one byte
-/// that selects the client, one byte with a length, and that many bytes of requests. Returns the
-/// first error of a client.
+/// Serves the requests that several clients send in turn, then disconnects all clients. Each turn
+/// is one byte that selects the client, one byte with a length, and that many bytes of requests.
+/// Returns the first error of a client.
 pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClientError> {
     let mut store = RendezvousStore::default();
     let mut clients: BTreeMap<ClientId, Vec<u8>> = BTreeMap::new();
@@ -32,8 +32,8 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     first_error
 }
 
-/// Executes every complete request in `input`, as the connection of a client does. Encodes the
-/// replies and drops them.
+/// Executes every complete request in `input` and removes it from `input`. Encodes the replies and
+/// drops them. Fails if a request is not valid. Panics if the parser waits for bytes that it has.
 fn handle_requests(
     store: &mut RendezvousStore,
     client: ClientId,

@@ -28,12 +28,12 @@ pub(super) enum StoreRequest {
     /// The handshake, which must be the first request.
     Validate,
     Set(StoreKey, StoreValue),
-    /// Sets the key to the second value if its present value equals the first.
+    /// Sets the key to the second value if the present value of the key equals the first value.
     CompareSet(StoreKey, StoreValue, StoreValue),
     Get(StoreKey),
     /// Adds the number to the value of the key.
     Add(StoreKey, i64),
-    /// Asks whether all of these keys exist.
+    /// Asks whether all of these keys exist, without waiting for them.
     Check(Vec<StoreKey>),
     /// Waits until all of these keys exist.
     Wait(Vec<StoreKey>),
@@ -50,7 +50,7 @@ pub(super) enum StoreRequest {
     Pop(StoreKey),
     QueueLength(StoreKey),
     ListKeys,
-    /// Waits at the barrier of this key until as many clients as the number states have arrived.
+    /// Waits at the barrier that the key names until the given number of clients has arrived.
     Barrier(StoreKey, i64),
 }
 
@@ -70,7 +70,7 @@ pub(super) enum StoreReply {
 /// The result of parsing the first request in the input of a connection.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RequestParseOutcome {
-    /// A request, and the number of its bytes.
+    /// A complete request, and the number of its bytes.
     Complete(StoreRequest, usize),
     /// Part of a request. Parsing needs at least this many bytes in total.
     Incomplete(usize),
@@ -78,7 +78,7 @@ pub(super) enum RequestParseOutcome {
     Malformed(StoreClientError),
 }
 
-/// Parses the request at the start of `bytes`.
+/// Parses the request at the start of `bytes`. Bytes after the request are ignored.
 pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     // A long request that arrives in pieces is parsed often. So nothing is copied before the
     // request is complete.
@@ -105,12 +105,13 @@ enum RequestParseStop {
 struct RequestParser<'b> {
     bytes: &'b [u8],
     offset: usize,
-    /// Whether keys, values and lists are copied. If not, they stay empty.
+    /// Whether keys, values and lists are copied into the parsed request. Otherwise they stay empty
+    /// there.
     copies: bool,
 }
 
 impl RequestParser<'_> {
-    /// Parses the next request.
+    /// Parses one request, beginning with the byte of its operation.
     fn parse_request(&mut self) -> Result<StoreRequest, RequestParseStop> {
         Ok(match self.read_array::<1>()?[0] {
             0 => self.read_magic()?,
@@ -146,7 +147,8 @@ impl RequestParser<'_> {
         }
     }
 
-    /// Consumes the next `length` bytes.
+    /// Consumes and returns the next `length` bytes. Fails with [`RequestParseStop::Incomplete`] if
+    /// fewer bytes are left.
     fn take_bytes(&mut self, length: usize) -> Result<&[u8], RequestParseStop> {
         let end = self.offset.saturating_add(length);
         let taken = self.bytes.get(self.offset..end).ok_or(RequestParseStop::Incomplete(end))?;
@@ -154,19 +156,20 @@ impl RequestParser<'_> {
         Ok(taken)
     }
 
-    /// Consumes the next `N` bytes.
+    /// Consumes the next `N` bytes and returns them as an array.
     fn read_array<const N: usize>(&mut self) -> Result<[u8; N], RequestParseStop> {
         let mut array = [0; N];
         array.copy_from_slice(self.take_bytes(N)?);
         Ok(array)
     }
 
-    /// Parses a signed number.
+    /// Parses a signed 64-bit integer.
     fn read_number(&mut self) -> Result<i64, RequestParseStop> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// Parses a length. Fails if the length is above `limit`.
+    /// Parses an unsigned 64-bit length. Fails if the length is above `limit`. `field` names the
+    /// length in the error.
     fn read_length(&mut self, field: RequestLengthField, limit: u64) -> Result<usize, RequestParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
@@ -179,13 +182,13 @@ impl RequestParser<'_> {
         Ok(length as usize)
     }
 
-    /// Parses a key. Fails if it is longer than [`MAX_KEY`].
+    /// Parses a key: its length, then its bytes. Fails if the key is longer than [`MAX_KEY`].
     fn read_key(&mut self) -> Result<StoreKey, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Key, MAX_KEY)?;
         self.read_bytes(length)
     }
 
-    /// Parses a value. Fails if it is longer than [`MAX_VALUE`].
+    /// Parses a value: its length, then its bytes. Fails if the value is longer than [`MAX_VALUE`].
     fn read_value(&mut self) -> Result<StoreValue, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Value, MAX_VALUE)?;
         self.read_bytes(length)
@@ -199,7 +202,7 @@ impl RequestParser<'_> {
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    /// Parses a list of keys. Fails if there are more than [`MAX_KEYS`].
+    /// Parses a list of keys. Fails if the list has more than [`MAX_KEYS`] keys.
     fn read_keys(&mut self) -> Result<Vec<StoreKey>, RequestParseStop> {
         self.read_list(8, Self::read_key)
     }
@@ -228,7 +231,7 @@ impl RequestParser<'_> {
     }
 }
 
-/// Appends the bytes of a reply to `out`.
+/// Encodes a reply and appends the bytes to `out`.
 pub(super) fn encode_reply(reply: &StoreReply, out: &mut Vec<u8>) {
     let bytes = |out: &mut Vec<u8>, bytes: &[u8]| {
         out.extend((bytes.len() as u64).to_le_bytes());

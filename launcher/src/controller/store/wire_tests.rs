@@ -1,13 +1,13 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Appends a key or value: its length and its bytes.
+/// Appends a key or value to `out`: its length as a u64, then its bytes.
 fn append_text(out: &mut Vec<u8>, text: &[u8]) {
     out.extend((text.len() as u64).to_le_bytes());
     out.extend_from_slice(text);
 }
 
-/// Encodes a request as torch's client does.
+/// Encodes a request to the bytes that torch's client sends.
 pub(crate) fn encode_request(request: &StoreRequest) -> Vec<u8> {
     let mut out = Vec::new();
     let mut put = |code: u8, texts: &[&[u8]]| {
@@ -63,7 +63,7 @@ pub(crate) fn encode_request(request: &StoreRequest) -> Vec<u8> {
     out
 }
 
-/// Generates any request over a few short keys.
+/// Generates a random request of any kind, over a few keys of at most one character.
 pub(crate) fn any_request() -> impl Strategy<Value = StoreRequest> {
     let key = || "[abc]{0,1}".prop_map(|k| k.into_bytes());
     let value = || prop_oneof!["[0-9]{1,3}", "[a-z]{0,3}"].prop_map(|v| v.into_bytes());

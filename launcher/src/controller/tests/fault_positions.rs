@@ -1,5 +1,5 @@
-//! Every injected fault on the first, a middle and the last host, in the simulator. Each run must
-//! report the right root cause and end in time.
+//! A test in the simulator that injects every fault on the first, a middle and the last host. Each
+//! run must report the right root cause and end in time.
 use super::{
     super::core::REMOTE_LEASE,
     sim::{InjectedFault, SimScenario, Simulation},
@@ -9,7 +9,8 @@ use std::time::Duration;
 
 /// The simulated time at which the fault is injected.
 const FAULT_TIME: Duration = Duration::from_secs(4);
-/// The grace period of programs. Some simulated programs ignore SIGTERM.
+/// The grace period of simulated programs. A program that ignores SIGTERM runs until the end of the
+/// grace period.
 const GRACE_PERIOD: Duration = Duration::from_secs(3);
 
 #[test]

@@ -1,4 +1,5 @@
-//! Hosts that are added to and removed from the list while a job runs, in the simulator.
+//! Tests in the simulator that add hosts to the list of hosts, and remove hosts from it, while a
+//! job runs.
 use super::{
     sim::{InjectedFault, SimScenario, Simulation},
     simulated_runs::{TIME_LIMIT, build_quiet_scenario, check_invariants},
@@ -6,8 +7,8 @@ use super::{
 use contract::event::Event;
 use std::time::Duration;
 
-/// Simulates a scenario and checks its invariants. Returns the simulation and the hosts of each
-/// attempt.
+/// Simulates a scenario to its end. Panics if an invariant of [`check_invariants`] is violated.
+/// Returns the simulation and, for each attempt, the names of its hosts.
 fn simulate_placements(scenario: SimScenario) -> (Simulation, Vec<Vec<String>>) {
     let mut world = Simulation::new(scenario.clone());
     world.run_until(TIME_LIMIT).expect("runs");
@@ -20,14 +21,14 @@ fn simulate_placements(scenario: SimScenario) -> (Simulation, Vec<Vec<String>>) 
     (world, placements)
 }
 
-/// Creates a scenario of four hosts with two ranks each. `faults` are given with their times in
-/// milliseconds.
+/// Creates a scenario of four hosts with two ranks each. `faults` holds the faults to inject, each
+/// with its time in milliseconds.
 fn build_scenario(min_hosts: usize, builtin: bool, faults: &[(u64, InjectedFault)]) -> SimScenario {
     let faults = faults.iter().map(|(ms, fault)| (Duration::from_millis(*ms), *fault)).collect();
     SimScenario { min_hosts, builtin, local: 2, ..build_quiet_scenario(4, faults) }
 }
 
-/// Returns the names of these hosts, `hN`.
+/// Returns the name `hN` of each host N in `hosts`.
 fn format_host_names(hosts: &[usize]) -> Vec<String> {
     hosts.iter().map(|host| format!("h{host}")).collect()
 }
@@ -48,7 +49,7 @@ fn collect_notices(world: &Simulation) -> Vec<String> {
     notices.collect()
 }
 
-/// The hosts of the scenario, by index.
+/// The indices of the four hosts that a scenario has at its start.
 const ALL_HOSTS: [usize; 4] = [0, 1, 2, 3];
 
 #[test]

@@ -48,7 +48,7 @@ impl SimRng {
         x ^ (x >> 31)
     }
 
-    /// Returns a random number from 0 to below `n`; 0 if `n` is 0.
+    /// Returns a random number from 0 to `n` - 1, or 0 if `n` is 0.
     pub(super) fn pick_below(&mut self, n: u64) -> u64 {
         self.next_u64() % n.max(1)
     }
@@ -58,7 +58,7 @@ impl SimRng {
         self.pick_below(n) == 0
     }
 
-    /// Returns a random duration of `from` to `to` milliseconds.
+    /// Returns a random duration of `from` to `to` milliseconds, both included.
     fn pick_delay(&mut self, from: u64, to: u64) -> Duration {
         Duration::from_millis(from + self.pick_below(to - from + 1))
     }
@@ -79,7 +79,8 @@ pub(super) struct SimScenario {
     pub(super) use_hosts: usize,
     /// The faults to inject, with their times.
     pub(super) faults: Vec<(Duration, InjectedFault)>,
-    /// How long workers run.
+    /// How long each worker runs until it finishes with exit code 0. A random delay of up to 20 ms
+    /// is added.
     pub(super) work: Duration,
 }
 
@@ -89,15 +90,15 @@ pub(super) struct SimScenario {
 enum SimEvent {
     ToAgent(HostIndex, u32, ToAgent),
     ToController(HostIndex, u32, FromAgent),
-    /// The agent reads the end of its stream.
+    /// The agent reads the end of its control stream from the controller.
     AgentSeesEnd(HostIndex, u32),
-    /// The controller reads the end of an agent's stream.
+    /// The controller reads the end of the control stream from an agent.
     ControllerSeesEnd(HostIndex, u32),
     AgentTick(HostIndex, u32),
     ControllerTick,
-    /// The plan of this attempt is ready.
+    /// The simulated planning of the attempt with this number is complete.
     Planned(u32),
-    /// The agent receives an input that does not come from the controller.
+    /// The agent receives an input from its own host, such as the message of a worker.
     Feed(HostIndex, u32, AgentInput),
     WorkerEnds {
         host: HostIndex,
@@ -110,7 +111,7 @@ enum SimEvent {
 }
 
 impl SimScenario {
-    /// Builds the setup of the controller's core.
+    /// Builds the setup of the controller's core for this scenario.
     fn build_setup(&self) -> CoreSetup {
         CoreSetup {
             hosts: (0..self.hosts)
@@ -153,7 +154,7 @@ impl SimScenario {
     }
 }
 
-/// The state of a simulation.
+/// A running simulation: the controller's core, the hosts, and the scheduled events.
 pub(super) struct Simulation {
     scenario: SimScenario,
     rng: SimRng,
@@ -167,10 +168,10 @@ pub(super) struct Simulation {
     core: ControllerCore,
     controller_alive: bool,
     hosts: Vec<SimHost>,
-    /// Whether the list contains each host.
+    /// For each host, by index, whether the list of hosts contains the host.
     listed: Vec<bool>,
     agents_started: u32,
-    /// The plans of the current attempt, with their hosts.
+    /// The plan of each host of the current attempt; empty after the workers were started.
     plans: Vec<(HostIndex, HostPlan)>,
     /// The attempt that is being planned: its number, the restarts so far, and its hosts.
     preparing: Option<(u32, u32, Vec<HostIndex>)>,
@@ -181,7 +182,8 @@ pub(super) struct Simulation {
     pub(super) ended_at: Duration,
     /// The number of messages to and from the controller.
     pub(super) messages: u64,
-    /// The inputs of the controller's core, if they are recorded.
+    /// The inputs that the controller's core has received, with their times; `None` if inputs are
+    /// not recorded.
     recorded: Option<Vec<(Duration, ControllerInput)>>,
     /// The time of the scheduled tick of the controller; [`Duration::MAX`] if none is scheduled.
     tick_at: Duration,
@@ -193,7 +195,8 @@ pub(super) struct Simulation {
 }
 
 impl Simulation {
-    /// Creates a simulation whose agents were just started, and schedules the faults.
+    /// Creates a simulation whose agents were just started, and schedules the faults of the
+    /// scenario.
     pub(super) fn new(scenario: SimScenario) -> Simulation {
         let setup = scenario.build_setup();
         let mut world = Simulation {
@@ -231,7 +234,7 @@ impl Simulation {
         world
     }
 
-    /// Schedules an event, at the present time at the earliest.
+    /// Schedules an event for the time `when`, or for the present time if `when` has passed.
     fn schedule_event(&mut self, when: Duration, event: SimEvent) {
         self.scheduled_events += 1;
         self.events.insert(self.scheduled_events, event);
@@ -428,7 +431,8 @@ impl Simulation {
         }
     }
 
-    /// Records a violation if an unlisted host is used although it is not needed.
+    /// Records a violation if an attempt uses an unlisted host although it has more hosts than
+    /// `min_hosts` requires. Ignores events other than the placement of an attempt.
     fn check_placement(&mut self, event: &Event) {
         let Event::Placement { hosts, .. } = event else { return };
         let unlisted = |name: &String| name[1..].parse::<usize>().is_ok_and(|host| !self.listed[host]);
@@ -438,8 +442,8 @@ impl Simulation {
         }
     }
 
-    /// Schedules the arrival of a message at the newest agent of a host. Drops it if the connection
-    /// is broken, silent or disconnected.
+    /// Schedules the arrival of a message at the newest agent of a host. Drops the message if the
+    /// connection is broken or silent, or the host is disconnected.
     fn send_to_agent(&mut self, host: HostIndex, message: ToAgent) {
         self.messages += 1;
         let state = &self.hosts[host];
@@ -464,7 +468,8 @@ impl Simulation {
         self.schedule_event(at, SimEvent::ControllerSeesEnd(host, number));
     }
 
-    /// Reports the plan of an attempt to the controller's core.
+    /// Builds the plan of the attempt that is being prepared, and reports to the controller's core
+    /// that the plan is ready. Does nothing if another attempt is being prepared.
     fn finish_plan(&mut self, attempt: u32) {
         let Some((number, restarts, hosts)) = self.preparing.take().filter(|(number, ..)| *number == attempt)
         else {

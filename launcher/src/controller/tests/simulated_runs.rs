@@ -1,4 +1,5 @@
-//! Invariants of a run with injected faults, checked by the simulator on thousands of seeds.
+//! Tests that simulate runs with random injected faults, for thousands of seeds, and check the
+//! invariants of each run.
 //!
 //! A failing seed is printed. `LAUNCH_SIM_SEED=N` simulates only that seed.
 use super::sim::{InjectedFault, SimRng, SimScenario, Simulation};
@@ -7,8 +8,8 @@ use std::time::Duration;
 
 /// The number of simulated seeds.
 const SEEDS: u64 = 2000;
-/// The limit of a run in simulated time. It is longer than any run with silence, quarantine and
-/// late agents in each restart.
+/// The time limit of a run, in simulated time. The longest possible run, in which every attempt has
+/// a silent host, a quarantine and a late agent, is shorter.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(1200);
 
 /// Derives a scenario with random faults from a seed.
@@ -54,7 +55,8 @@ fn build_random_scenario(seed: u64) -> SimScenario {
     }
 }
 
-/// Simulates the scenario of a seed and checks its invariants.
+/// Simulates the random scenario of a seed and returns the simulation. Fails if the run violates an
+/// invariant.
 fn simulate_seed(seed: u64) -> Result<Simulation, String> {
     let scenario = build_random_scenario(seed);
     let fail = |why: String| format!("{why}\n{scenario:#?}");
@@ -65,8 +67,9 @@ fn simulate_seed(seed: u64) -> Result<Simulation, String> {
     Ok(world)
 }
 
-/// Checks that a simulated run has ended with at most one root cause, without workers that still
-/// run, and within its restarts.
+/// Checks the invariants of a simulated run. The run must have ended with at most one root cause
+/// and no running worker, and may have used only the restarts that the scenario permits. Fails with
+/// a description of the first violation.
 pub(super) fn check_invariants(world: &Simulation, scenario: &SimScenario) -> Result<(), String> {
     if let Some(violation) = &world.violation {
         return Err(violation.clone());
@@ -98,7 +101,8 @@ pub(super) fn check_invariants(world: &Simulation, scenario: &SimScenario) -> Re
     check_root_cause(world)
 }
 
-/// Checks that a single injected fault is the reported root cause.
+/// If exactly one fault had an effect, checks that the run reported this fault as its root cause.
+/// Does nothing for other runs.
 fn check_root_cause(world: &Simulation) -> Result<(), String> {
     let [fault] = world.injected[..] else { return Ok(()) };
     let failure = world.reported.iter().find_map(|e| match e {
@@ -173,8 +177,8 @@ fn every_run_ends_with_at_most_one_root_cause_and_no_workers() {
     );
 }
 
-/// Creates a scenario of remote hosts with one program each and no restarts. `faults` are the only
-/// faults.
+/// Creates a scenario of `hosts` remote hosts with one program each and no restarts. `faults` are
+/// the only injected faults, with their times.
 pub(super) fn build_quiet_scenario(hosts: usize, faults: Vec<(Duration, InjectedFault)>) -> SimScenario {
     SimScenario {
         seed: 7,
@@ -208,7 +212,8 @@ fn messages_for_each_host_do_not_grow_with_their_number() {
     }
 }
 
-/// A benchmark whose output `scripts/bench/scale` prints.
+/// Measures the messages and the wall time of the controller per agent, and prints them as a table
+/// for `scripts/bench/scale`. `LAUNCH_SCALE_AGENTS` selects a single number of agents.
 #[test]
 #[ignore = "a benchmark"]
 fn controller_at_scale() {

@@ -1,15 +1,15 @@
-//! [`set_environment`]: sets the environment variables that Accelerate's library reads.
+//! [`set_environment`]: sets the environment variables that Accelerate's library reads in a worker.
 use super::{
     super::{JobDraft, remaining_keys::RemainingKeys, set_hostfile, value_text},
     DistributedType,
 };
 use std::path::Path;
 
-/// The conversion of a key to a variable: the variable's name, the key, the default value of the
-/// variable, and whether the value becomes lower case.
+/// The conversion of a key to an environment variable. The fields are: the name of the variable,
+/// the key, the value if the key is absent, and whether the value becomes lower case.
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
-/// The keys of `dynamo_config`.
+/// The conversion of the keys of `dynamo_config`.
 const DYNAMO: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
     EnvVariableRule("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
@@ -22,7 +22,7 @@ const DYNAMO: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The keys of `fsdp_config`.
+/// The conversion of the keys of `fsdp_config`.
 const FSDP: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_VERSION", "version", Some("1"), false),
     EnvVariableRule("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
@@ -47,7 +47,7 @@ const FSDP: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_IGNORED_MODULES", "ignored_modules", None, false),
 ];
 
-/// The keys of `deepspeed_config`.
+/// The conversion of the keys of `deepspeed_config`.
 const DEEPSPEED: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
     EnvVariableRule("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
@@ -68,7 +68,7 @@ const DEEPSPEED: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", None, false),
 ];
 
-/// The keys of `parallelism_config`.
+/// The conversion of the keys of `parallelism_config`.
 const PARALLEL: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
     EnvVariableRule("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
@@ -79,10 +79,10 @@ const PARALLEL: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The variables that are only set with context parallelism.
+/// The conversion of keys of `parallelism_config` that only apply with context parallelism.
 const CONTEXT: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The variables that are only set with sequence parallelism.
+/// The conversion of keys of `parallelism_config` that only apply with sequence parallelism.
 const SEQUENCE: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -99,8 +99,8 @@ const SEQUENCE: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The keys of Megatron with default values. Each becomes a variable with the prefix
-/// `MEGATRON_LM_`.
+/// The keys of `megatron_lm_config` that have default values, with these values. Each becomes a
+/// variable with the prefix `MEGATRON_LM_`.
 const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -113,7 +113,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// The keys of Megatron without default values.
+/// The keys of `megatron_lm_config` that have no default values.
 const MEGATRON: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -134,8 +134,8 @@ const MEGATRON: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// The keys of `fp8_config`: the end of the variable's name, the names of the key, and the default
-/// value.
+/// The conversion of the keys of `fp8_config`: the end of the variable's name, the names that the
+/// key may have, and the default value.
 const FP8: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -149,7 +149,8 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Sets the variables of a configuration. Returns whether the configuration names the hosts.
+/// Sets the environment variables that a configuration stands for. Returns whether the
+/// configuration names the hosts.
 pub(super) fn set_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -203,8 +204,8 @@ pub(super) fn set_environment(
     named
 }
 
-/// Removes a section that applies to another kind of job, and adds a note if the section is not
-/// empty.
+/// Takes a section that does not apply to this job. Adds a note with the reason if the section is
+/// not empty.
 fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
@@ -212,7 +213,8 @@ fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, secti
     }
 }
 
-/// Sets the precision. Returns the precision if the configuration contains one.
+/// Sets the variables of `mixed_precision`. Returns the precision, or `None` if the configuration
+/// contains none.
 fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
@@ -239,7 +241,7 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-/// Sets the variables of `fp8_config`, with default values for absent keys.
+/// Sets the variables of `fp8_config`. Absent keys get their default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8 {
@@ -269,8 +271,7 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each key of a section that was not converted, and passes on the errors of the
-/// section.
+/// Adds a note for each remaining key of the section `part`. Moves the errors of `part` to `keys`.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_untaken();
     keys.errors.extend(errors);
@@ -279,7 +280,8 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Sets the variables of a section. Its keys may have the prefix `prefix`.
+/// Sets the variables of the section `part` by the rules in `table`. The keys of the section may
+/// have the prefix `prefix`.
 fn set_variables(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -297,7 +299,7 @@ fn set_variables(
     }
 }
 
-/// Sets the variables of `dynamo_config` and `dynamo_backend`.
+/// Sets the variables that `dynamo_config` and `dynamo_backend` stand for.
 fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.take_text("dynamo_backend");
     let Some(mut part) = keys.take_section("dynamo_config") else {
@@ -316,7 +318,7 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables of `fsdp_config`.
+/// Sets the variables that `fsdp_config` stands for, and the one that enables FSDP.
 fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
@@ -331,7 +333,7 @@ fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables of `megatron_lm_config`.
+/// Sets the variables that `megatron_lm_config` stands for, and the one that enables Megatron-LM.
 fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
@@ -348,7 +350,7 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Sets the variables of `parallelism_config`, unless the section is empty.
+/// Sets the variables that `parallelism_config` stands for. Does nothing if the section is empty.
 fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {
@@ -369,7 +371,8 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables of `deepspeed_config`. Returns whether the section names the hosts.
+/// Sets the variables that `deepspeed_config` stands for, and the one that enables DeepSpeed.
+/// Returns whether the section names the hosts.
 fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {
@@ -388,8 +391,8 @@ fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, p
     named
 }
 
-/// Converts the hostfile and the filters of `deepspeed_config`. Returns whether there is a
-/// hostfile.
+/// Converts the hostfile and the host filters of `deepspeed_config`. Returns whether the section
+/// names a hostfile.
 fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bool {
     let launcher = part.take_text("deepspeed_multinode_launcher");
     let file = part.take_text("deepspeed_hostfile");

@@ -1,15 +1,17 @@
-//! Converts `optimizer` and `scheduler`. The job contains DeepSpeed's default for each setting that
-//! the configuration does not contain.
+//! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration.
+//!
+//! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
 use super::{
     super::{JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number},
     AUTO,
 };
 use contract::job::DocumentValue;
 
-/// DeepSpeed's default learning rate.
+/// The learning rate that DeepSpeed uses if the configuration contains none.
 const DEFAULT_LEARNING_RATE: f64 = 1e-3;
 
-/// Converts the optimizer. Returns its learning rate; `None` if the configuration has no optimizer.
+/// Converts the optimizer. Returns its learning rate, or `None` if the configuration has no
+/// optimizer.
 pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<f64> {
     let Some(mut part) = keys.take_section("optimizer") else {
         draft.add_key_note(
@@ -48,7 +50,8 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     Some(rate)
 }
 
-/// Converts Adam or AdamW. Returns the learning rate. `decoupled` is true for AdamW.
+/// Converts the hyper-parameters of Adam, or of AdamW if `decoupled` is true. Returns the learning
+/// rate.
 fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "adamw");
     let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -77,7 +80,7 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
     rate
 }
 
-/// Converts the decay rates of the moments.
+/// Converts the decay rates of the moments (`betas`).
 fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     const FROM: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
@@ -102,7 +105,7 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     draft.set_imported(FROM, "train.optimizer.betas", given);
 }
 
-/// Converts SGD. Returns the learning rate.
+/// Converts the hyper-parameters of SGD. Returns the learning rate.
 fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "sgd");
     let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -123,8 +126,8 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     rate
 }
 
-/// Converts a number of the optimizer, and returns it. An absent number has `default`, which is
-/// DeepSpeed's. For `auto` adds a note and returns `default`.
+/// Converts the number `name` of the optimizer to the job key `path`, and returns the number. If
+/// the key is absent, sets `default`. If the value is `auto`, adds a note and returns `default`.
 fn convert_number(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -143,7 +146,7 @@ fn convert_number(
     value
 }
 
-/// Converts the learning-rate schedule. `rate` is the learning rate of the optimizer; `None` if the
+/// Converts the learning rate schedule. `rate` is the learning rate of the optimizer; `None` if the
 /// configuration has no optimizer.
 pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
     let Some(mut part) = keys.take_section("scheduler") else { return };
@@ -175,8 +178,8 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     }
 }
 
-/// Converts a schedule that has a warm-up and then the shape `shape`. `rate` is the learning rate
-/// of the optimizer.
+/// Converts a schedule with a linear warm-up, after which the learning rate has the shape `shape`.
+/// `rate` is the learning rate of the optimizer.
 fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
     draft.set_imported("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
@@ -227,12 +230,14 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     }
 }
 
-/// Rounds to twelve significant digits, which removes the rounding error of a multiplication.
+/// Rounds to twelve significant digits, so that the rounding error of a multiplication does not
+/// appear in the job.
 fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-/// Takes an integer of 0 or more; `None`, and a note, if the value is `auto`.
+/// Takes the integer `name`, which is 0 or more. Returns `None` if the key is absent. If the value
+/// is `auto`, adds a note and returns `None`.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -246,8 +251,8 @@ fn take_integer_unless_auto(
     params.take_integer(name, 0)
 }
 
-/// Takes a number; `default` if the key is absent. If the value is `auto`, adds a note and returns
-/// `default`.
+/// Takes the number `name`. Returns `default` if the key is absent. If the value is `auto`, adds a
+/// note and returns `default`.
 fn take_number_or_default(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

@@ -1,7 +1,7 @@
-//! The keys of DeepSpeed's configuration for which the built-in training has no setting, with the
-//! reasons.
+//! The keys of DeepSpeed's configuration that have no counterpart in the built-in training. Each
+//! has the reason, which a note shows to the user.
 
-/// The keys of the outermost mapping.
+/// The unsupported keys at the top level of a configuration, with the reasons.
 pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("steps_per_print", "every step is reported"),
     ("wall_clock_breakdown", "the tokens per second of each step are reported"),
@@ -50,7 +50,7 @@ pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("train_steps", "`train.steps` sets the number of steps"),
 ];
 
-/// The keys of `zero_optimization`.
+/// The unsupported keys of `zero_optimization`, with the reasons.
 pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
     ("contiguous_gradients", WHOLE_BLOCKS),
     ("reduce_scatter", "gradients are always sent to their owners only"),
@@ -92,5 +92,5 @@ pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
     ("zenflow", "ZenFlow is not supported"),
 ];
 
-/// The reason for keys that control the sizes of transfers.
+/// The reason for keys that control the sizes of transfers between workers.
 const WHOLE_BLOCKS: &str = "weights and gradients are transferred in whole blocks of the model";

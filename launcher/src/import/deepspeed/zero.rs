@@ -1,12 +1,12 @@
-//! Converts `zero_optimization`, the ZeRO settings.
+//! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration.
 use super::{
     super::{JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note},
     unsupported_keys::UNSUPPORTED_ZERO_KEYS,
 };
 use contract::job::DocumentValue;
 
-/// Converts the stage, the offloading and the gathering of 16-bit weights. A configuration without
-/// the section gives stage 0.
+/// Converts the ZeRO stage, the offloading and the gathering of 16-bit weights. Sets stage 0 if the
+/// configuration has no section `zero_optimization`.
 pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("zero_optimization") else {
         return draft.set_imported("zero_optimization", "train.zero.stage", "0");
@@ -37,7 +37,7 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the key for gathering 16-bit weights, which has three names.
+/// Converts the key that requests the gathering of 16-bit weights. The key has three names.
 fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
@@ -51,7 +51,7 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the offloading of optimizer states to files. Adds a note for other offloading.
+/// Converts the offloading of optimizer states to files. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     const OFFLOAD: &str = "train.zero.offload";
     const INSTEAD: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
@@ -96,7 +96,7 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Returns the reason for a note that `what` is not offloaded to `device`.
+/// Returns the reason in a note that launch does not offload `what` to `device`.
 fn in_memory_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

@@ -1,9 +1,10 @@
-//! [`parse_torchrun_args`]: parses torchrun's command line by the rules of torchrun. It accepts
-//! `--a-b x`, `--a_b=x`, unambiguous prefixes and `-m`. All arguments after the script belong to
-//! the script.
+//! [`parse_torchrun_args`]: parses torchrun's command line by the rules of torchrun.
+//!
+//! The parser accepts `--a-b x`, `--a_b=x`, unambiguous prefixes of options, and `-m`. All
+//! arguments after the script belong to the script.
 use diagnostic::{Diagnostic, Location, codes::command};
 
-/// The options with a value.
+/// The long names of torchrun's options that have a value.
 const VALUES: &[&str] = &[
     "nnodes",
     "nproc-per-node",
@@ -32,33 +33,35 @@ const VALUES: &[&str] = &[
     "signals-to-handle",
     "shutdown-timeout",
 ];
-/// The options without a value.
+/// The long names of torchrun's options that have no value.
 const FLAGS: &[&str] = &["standalone", "module", "no-python", "run-path", "virtual-local-rank"];
-/// The short options and their long names.
+/// The short options of torchrun, with their long names.
 const SHORT: &[(&str, &str)] = &[("-m", "module"), ("-r", "redirects"), ("-t", "tee")];
 
 /// The options and the program of a command line of torchrun.
 #[derive(Debug)]
 pub(super) struct TorchrunArgs {
     options: Vec<(&'static str, String)>,
-    /// The script, module or program, and its arguments.
+    /// The script, module or program, followed by its arguments.
     pub(super) program: Vec<String>,
 }
 
 impl TorchrunArgs {
-    /// Removes every occurrence of an option, and returns its last value.
+    /// Removes every occurrence of the option `name`. Returns its last value, or `None` if the
+    /// option was not given.
     pub(super) fn take_last_value(&mut self, name: &str) -> Option<String> {
         let value = self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
         self.options.retain(|(n, _)| *n != name);
         value
     }
 
-    /// Returns the last value of an option without removing the option.
+    /// Returns the last value of the option `name`, and keeps the option. Returns `None` if the
+    /// option was not given.
     pub(super) fn last_value(&self, name: &str) -> Option<&str> {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
-    /// Removes an option that has no value, and returns whether it was given.
+    /// Removes the option `name`, which has no value. Returns whether the option was given.
     pub(super) fn take_flag(&mut self, name: &str) -> bool {
         self.take_last_value(name).is_some()
     }
@@ -67,19 +70,19 @@ impl TorchrunArgs {
 /// A mistake in a command line of torchrun.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum TorchrunArgsError {
-    /// torchrun does not have this option.
+    /// torchrun does not have the option. The variant contains the argument.
     #[error("torchrun has no option `{0}`")]
     UnknownOption(String),
-    /// Several options begin with this text.
+    /// Several options begin with the text that was given.
     #[error("`{option}` is ambiguous: `--{first}` or `--{second}`")]
     Ambiguous { option: String, first: &'static str, second: &'static str },
-    /// An option without a value has one.
+    /// A value was given for an option that has none.
     #[error("`--{0}` takes no value")]
     UnexpectedValue(&'static str),
     /// The command line ends after an option that requires a value.
     #[error("`--{0}` requires a value")]
     MissingValue(&'static str),
-    /// A value of the wrong form.
+    /// The value of an option does not have the expected form.
     #[error("`--{option}` is `{value}`; expected {expected}")]
     InvalidValue { option: &'static str, value: String, expected: &'static str },
     /// No script follows the options.
@@ -107,7 +110,8 @@ impl From<TorchrunArgsError> for Diagnostic {
     }
 }
 
-/// Parses the arguments that follow `torchrun`, or that begin with it.
+/// Parses the arguments of torchrun. The name `torchrun` may precede them, because users copy it
+/// along.
 pub(super) fn parse_torchrun_args(args: &[String]) -> Result<TorchrunArgs, TorchrunArgsError> {
     let mut given = TorchrunArgs { options: Vec::new(), program: Vec::new() };
     let mut args = args.iter().peekable();
@@ -136,7 +140,7 @@ pub(super) fn parse_torchrun_args(args: &[String]) -> Result<TorchrunArgs, Torch
 }
 
 /// Parses an argument such as `--name`, `--name=value` or `-m`. Returns the full name of the
-/// option, and the value that is attached to it, if any.
+/// option, and the value if the argument contains one.
 fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), TorchrunArgsError> {
     let unknown = || TorchrunArgsError::UnknownOption(arg.escape_debug().to_string());
     let Some(long) = arg.strip_prefix("--") else {

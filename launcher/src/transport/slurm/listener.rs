@@ -1,5 +1,5 @@
-//! Accepts the TCP connections of agents: one agent for each host, if the agent holds the job's
-//! key.
+//! Accepts the TCP connections of the agents of a Slurm step. Accepts one agent for each node, and
+//! only agents that hold the key of the step's invitation.
 use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
@@ -18,13 +18,14 @@ use tokio::{
 /// The limit of unauthenticated connections that are served at once, in addition to one for each
 /// host. Further connections are closed immediately.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
-/// The length of the longest queue of connections that wait to be accepted.
+/// The largest number of connections that the kernel queues until they are accepted.
 const MAX_BACKLOG: u32 = 4096;
 /// The pause after accept has failed (for example because no file descriptor is free), and between
 /// two checks for nodes whose task has failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Opens a listener on any free port for this many agents. Returns the listener and its port.
+/// Opens a TCP listener on any free port, for connections of this many agents. Returns the listener
+/// and its port.
 pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
     let socket = TcpSocket::new_v4()?;
     socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)))?;
@@ -33,8 +34,8 @@ pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
     Ok((listener, port))
 }
 
-/// Accepts agents until every slot is filled or srun has ended. Then closes the slots that are not
-/// filled.
+/// Accepts connections of agents until every slot is filled or closed, or srun has ended. Closes
+/// the slots of nodes whose task has failed and, at the end, all slots that are not filled.
 pub(super) async fn accept_agents(
     listener: TcpListener,
     key: HandshakeKey,
@@ -69,8 +70,8 @@ pub(super) async fn accept_agents(
     slots.iter().for_each(AgentConnectionSlot::close);
 }
 
-/// Authenticates an agent and fills the slot of its host. Drops the connection if no slot waits for
-/// the agent.
+/// Authenticates an agent and fills the slot of its node with the connection. Drops the connection
+/// if no slot waits for the agent. Fails if the handshake fails.
 async fn accept_agent(
     mut stream: TcpStream,
     key: &HandshakeKey,
@@ -84,7 +85,8 @@ async fn accept_agent(
     Ok(())
 }
 
-/// Returns the IPv4 addresses of this machine that other machines may reach.
+/// Returns the IPv4 addresses of all network interfaces of this machine that are up, without
+/// loopback.
 pub(super) fn list_local_addresses() -> Vec<IpAddr> {
     let is_usable = |flags: InterfaceFlags| {
         flags.contains(InterfaceFlags::IFF_UP) && !flags.contains(InterfaceFlags::IFF_LOOPBACK)

@@ -58,26 +58,28 @@ pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (Pendin
     (agent, AgentConnectionSlot { name: name.to_owned(), state })
 }
 
-/// Whether the agent of a slot has connected.
+/// The state of an [`AgentConnectionSlot`]: whether its agent has connected.
 enum AgentSlotState {
-    /// The agent has not connected.
+    /// The agent has not connected. Holds the channels that pass the two halves of the connection
+    /// to the controller's streams.
     Waiting(oneshot::Sender<OwnedReadHalf>, oneshot::Sender<OwnedWriteHalf>),
     /// The agent has connected. Holds a duplicate of its socket, to shut the connection down.
     Connected(OwnedFd),
-    /// The agent is no longer awaited.
+    /// The slot accepts no connection any more, or the connection was aborted.
     Closed,
 }
 
-/// The slot of one agent's TCP connection. [`AgentConnectionSlot::fill`] passes the connection to the streams
-/// of the [`PendingAgent`].
+/// The slot of one agent's TCP connection. [`AgentConnectionSlot::fill`] passes the connection to
+/// the streams of the [`PendingAgent`].
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
     state: Arc<Mutex<AgentSlotState>>,
 }
 
 impl AgentConnectionSlot {
-    /// Passes the connection of the agent to its streams. Returns `false` if the slot does not wait
-    /// for the agent, because the agent has connected before or the slot is closed.
+    /// Passes the TCP connection of the agent to the streams of the [`PendingAgent`]. Returns
+    /// `false` if the slot does not wait for the agent, because the agent has connected before or
+    /// the slot is closed.
     pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(*state, AgentSlotState::Waiting(..)) {
@@ -165,7 +167,7 @@ impl RemoteConnection for SlurmConnection {
     }
 }
 
-/// A stream that may not be connected yet.
+/// One direction of a TCP connection that may not exist yet.
 enum PendingStream<S> {
     Pending(oneshot::Receiver<S>),
     Connected(S),
@@ -173,7 +175,8 @@ enum PendingStream<S> {
 }
 
 impl<S: Unpin> PendingStream<S> {
-    /// Returns the stream once it is connected, or `None` if it never will be.
+    /// Returns the stream once it is connected, or `None` if the slot was closed before a
+    /// connection.
     fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
         if let PendingStream::Pending(receiver) = self {
             *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);
@@ -220,7 +223,8 @@ pub(super) struct PendingAgentOutput {
     end: Option<DelayedStreamEnd>,
 }
 
-/// The end of a stream, which is held back until srun has ended or the deadline has passed.
+/// The end of an agent's stream, which is held back until srun has ended or the deadline has
+/// passed.
 struct DelayedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,

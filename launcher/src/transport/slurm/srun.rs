@@ -14,7 +14,7 @@ pub(super) struct StepNodes {
     pub(super) names: Vec<String>,
 }
 
-/// A request for GPUs, for the steps of a job that requested GPUs per task.
+/// The GPU option of srun for a step of a job that requested GPUs per task.
 ///
 /// Slurm 22.05 grants all GPUs of a node to a step through one of two options. Which one works
 /// depends on whether all nodes of the job have the same number of GPUs.
@@ -31,7 +31,8 @@ pub(super) enum StepGpuRequest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepExecutable {
     path: PathBuf,
-    /// The path on the nodes to which srun first copies the executable; `None` if it is not copied.
+    /// The path on the nodes to which srun first copies the executable; `None` if the nodes have
+    /// the executable at `path`.
     copy: Option<String>,
 }
 
@@ -59,8 +60,9 @@ impl StepExecutable {
 /// Environment variables that set options of srun. The transport removes them from the environment
 /// of srun.
 ///
-/// A batch script sets these variables for its own steps. For the agents they would request one GPU
-/// or one CPU, or another placement than one task on each node.
+/// Slurm or a batch script sets these variables for the steps of the script. In the step of the
+/// agents, the variables could request one GPU or one CPU, or another placement than one task on
+/// each node.
 pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
     "SLURM_ACCTG_FREQ",
     "SLURM_CPU_BIND",

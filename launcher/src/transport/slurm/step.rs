@@ -18,11 +18,12 @@ use tokio::{
     sync::watch,
 };
 
-/// The number of last lines of srun that are kept to explain its end.
+/// The number of lines of output, the last ones of srun and its agents, that are kept for error
+/// messages.
 const TAIL_LINES: usize = 5;
 /// The length of the longest line that is kept whole, in bytes.
 const MAX_LINE_BYTES: u64 = 4 << 10;
-/// The bytes of output that may wait for the controller.
+/// The number of bytes of srun's output that may wait until the controller reads them.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
 /// The process of srun, shared by the connections to its agents.
@@ -47,7 +48,8 @@ impl SlurmStep {
         Self::spawn_srun(arguments, invitation).map_err(|error| build_start_error("srun", &error))
     }
 
-    /// Starts srun in a separate process group, and the task that forwards its output.
+    /// Starts srun in a separate process group, writes the invitation to its standard input, and
+    /// starts the task that forwards its output.
     fn spawn_srun(
         arguments: &[String],
         invitation: &Invitation,
@@ -95,7 +97,7 @@ impl SlurmStep {
         *self.exit_status.borrow()
     }
 
-    /// Records the exit status of srun, which was reaped.
+    /// Records the exit status of srun after the controller has reaped it.
     pub(super) fn set_exit_status(&self, status: ExitStatus) {
         self.exit_status.send_replace(Some(status));
     }
@@ -105,7 +107,7 @@ impl SlurmStep {
         self.exit_status.subscribe()
     }
 
-    /// Joins the last lines of output to one line.
+    /// Joins the last lines of output, at most [`TAIL_LINES`], with ` | `.
     pub(super) fn join_output_tail(&self) -> String {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
@@ -116,7 +118,7 @@ impl SlurmStep {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
-    /// Records a line of output, and the nodes whose failure it reports.
+    /// Records a line of srun's output in the tail, and the nodes whose failure the line reports.
     fn record_line(&self, line: &str) {
         let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
         failed.extend(srun::parse_failed_nodes(line));
@@ -129,7 +131,8 @@ impl SlurmStep {
     }
 }
 
-/// Records the output of srun and forwards it, without irrelevant warnings, until the output ends.
+/// Reads the output of srun until it ends. Records each line in `step` and writes it to
+/// `forwarded`, except for irrelevant warnings.
 async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<SlurmStep>) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();

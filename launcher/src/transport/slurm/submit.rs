@@ -6,7 +6,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// Runs `sbatch OPTIONS…` with the script on its standard input. Returns the id of the job. Blocks.
+/// Submits a batch script with `sbatch OPTIONS…`. Returns the id of the job, a decimal number.
+/// Blocks. Fails if sbatch fails or prints no id.
 pub(crate) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result<String> {
     let mut command = Command::new("sbatch");
     command.arg("--parsable").args(options);

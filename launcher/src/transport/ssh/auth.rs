@@ -15,7 +15,8 @@ const MAX_OFFERED_KEYS: usize = 5;
 /// The limit of bytes that are read from a key file.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// Logs the user in. The error lists the keys that were tried. Blocks.
+/// Logs in to an SSH server as the user of `target`: first with keys of the SSH agent, then with
+/// key files. Blocks. Fails if no key is accepted. The error lists the result of each key.
 pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
     let mut attempts = LoginAttempts::default();
     let agent = connect_ssh_agent(target, session, &mut attempts);
@@ -78,8 +79,8 @@ struct LoginAttempts {
 }
 
 impl LoginAttempts {
-    /// Offers a key to the server, unless too many keys were offered already. Returns whether the
-    /// login succeeded.
+    /// Tries to log in with a key by calling `login`, and records a failure. Skips the key if
+    /// [`MAX_OFFERED_KEYS`] keys were offered already. Returns whether the login succeeded.
     fn offer_key(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
         if self.offered >= MAX_OFFERED_KEYS {
             self.record_result(format!("{name} was not tried (at most {MAX_OFFERED_KEYS} keys are)"));
@@ -97,12 +98,12 @@ impl LoginAttempts {
         false
     }
 
-    /// Records why a key did not lead to a login.
+    /// Records, as a text for the error message, why a key did not lead to a login.
     fn record_result(&mut self, result: String) {
         self.results.push(result);
     }
 
-    /// Builds the error for a login that no key achieved.
+    /// Builds the error for a login for which no key was accepted.
     fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
@@ -138,8 +139,8 @@ impl LoginAttempts {
     }
 }
 
-/// Connects to the SSH agent and lists its keys. Returns `None` if there is no agent or the agent
-/// does not answer.
+/// Connects to the SSH agent (`ssh-agent`) and lists its keys. Returns `None` if there is no SSH
+/// agent, or if it does not answer.
 fn connect_ssh_agent(
     target: &SshTarget,
     session: &Session,
@@ -171,8 +172,8 @@ fn escape_comment(comment: &str) -> String {
     comment.chars().take(80).flat_map(char::escape_debug).collect()
 }
 
-/// Reads the public key next to a private one (`FILE.pub`). Returns it as base64, or `None` if
-/// there is none.
+/// Reads the public key that is stored next to a private key file (`FILE.pub`). Returns the key as
+/// base64, or `None` if there is no such file.
 fn read_public_key(private_key: &Path) -> Option<String> {
     let mut name = private_key.as_os_str().to_owned();
     name.push(".pub");
@@ -187,14 +188,15 @@ fn read_key_file(file: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Whether a file holds a private key that can be used without a prompt.
+/// The result of inspecting a key file: whether it holds a private key that can be used without a
+/// prompt.
 #[derive(Debug)]
 enum KeyFileState {
     Missing,
     Unreadable(io::Error),
     Damaged,
     NotAKey,
-    /// The key has a passphrase.
+    /// The private key has a passphrase.
     Locked,
     Usable,
 }
@@ -224,8 +226,9 @@ fn inspect_key_file(file: &Path) -> KeyFileState {
     }
 }
 
-/// Parses the name of the cipher in an OpenSSH key: the magic bytes, then a length-prefixed string.
-/// The cipher `none` means that the key has no passphrase.
+/// Parses the name of the cipher in a private key in OpenSSH's format: magic bytes, then a
+/// length-prefixed string. The cipher `none` means that the key has no passphrase. Returns `None`
+/// if the key is malformed.
 fn parse_openssh_cipher(base64: &str) -> Option<Vec<u8>> {
     let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;

@@ -1,4 +1,5 @@
-//! Starts the executable on a host, after copying it there if necessary.
+//! Starts an agent on a host over SSH: runs a copy of this executable, which is copied to the host
+//! first if necessary.
 //!
 //! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
@@ -22,14 +23,14 @@ const ANSWER_TIMEOUT_MS: u32 = 30_000;
 const SEND_TIMEOUT_MS: u32 = 60_000;
 /// The limit of bytes that a login shell may print before the answer.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The limit of bytes that are read from stderr.
+/// The limit of bytes that are read from the stderr of a remote command.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
-/// The bytes of the executable that are sent at once.
+/// The number of bytes of the executable that one write to the channel contains.
 const CHUNK_BYTES: usize = 256 << 10;
 /// Advice that is added to the help of errors about the cache directory.
 const OTHER_CACHE_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
-/// The running executable, which other hosts receive a copy of.
+/// The executable of this process, which is copied to hosts that do not have it.
 #[derive(Debug)]
 pub(super) struct Executable {
     file: File,
@@ -39,7 +40,8 @@ pub(super) struct Executable {
 }
 
 impl Executable {
-    /// Opens and hashes the executable of this process. Later calls return the first result.
+    /// Opens and hashes the executable of this process on the first call. Later calls return the
+    /// result of the first call.
     pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
         static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
         let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
@@ -68,7 +70,8 @@ pub(super) struct RemoteAgent {
     pub(super) leftover: Vec<u8>,
 }
 
-/// Starts an agent over this session. Copies the executable if the host does not have it. Blocks.
+/// Starts an agent on a host over this SSH session. Copies the executable to the host if the host
+/// does not have it. Blocks.
 pub(super) fn start_remote_agent(
     target: &SshTarget,
     session: &Session,
@@ -103,9 +106,9 @@ fn generate_marker() -> io::Result<String> {
     Ok(bytes.iter().fold("launch-".to_owned(), |text, b| text + &format!("{b:02x}")))
 }
 
-/// Whether the executable was started on the host.
+/// The result of an attempt to start the executable on a host.
 enum AgentStartResult {
-    /// The agent runs.
+    /// The host had the executable, and the agent runs.
     Running(RemoteAgent),
     /// The host does not have this executable.
     Missing,
@@ -150,7 +153,8 @@ impl AgentBootstrap<'_> {
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
 
-    /// Starts the executable if the host has it. Fails if the host has another architecture.
+    /// Starts the executable as an agent if the host has the executable. Fails if the host has
+    /// another architecture.
     fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader = self.exec_script(&build_run_script(&self.marker, &self.executable.hash))?;
         let answer = self.read_answer(&mut reader)?;
@@ -175,8 +179,8 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads up to the next line with the marker and returns the text after the marker. Records the
-    /// text before it as output of the login shell.
+    /// Reads the output of a script up to the next line with the marker, and returns the text after
+    /// the marker. Records the text before the marker as output of the login shell.
     fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -248,7 +252,8 @@ impl AgentBootstrap<'_> {
         .with_field("output", join_last_lines(&output))
     }
 
-    /// Copies the executable to the host, checks the copy there, and moves it into place.
+    /// Copies the executable to the host. The copy is checked on the host and then moved to its
+    /// path in the cache directory.
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
         let Executable { hash, size, .. } = self.executable;
         let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
@@ -270,7 +275,7 @@ impl AgentBootstrap<'_> {
         Ok(())
     }
 
-    /// Sends the bytes of the executable, then the end of the input.
+    /// Sends the bytes of the executable to the command of a channel, then the end of the input.
     fn send_executable(&self, channel: &mut Channel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
@@ -320,7 +325,7 @@ impl AgentBootstrap<'_> {
 enum ExecutableSendError {
     /// The host closed the stream, or the connection failed.
     Remote,
-    /// The executable cannot be read.
+    /// The executable cannot be read on this machine.
     Local(io::Error),
 }
 
@@ -331,8 +336,9 @@ struct ExecutableCopyFailure {
     help: Option<String>,
 }
 
-/// Finds the meaning of an answer `fail STEP CODE` of the copy script. The reason is only in the
-/// messages that the host's programs printed to stderr, in the C locale.
+/// Translates an answer `fail STEP CODE` of the copy script into an error. The reason of the
+/// failure is recognized in the messages that the host's programs printed to stderr, in the C
+/// locale.
 fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     let mut words = answer.split(' ');
     let (step, exit_code) = match words.next() {
@@ -414,31 +420,32 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     }
 }
 
-/// Formats the last three lines of the output as `; its output: "…"`. Returns an empty text if
-/// there are none.
+/// Formats the last three lines of a command's output as `; its output: "…"`. Returns an empty text
+/// if the output is empty.
 fn quote_tail(output: &[u8]) -> String {
     let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
 }
 
-/// Joins the last three lines that are not empty with slashes.
+/// Joins the last three nonempty lines of a command's output with ` / `. Replaces control
+/// characters.
 fn join_last_lines(output: &[u8]) -> String {
     let text = String::from_utf8_lossy(output);
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     replace_control_characters(&lines[lines.len().saturating_sub(3)..].join(" / "))
 }
 
-/// Returns the first 300 characters, with control characters replaced by U+FFFD.
+/// Returns the first 300 characters of a text, with each control character replaced by U+FFFD.
 fn replace_control_characters(text: &str) -> String {
     text.chars().take(300).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns the offset of the first occurrence of `part` in `text`.
+/// Returns the offset of the first occurrence of `part` in `text`, or `None` if there is none.
 fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
 }
 
-/// Reads lines from an SSH channel, and keeps the bytes after them.
+/// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
 struct ChannelReader {
     channel: Channel,
     /// The bytes that were received and not returned yet.
@@ -446,8 +453,9 @@ struct ChannelReader {
 }
 
 impl ChannelReader {
-    /// Returns the next line with its line end, or the unfinished last line. Returns `None` at the
-    /// end of the stream. Blocks.
+    /// Returns the next line with its line end, or the unfinished last line. A line of more than
+    /// [`MAX_SHELL_OUTPUT_BYTES`] is returned in parts. Returns `None` at the end of the stream.
+    /// Blocks.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {
@@ -466,7 +474,8 @@ impl ChannelReader {
         }
     }
 
-    /// Waits for the end of the command. Returns its exit code (-1 if unknown) and its stderr.
+    /// Waits for the end of the channel's command. Returns the exit code of the command (-1 if
+    /// unknown) and the first [`MAX_STDERR_BYTES`] of its stderr.
     fn wait_for_exit(&mut self) -> (i32, String) {
         let mut stderr = Vec::new();
         _ = self.channel.stream(super::STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
@@ -476,7 +485,7 @@ impl ChannelReader {
     }
 }
 
-/// Wraps a script in a command that any login shell passes to /bin/sh.
+/// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
 fn build_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
@@ -522,8 +531,8 @@ mod tests {
         }
     }
 
-    /// Runs the copy script with a shell script as the executable. Returns the last answer and
-    /// stderr.
+    /// Runs the copy script with the home directory `home`, and with the shell script `program` as
+    /// the executable, whose expected size is `size` bytes. Returns the last answer and stderr.
     fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
         let script = build_command(&build_copy_script("MARK", "HASH", size as u64));
         let mut shell = Command::new("/bin/sh");

@@ -1,4 +1,4 @@
-//! Reads the settings of ssh_config(5) that are needed to connect.
+//! [`SshConfigLines`]: reads the settings of ssh_config(5) that are needed to connect to a host.
 //!
 //! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
 //! -G` if a file contains them.
@@ -35,10 +35,11 @@ pub(super) struct UnsupportedSshKeyword {
 /// A parsed line of the SSH configuration, or the end of a file.
 #[derive(Debug)]
 enum SshConfigLine {
-    /// The lines up to the next `Host` apply to hosts that match `patterns`. `depth` is the nesting
-    /// depth of `Include`.
+    /// A `Host` line. The lines up to the next `Host` apply to hosts that match `patterns`. `depth`
+    /// is the nesting depth of `Include`.
     Host { patterns: Vec<String>, depth: u32 },
-    /// The end of a file. The `Host` that applied before `Include` applies again.
+    /// The end of a file at this nesting depth. After an included file, the `Host` line before the
+    /// `Include` line applies again.
     EndOfFile { depth: u32 },
     /// A setting: a keyword in lower case, and its values.
     Set { keyword: String, values: Vec<String> },
@@ -93,8 +94,8 @@ impl ConfigSyntaxError {
 }
 
 impl SshConfigLines {
-    /// Reads these files, one after the other. A file that does not exist is an error only if the
-    /// files are `required`.
+    /// Reads SSH configuration files, one after the other. A file that does not exist is an error
+    /// only if `required` is set. `home` is the user's home directory.
     pub(super) fn read_files(
         files: &[PathBuf],
         required: bool,
@@ -108,7 +109,8 @@ impl SshConfigLines {
         Ok(config)
     }
 
-    /// Reads one file and the files that it includes. `depth` is the nesting depth of `Include`.
+    /// Appends the lines of one file, and of the files that it includes. `depth` is the nesting
+    /// depth of `Include`. Fails if the file cannot be read or a line is not valid.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
         let text = match read_text(file) {
@@ -144,7 +146,8 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Reads the files that match the patterns of an `Include` line in the file `from`.
+    /// Appends the lines of the files that match the patterns of an `Include` line in the file
+    /// `from`. Relative patterns refer to `/etc/ssh` for files there, and otherwise to `~/.ssh`.
     fn include_files(
         &mut self,
         patterns: &[String],
@@ -194,7 +197,7 @@ impl SshConfigLines {
 }
 
 impl SshHostSettings {
-    /// Parses the output of `ssh -G`.
+    /// Parses the settings of a host from the output of `ssh -G`. Ignores lines that are not valid.
     pub(super) fn from_ssh_g(text: &str) -> SshHostSettings {
         let mut settings = SshHostSettings::default();
         for (keyword, mut values) in text.lines().filter_map(|line| parse_line(line).ok().flatten()) {
@@ -207,7 +210,8 @@ impl SshHostSettings {
         settings
     }
 
-    /// Applies the values of a keyword, unless an earlier line has set it.
+    /// Applies the values of a keyword. Ignores keywords that an earlier line has set, except for
+    /// `IdentityFile`, whose values add up.
     fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -232,7 +236,8 @@ impl SshHostSettings {
     }
 }
 
-/// Reads a configuration file of at most [`MAX_FILE_BYTES`].
+/// Reads an SSH configuration file. Fails if the file is longer than [`MAX_FILE_BYTES`] or is not
+/// UTF-8.
 fn read_text(file: &Path) -> io::Result<String> {
     if fs::metadata(file)?.len() > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 1 MiB"));
@@ -240,8 +245,9 @@ fn read_text(file: &Path) -> io::Result<String> {
     fs::read_to_string(file)
 }
 
-/// Splits a line into its keyword, in lower case, and its values. Quotes keep words together.
-/// Returns `None` for empty lines and comments.
+/// Splits a line of an SSH configuration into its keyword, in lower case, and its values. Words in
+/// double quotes form one value. Returns `None` for empty lines and comments. Fails if a quote is
+/// not closed.
 fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxError> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {
@@ -267,7 +273,8 @@ fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxE
     if quoted { Err(ConfigSyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
 }
 
-/// Returns whether a pattern matches the text and no negated pattern (`!PATTERN`) matches it.
+/// Returns whether at least one of the patterns matches the text and no negated pattern
+/// (`!PATTERN`) does.
 pub(super) fn matches_patterns(patterns: &[String], text: &str) -> bool {
     let mut matched = false;
     for pattern in patterns {
@@ -318,8 +325,8 @@ pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     }
 }
 
-/// Lists the files whose last path component matches the pattern, sorted by name. Returns a pattern
-/// without wildcards unchanged.
+/// Lists the files that match a path whose last component may contain `*` and `?`, sorted by name.
+/// Returns a path without wildcards unchanged, even if the file does not exist.
 fn list_matching_files(pattern: &Path) -> Vec<PathBuf> {
     let Some(name) = pattern.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
     let Some(directory) = pattern.parent().filter(|_| name.contains(['*', '?'])) else {
@@ -339,7 +346,8 @@ mod tests {
     use proptest::prelude::*;
     use std::process::Command;
 
-    /// Writes these files to a temporary home directory, and reads its SSH configuration.
+    /// Writes `files` (names and texts) to `.ssh` in a temporary home directory, and reads the file
+    /// `.ssh/config`. Also returns the temporary directory.
     fn read_config(files: &[(&str, &str)]) -> (tempfile::TempDir, SshConfigLines) {
         let home = tempfile::tempdir().expect("a directory");
         fs::create_dir(home.path().join(".ssh")).expect("a directory");
@@ -427,6 +435,7 @@ mod tests {
     proptest! {
         #[test]
         fn wildcards_match_like_a_recursive_matcher(pattern in "[ab*?]{0,8}", text in "[ab]{0,8}") {
+            /// Whether the pattern `p` matches the whole text `t`.
             fn matches_recursively(p: &[u8], t: &[u8]) -> bool {
                 match (p.first(), t.first()) {
                     (None, None) => true,

@@ -23,8 +23,8 @@ use std::{
 const KEX_METHODS: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
     ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,\
     diffie-hellman-group14-sha256";
-/// The ciphers in order of preference: authenticated ones first, and of these AES, which CPUs
-/// accelerate.
+/// The ciphers in order of preference. Authenticated ciphers come first, and AES comes first among
+/// them because CPUs accelerate AES.
 const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,\
     aes128-ctr,aes192-ctr,aes256-ctr";
 /// The host key algorithms in order of preference.
@@ -35,10 +35,10 @@ const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-ni
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// The interval of keepalive messages on an idle connection, in seconds.
 pub(super) const KEEPALIVE_S: u32 = 15;
-/// The limit of attempts to connect to a server that closes connections before its banner, which it
-/// does when it has too many connections.
+/// The limit of attempts to connect to a server that closes the connection before its banner. A
+/// server does so when it has too many connections.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
-/// The pause before the second attempt to connect. It doubles with each attempt.
+/// The pause before the second attempt to connect. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// The byte stream to a host's SSH server.
@@ -69,8 +69,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects to one hop, directly or through the session with the previous hop, and logs in. Retries
-/// a direct connection that the server closes before its banner.
+/// Connects to `hop`, which is a jump host or the target, and logs in. Connects through the session
+/// with the previous hop, or directly if `previous` is `None`. Retries a direct connection that the
+/// server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -115,8 +116,8 @@ fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// Resolves the host's name and connects to the first of its addresses that answers within the
-/// timeout.
+/// Resolves the host's name and opens a TCP connection to the first of its addresses that accepts
+/// one. Tries the addresses one after the other, within the timeout of the target.
 fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
     progress.set_stage(ConnectionStage::Name);
     let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
@@ -155,7 +156,8 @@ fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// Formats an operating system error without the prefix and suffix that Rust adds to its text.
+/// Formats an operating system error without the prefix and suffix that Rust's standard library
+/// adds to the system's text.
 fn format_system_error(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);
@@ -197,8 +199,8 @@ fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAdd
     build_ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
 }
 
-/// Opens a tunnel to `hop` through the session with a jump host, relayed by a separate thread.
-/// Returns the local end. The tunnel ends when either side ends.
+/// Opens a tunnel to `hop` through the session with the jump host `jump`, and starts a thread that
+/// relays the bytes. Returns the local end of the tunnel. The tunnel ends when either side ends.
 fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnostic::Result<UnixStream> {
     let SshTarget { name, hostname, port, .. } = hop;
     let channel = session.channel_direct_tcpip(hostname, *port, None).map_err(|error| {
@@ -263,8 +265,8 @@ impl SshHandshakeFailure {
     }
 }
 
-/// Creates a session on the socket and exchanges banners and keys. Prefers host keys of the types
-/// that are known for the host.
+/// Creates an SSH session on the socket, and exchanges banners and keys with the server. Prefers
+/// host keys of the types that known_hosts contains for the host.
 fn perform_handshake(
     target: &SshTarget,
     socket: SshSocket,
@@ -287,8 +289,8 @@ fn perform_handshake(
     Ok(session)
 }
 
-/// Returns the host key algorithms to request as a comma-separated list. Those of known keys come
-/// first.
+/// Returns the host key algorithms to request, as a comma-separated list in order of preference.
+/// Algorithms for keys of the types in `known_types` come first.
 fn order_host_key_algorithms(known_types: &[&str]) -> String {
     let is_known = |name: &&str| {
         known_types.contains(name) || (name.starts_with("rsa-") && known_types.contains(&"ssh-rsa"))
@@ -298,7 +300,9 @@ fn order_host_key_algorithms(known_types: &[&str]) -> String {
     preference.join(",")
 }
 
-/// Compares the host's key with known_hosts. Stores a new key if the policy allows it.
+/// Compares the key that the host presented with known_hosts. If known_hosts has no key of the
+/// host, stores the presented key, provided that the policy of the target allows it. Fails if the
+/// key is not accepted.
 fn verify_host_key(
     target: &SshTarget,
     session: &Session,

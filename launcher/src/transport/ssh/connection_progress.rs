@@ -21,13 +21,13 @@ pub(crate) enum ConnectionStage {
     Config,
     /// Resolution of the host's name.
     Name,
-    /// TCP connection.
+    /// Opening of the TCP connection to the SSH server.
     Tcp,
-    /// Check of the host's key.
+    /// SSH handshake and check of the host's key.
     HostKey,
     /// Login of the user.
     Authentication,
-    /// Start of a shell and of the executable.
+    /// Start of a shell and of the executable on the host.
     Exec,
     /// The agent runs.
     Agent,
@@ -41,7 +41,7 @@ pub(crate) struct ConnectionProgress {
     aborted: AtomicBool,
 }
 
-/// The stage, socket and result of a connection.
+/// The state of a [`ConnectionProgress`] that a mutex protects.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
@@ -59,6 +59,7 @@ impl ConnectionProgress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Records the stage that the connection's thread has begun.
     pub(super) fn set_stage(&self, stage: ConnectionStage) {
         self.lock_state().stage = stage;
     }
@@ -69,12 +70,12 @@ impl ConnectionProgress {
         self.lock_state().stage
     }
 
-    /// Returns what the login shell printed before the agent answered.
+    /// Returns the text that the login shell printed before the agent answered.
     pub(crate) fn shell_output(&self) -> String {
         self.lock_state().shell_output.clone()
     }
 
-    /// Records the output of the login shell.
+    /// Records the text that the login shell printed before the agent answered.
     pub(super) fn set_shell_output(&self, output: &[u8]) {
         self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
     }
@@ -88,7 +89,7 @@ impl ConnectionProgress {
         }
     }
 
-    /// Returns an error if the connection was aborted.
+    /// Fails if the controller has aborted the connection. `name` is the host's name for the error.
     pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
         if !self.aborted.load(Ordering::SeqCst) {
             return Ok(());
@@ -97,13 +98,14 @@ impl ConnectionProgress {
         Err(Diagnostic::error(host::SSH_CONNECTION_ABORTED, message).with_subject(name))
     }
 
-    /// Records how the connection ended.
+    /// Records the failure that ended the connection, or the agent's exit status. Closes the
+    /// duplicate of the socket.
     pub(super) fn record_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
         let mut state = self.lock_state();
         (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
     }
 
-    /// Returns why the connection failed, or `None` if it has not failed.
+    /// Returns the error with which the connection failed, or `None` if it has not failed.
     pub(crate) fn connection_failure(&self) -> Option<Diagnostic> {
         self.lock_state().failure.clone()
     }

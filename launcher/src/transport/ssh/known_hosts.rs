@@ -14,7 +14,7 @@ use std::{
 
 /// The size of the largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The limit of file lists that are cached.
+/// The limit of lists of known_hosts files whose content is cached.
 const MAX_CACHED_LISTS: usize = 64;
 
 /// The device, inode, size and change time of a file; `None` if the file does not exist.
@@ -23,10 +23,11 @@ type FileStamp = Option<(u64, u64, u64, i64, i64)>;
 /// they were read.
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileStamp>, Arc<KnownHosts>)>;
 
-/// The known_hosts files that this process has read.
+/// The content of the known_hosts files that this process has read.
 static CACHE: LazyLock<Mutex<KnownHostsCache>> = LazyLock::new(Mutex::default);
 
-/// Reads these known_hosts files, or returns the cached result if the files have not changed since.
+/// Reads a list of known_hosts files, or returns the cached content if the files have not changed
+/// since they were read.
 pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHosts>> {
     let stamps: Vec<FileStamp> = files.iter().map(|file| read_file_stamp(file)).collect();
     // The cache is locked while reading, so that connections to many hosts read the files once.
@@ -81,10 +82,10 @@ enum EntryMarker {
     CertAuthority,
 }
 
-/// The relation of a host's key to known_hosts.
+/// The result of looking up the key that a host presents in known_hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HostKeyStatus {
-    /// The key is in known_hosts.
+    /// known_hosts has the key for this host.
     Known,
     /// known_hosts has no key of the host.
     Unknown,
@@ -97,7 +98,8 @@ pub(super) enum HostKeyStatus {
 }
 
 impl KnownHosts {
-    /// Reads the files. Files that do not exist count as empty.
+    /// Reads known_hosts files. Files that do not exist count as empty, and lines that are not
+    /// valid are ignored.
     pub(super) fn read_files(files: &[PathBuf]) -> diagnostic::Result<KnownHosts> {
         let mut known_hosts = KnownHosts::default();
         for file in files {
@@ -116,12 +118,13 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the entries that apply to a host.
+    /// Returns the entries that apply to a host, given by its name in known_hosts.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
 
-    /// Returns the types of the known keys of a host, so that one of them can be requested.
+    /// Returns the types of the known keys of a host, so that a key of a known type can be
+    /// requested from the host.
     pub(super) fn list_key_types<'a>(&'a self, name: &'a str) -> Vec<&'a str> {
         let mut types = Vec::new();
         for entry in self.find_entries(name).filter(|e| e.marker == EntryMarker::None) {
@@ -132,7 +135,8 @@ impl KnownHosts {
         types
     }
 
-    /// Looks up a host's key, given as base64 of its wire format.
+    /// Looks up the key that a host presents. `name` is the host's name in known_hosts, and `key`
+    /// the base64 of the key's wire format.
     pub(super) fn check_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
@@ -173,8 +177,8 @@ fn read_bounded_file(file: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Parses a line. Returns `None` for comments and for lines that are not valid, which therefore
-/// permit no key.
+/// Parses a line of a known_hosts file. Returns `None` for comments and for lines that are not
+/// valid, which therefore permit no key.
 fn parse_entry(line: &str) -> Option<KnownHostsEntry> {
     let mut words = line.split_whitespace();
     let mut names = words.next().filter(|w| !w.starts_with('#'))?;
@@ -198,15 +202,17 @@ fn parse_entry(line: &str) -> Option<KnownHostsEntry> {
     Some(KnownHostsEntry { names, marker, key_type, key })
 }
 
-/// Formats the name of a host in known_hosts: `HOST`, or `[HOST]:PORT` unless the port is 22.
+/// Formats the name of a host in known_hosts, in lower case: `HOST` for port 22, and `[HOST]:PORT`
+/// for any other port.
 pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
     let host = host.to_lowercase();
     if port == 22 { host } else { format!("[{host}]:{port}") }
 }
 
-/// Appends a host's key to the file, which is created if it does not exist.
+/// Appends a host's key to a known_hosts file. Creates the file and its directory if they do not
+/// exist.
 pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
-    /// Threads that connect to several hosts append one after the other.
+    /// Serializes the appends of the threads that connect to several hosts.
     static APPEND: Mutex<()> = Mutex::new(());
     let _guard = APPEND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(directory) = file.parent() {
@@ -225,7 +231,7 @@ pub(super) fn format_fingerprint(sha256: &[u8]) -> String {
     format!("SHA256:{}", encode_base64(sha256).trim_end_matches('='))
 }
 
-/// Computes HMAC-SHA1 (RFC 2104).
+/// Computes the HMAC-SHA1 of `text` with the key `key` (RFC 2104).
 fn compute_hmac_sha1(key: &[u8], text: &[u8]) -> [u8; 20] {
     let mut block = [0u8; 64];
     if key.len() > block.len() {
@@ -237,7 +243,7 @@ fn compute_hmac_sha1(key: &[u8], text: &[u8]) -> [u8; 20] {
     Sha1::new().chain_update(block.map(|b| b ^ 0x5c)).chain_update(inner).finalize().into()
 }
 
-/// The digits of base64, by value.
+/// The 64 digits of base64. The index of a digit is its value.
 const BASE64_DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 /// Encodes bytes as base64 with padding (RFC 4648).
@@ -282,7 +288,8 @@ mod tests {
     /// A public key that differs from [`KEY`], as base64.
     const OTHER: &str = "AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA";
 
-    /// Parses the text of a known_hosts file.
+    /// Writes a known_hosts file with this text and reads it, together with a file that does not
+    /// exist.
     fn parse_text(text: &str) -> KnownHosts {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("k");
@@ -328,7 +335,8 @@ mod tests {
         assert_eq!(known_hosts.list_key_types("e"), ["ssh-rsa"]);
     }
 
-    /// Compares with the hashes of ssh-keygen.
+    /// Looks up hosts in a file whose names `ssh-keygen -H` has hashed. Skipped if `ssh-keygen` is
+    /// not installed.
     #[test]
     fn hashed_names_of_ssh_keygen_match_their_hosts() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -16,7 +16,7 @@ use std::{
     str::FromStr,
 };
 
-/// The bytes that are buffered in each direction.
+/// The size of the buffer of each relayed stream, in bytes.
 const BUFFER_BYTES: usize = 32 << 10;
 /// How long the host may take to report the exit status after the output has ended, in
 /// milliseconds.
@@ -56,11 +56,12 @@ pub(super) fn relay_channel(
     Ok(relay.wait_for_exit_status())
 }
 
-/// Bytes that were read from one side and must be written to the other.
+/// The buffer of one relayed stream: bytes that were read from one side and must be written to the
+/// other side.
 #[derive(Default)]
 struct RelayBuffer {
     bytes: Vec<u8>,
-    /// The number of bytes that were written already.
+    /// The number of bytes at the start of `bytes` that were written already.
     written: usize,
 }
 
@@ -70,12 +71,13 @@ impl RelayBuffer {
         &self.bytes[self.written..]
     }
 
-    /// Whether all bytes were written.
+    /// Whether all bytes of the buffer were written.
     fn is_empty(&self) -> bool {
         self.written >= self.bytes.len()
     }
 
-    /// Reads into the buffer, which must be empty. Returns the number of bytes that were read.
+    /// Reads bytes from `source` into the buffer, which must be empty. Returns the number of bytes
+    /// that were read.
     fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;
@@ -84,7 +86,8 @@ impl RelayBuffer {
         result
     }
 
-    /// Writes as much as `sink` accepts. Returns the number of bytes that were written.
+    /// Writes as many bytes of the buffer to `sink` as it accepts. Returns the number of bytes that
+    /// were written.
     fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
         let n = sink.write(self.unwritten())?;
         self.written += n;
@@ -92,11 +95,11 @@ impl RelayBuffer {
     }
 }
 
-/// Whether the end of the remote process's input was reached and sent to the host.
+/// The state of the remote process's input: whether its end was reached and sent to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
-    /// `local` has ended, and the host was not informed yet.
+    /// The local socket has no more input, and the host was not informed yet.
     Ended,
     /// The end of the input was sent to the host.
     EofSent,
@@ -112,7 +115,7 @@ enum SshSessionOp {
     ReadStderr,
 }
 
-/// The state of relaying one channel.
+/// Relays the bytes of one SSH channel between the remote process and the local sockets.
 struct ChannelRelay<'a> {
     session: &'a Session,
     channel: Channel,
@@ -124,12 +127,13 @@ struct ChannelRelay<'a> {
     input: RelayInputState,
     /// The operation that has to be repeated before any other.
     blocked: Option<SshSessionOp>,
-    /// Seconds until the next keepalive message.
+    /// Seconds to wait before the next keepalive message; 0 if the message is due.
     keepalive_s: u32,
 }
 
 impl ChannelRelay<'_> {
-    /// Relays until the remote process has closed its output.
+    /// Relays bytes in both directions until the remote process has closed its output. Fails if the
+    /// connection fails or the local socket is closed.
     fn run_relay(&mut self) -> io::Result<()> {
         loop {
             let mut progressed = self.relay_local_sockets()?;
@@ -185,7 +189,8 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Runs one operation on the session without blocking. Returns whether it progressed.
+    /// Runs one operation on the SSH session without blocking, if there is something to do for it.
+    /// Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
             SshSessionOp::Write if !self.to_host.is_empty() => {
@@ -261,7 +266,8 @@ impl ChannelRelay<'_> {
     }
 }
 
-/// Converts the errors `WouldBlock` and `Interrupted` into `None`.
+/// Converts the errors `WouldBlock` and `Interrupted` of an I/O operation into `None`. Passes other
+/// errors on.
 fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -1,5 +1,5 @@
-//! [`TargetResolver`]: resolves how a host is reached: from the job, then the SSH configuration,
-//! then OpenSSH's defaults.
+//! [`TargetResolver`]: determines how a host is reached over SSH. The settings come from the job,
+//! then from the SSH configuration, then from OpenSSH's defaults.
 use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
@@ -32,12 +32,12 @@ pub(super) struct SshTarget {
     pub(super) user: String,
     /// The name of the host in known_hosts.
     pub(super) known_hosts_name: String,
-    /// Whether a host key that is not in known_hosts is accepted.
+    /// Whether the key of a host that has no key in known_hosts is accepted and stored.
     pub(super) host_key_policy: KnownHostsPolicy,
     pub(super) known_hosts_files: Vec<PathBuf>,
     /// The known_hosts file that receives new host keys.
     pub(super) new_keys_file: PathBuf,
-    /// The files of private keys.
+    /// The files of private keys to try, in order.
     pub(super) keys: Vec<PathBuf>,
     /// Whether only those keys of the SSH agent are offered that are also in `keys`.
     pub(super) configured_keys_only: bool,
@@ -59,12 +59,13 @@ pub(super) struct TargetResolver {
     /// The argument of `-F` for `ssh -G`; `None` for OpenSSH's default files.
     config_file: Option<PathBuf>,
     home: PathBuf,
-    /// The name of the local user.
+    /// The name of the user who runs launch on this machine.
     local_user: String,
 }
 
 impl TargetResolver {
-    /// Reads the SSH configuration. Relative paths in `spec` are relative to `base`.
+    /// Creates a resolver and reads the SSH configuration files that `spec` selects. Relative paths
+    /// in `spec` are relative to `base`.
     pub(super) fn new(spec: &SshSpec, base: &Path) -> diagnostic::Result<TargetResolver> {
         let account = User::from_uid(Uid::current()).ok().flatten();
         let home = std::env::home_dir().or_else(|| account.as_ref().map(|a| a.dir.clone()));
@@ -114,8 +115,9 @@ impl TargetResolver {
         Ok(target)
     }
 
-    /// Resolves the jump hosts in `text`, in the order in which the connection passes through them.
-    /// Leaves out the target itself.
+    /// Resolves the comma-separated jump hosts in `text`, in the order in which the connection
+    /// passes through them. Leaves out the target itself. Fails if there are more than
+    /// [`MAX_JUMPS`].
     fn resolve_jumps(&self, target: &SshTarget, text: &str) -> diagnostic::Result<Vec<SshTarget>> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
@@ -146,7 +148,8 @@ impl TargetResolver {
         }
     }
 
-    /// Resolves how one host is reached, without its jump hosts.
+    /// Determines how one host, which may be a jump host, is reached. Does not resolve the jump
+    /// hosts before it.
     fn resolve_hop(
         &self,
         host: &HostAddress,
@@ -205,7 +208,8 @@ impl TargetResolver {
         })
     }
 
-    /// Expands the tokens of a path (ssh_config(5), "TOKENS") and `~/`.
+    /// Expands the tokens in a path (ssh_config(5), "TOKENS") and a leading `~/`. Fails if the path
+    /// contains an unknown token or an environment variable.
     fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
         let mut path = String::new();
         let mut chars = text.chars();
@@ -231,7 +235,7 @@ impl TargetResolver {
     }
 }
 
-/// The values of the tokens in a path.
+/// The values that replace the tokens `%n`, `%h`, `%p` and `%r` in a path of the SSH configuration.
 struct PathTokens<'a> {
     /// The host's name in the job (token `%n`).
     typed: &'a str,
@@ -250,7 +254,8 @@ enum PathTokenError {
 }
 
 impl SshTarget {
-    /// Reads the known_hosts files of this target, or returns the cached result.
+    /// Reads the known_hosts files of this target. Returns the cached content if the files have not
+    /// changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
         known_hosts::read_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
     }
@@ -298,8 +303,8 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// Creates a resolver for an SSH configuration and a modified default spec. The directory holds
-    /// the configuration.
+    /// Creates a resolver for the SSH configuration `config`. `spec` modifies the default settings
+    /// of `cluster.ssh`. Also returns the temporary directory that holds the configuration.
     fn create_resolver(config: &str, spec: impl FnOnce(&mut SshSpec)) -> (tempfile::TempDir, TargetResolver) {
         let dir = tempfile::tempdir().expect("a directory");
         fs::write(dir.path().join("config"), config).expect("a file");
@@ -310,6 +315,7 @@ mod tests {
         (dir, resolver)
     }
 
+    /// Parses one host of a job, such as `user@name:port`.
     fn parse_host(text: &str) -> HostAddress {
         parse_hosts(text).expect(text).remove(0)
     }

@@ -1,4 +1,4 @@
-//! Companion files of a training state, which a conversion links into its result, so that the
+//! Links the companion files of a training state into the result of a conversion, so that the
 //! program that wrote the source can resume from the result.
 use super::OutputPlan;
 use super::file_plan::{FileContent, FilePlan};
@@ -8,15 +8,16 @@ use crate::disk::{Directory, exists};
 use crate::error::Result;
 use crate::tensor_source::TensorSource;
 
-/// Names of files that are not companion files: the conversion writes them itself, or they describe
-/// the source and would be wrong in the result.
+/// Names of files that are not linked into the result. The conversion writes such a file itself, or
+/// the file describes the source and would be wrong in the result.
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
-/// Names of files that show that a program needs the companion files of a directory to resume.
+/// Files whose presence shows that a program needs the other files of the directory to resume.
 const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
 /// Adds the companion files of the source to the plan as links. Adds a notice to `state` if the
-/// source has RNG state files of another number of ranks than the plan.
+/// source has RNG state files for another number of ranks than the plan. Does nothing if the source
+/// has no file of [`PROGRAM_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

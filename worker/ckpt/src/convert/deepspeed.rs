@@ -16,8 +16,8 @@ const DYNAMIC_LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.Dyna
 const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
 const FRAGMENT_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// The parameters that DeepSpeed flattens into one array: those of a parameter group, or at stage 3
-/// those of a sub-group of it.
+/// The parameters that DeepSpeed flattens into one array. These are all parameters of a group at
+/// stages 1 and 2, and the parameters of a sub-group at stage 3.
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
@@ -35,8 +35,8 @@ fn torch_state_key(role: TensorRole) -> &'static str {
     }
 }
 
-/// Plans a ZeRO checkpoint: the optimizer and model files of every rank, and `latest`. Adds missing
-/// options to the groups of `state`, and notices.
+/// Plans a ZeRO checkpoint: the optimizer and model files of every rank, and `latest`. Also adds
+/// missing options to the parameter groups in `state`, and notices for the user.
 ///
 /// # Errors
 /// Fails if the parameters of a group had different numbers of updates.
@@ -130,7 +130,8 @@ impl FlatGroup {
     }
 }
 
-/// Finds the tensors of a role that belong to these weights, as indices of tensors.
+/// Returns the indices of the tensors with the role `role` that belong to `weights`. Weights
+/// without such a tensor are skipped.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -138,7 +139,7 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Plans the elements `range` of the concatenation of the tensors. Zeros fill the part of the range
+/// Plans the elements `range` of the concatenation of `tensors`. Zeros fill the part of the range
 /// after the last tensor.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let (mut spans, mut begin) = (Vec::new(), 0);
@@ -194,8 +195,8 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     }
 }
 
-/// Returns an entry of DeepSpeed's optimizer file other than the states: the value in the source,
-/// or the default value of this key.
+/// Returns the value of the entry `key` for DeepSpeed's optimizer file. Takes the value from the
+/// source, or the default of this key if the source lacks the entry.
 fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     let value = state.passthrough.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
     value.unwrap_or_else(|| match key {
@@ -219,7 +220,7 @@ fn make_zero_stage(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Makes `{state, param_groups}` of torch's optimizer, and adds its storages to `storages`.
+/// Makes the `state_dict` of torch's optimizer, and adds the storages of its tensors to `storages`.
 /// `spans(flat, role)` returns the elements of a flat group that the rank stores.
 fn make_optimizer_state(
     state: &SourceState,
@@ -313,8 +314,9 @@ fn plan_stage12_optimizer_file(
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Makes the address of each parameter that has elements in the piece `range` of a flat group: the
-/// position in the piece and the number of these elements.
+/// Makes the address of each parameter in the piece `range` of a flat group: the position of its
+/// first element in the piece, and the number of its elements in the piece. Leaves out parameters
+/// without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let (mut found, mut begin) = (Vec::new(), 0);
     for &w in weights {
@@ -398,20 +400,20 @@ pub(super) fn make_deepspeed_config(state: &SourceState) -> PythonObject {
     config
 }
 
-/// Makes the ordered dict of the names and shapes of these weights.
+/// Makes an ordered dict from the name of each weight in `weights` to its shape.
 pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonObject {
     PythonObject::ordered_dict_from_pairs(
         weights.iter().map(|&w| (state.tensor_name(w), PythonObject::Size(state.tensors[w].shape.clone()))),
     )
 }
 
-/// Makes the dict of tied weights, from alias to the name of the stored weight.
+/// Makes a dict from the alias of each tied weight to the name of the stored weight.
 pub(super) fn make_tie_dict(state: &SourceState) -> PythonObject {
     PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }
 
-/// Chooses the dtype of a weight in the module: the stored dtype for a frozen weight, the dtype in
-/// which the model computes for a trained one.
+/// Chooses the dtype of a weight in the `module` entry of a model file. Frozen weights keep their
+/// stored dtype. Trained weights get the dtype in which the model computes.
 fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     match state.frozen.contains(&weight) {
         true => state.tensors[weight].dtype,
@@ -419,8 +421,8 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Adds a whole source tensor to `storages`, and returns its object. A floating-point tensor is
-/// converted to `dtype`, any other one keeps its dtype.
+/// Adds a whole source tensor to `storages`, and returns the Python tensor that refers to it. A
+/// floating-point tensor is converted to `dtype`. Other tensors keep their dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -435,8 +437,8 @@ pub(super) fn add_full_tensor(
     }
 }
 
-/// Makes the module's `state_dict`: weights (empty tensors at stage 3), aliases, and buffers. They
-/// are in the order of the module if it is known, otherwise in the order of the source's tensors.
+/// Makes the module's `state_dict`: weights (empty tensors at stage 3), aliases, and buffers. The
+/// entries have the order of the module if known, otherwise the order of the source's tensors.
 fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
     let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
@@ -474,8 +476,8 @@ fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Pytho
     PythonObject::ordered_dict_from_pairs(found)
 }
 
-/// Plans a rank's model file. At stage 3 each rank has one, which stores a slice of each frozen
-/// weight.
+/// Plans a rank's model file. At stage 3 every rank has a model file, which stores a slice of each
+/// frozen weight. At stages 1 and 2 there is one file, which stores whole weights.
 fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let module = make_module_dict(state, &mut storages);
@@ -509,13 +511,13 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
     storages.into_file(path, PythonObject::dict_from_pairs(pairs))
 }
 
-/// Makes the list of the names of these tensors.
+/// Makes a Python list of the names of `tensors`.
 pub(super) fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
     PythonObject::List(tensors.iter().map(|&t| PythonObject::from_text(state.tensor_name(t))).collect())
 }
 
-/// Makes the entries of a model file that belong to DeepSpeed's engine and its client. `world` is
-/// the number of ranks of the result.
+/// Makes the entries of a model file that DeepSpeed's engine and the training program store, such
+/// as step counters, scheduler and config. `world` is the number of ranks of the result.
 pub(super) fn make_engine_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,

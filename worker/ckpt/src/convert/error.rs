@@ -1,10 +1,11 @@
-//! [`ConvertError`]: why a conversion of a source to a target is rejected.
+//! [`ConvertError`]: the reason for which a conversion is rejected.
 use crate::catalog::TensorRole;
 use crate::error::CkptError;
 use diagnostic::{Code, codes::checkpoint as codes};
 use std::path::Path;
 
-/// Why a conversion is rejected: the target format needs what neither source nor options provide.
+/// The reason for which a conversion is rejected. In most cases neither the source nor the options
+/// contain information that the target format needs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
@@ -17,10 +18,10 @@ pub enum ConvertError {
     /// The source has weights and no training state, which the target requires.
     #[error("the source contains only weights, but the target requires a training state")]
     WeightsOnly,
-    /// The source is a training state without step and optimizer.
+    /// The source is a training state that contains neither its step nor optimizer states.
     #[error("the training state contains neither its step nor optimizer states")]
     StepAndOptimizerMissing,
-    /// The source has optimizer states and no step.
+    /// The source has optimizer states, but does not contain its step.
     #[error("the training state does not contain its step")]
     StepMissing,
     /// The source is a training state whose optimizer states are missing.
@@ -29,10 +30,10 @@ pub enum ConvertError {
         /// The step of the training state.
         step: u64,
     },
-    /// The optimizer keeps no states, which the target requires.
+    /// The optimizer keeps no states, as SGD without momentum, but the target requires states.
     #[error("the source has no optimizer states, which the target requires")]
     OptimizerRequired,
-    /// The target requires the group of each parameter, and the source doesn't contain them.
+    /// The target requires the group of each parameter, and the source doesn't assign some.
     #[error("the source has {groups} parameter groups and does not assign {parameters} parameters to them")]
     GroupsUnknown {
         /// Number of parameters without a group.
@@ -40,7 +41,8 @@ pub enum ConvertError {
         /// Number of groups in the source.
         groups: usize,
     },
-    /// The options assign a group to a parameter whose group the source contains.
+    /// The options assign a group to a parameter that does not exist, or whose group is known from
+    /// the source.
     #[error("parameter {name} has a group in the source, or does not exist; it cannot be assigned to one")]
     GroupNotAssignable {
         /// Name of the parameter.
@@ -74,8 +76,8 @@ pub enum ConvertError {
         /// The role of the missing tensor.
         role: TensorRole,
     },
-    /// The parameters of a group had different numbers of updates, of which ZeRO files store only
-    /// one per group.
+    /// The parameters of a group had different numbers of updates. ZeRO files store only one update
+    /// count per group.
     #[error(
         "{first} had {first_updates} updates and {second} had {second_updates}, but a ZeRO checkpoint stores \
          one count per group"
@@ -83,14 +85,15 @@ pub enum ConvertError {
     UpdatesDiffer {
         /// Name of a parameter of the group.
         first: String,
-        /// Update count of that parameter.
+        /// Update count of the parameter `first`.
         first_updates: u64,
         /// Name of a parameter of the group with another update count.
         second: String,
-        /// Update count of the second parameter.
+        /// Update count of the parameter `second`.
         second_updates: u64,
     },
-    /// The name of a parameter can't be a directory name, as the universal format needs it.
+    /// The name of a parameter can't be a directory name. The universal format stores each
+    /// parameter in a directory with its name.
     #[error("{name:?} cannot be a directory name, which the universal format requires")]
     NameNotADirectory {
         /// Name of the parameter.
@@ -118,7 +121,8 @@ impl ConvertError {
         }
     }
 
-    /// Returns advice to the user; `None` if there is none.
+    /// Returns advice on how to convert the source nevertheless. Returns `None` for errors without
+    /// advice.
     pub(crate) fn help(&self) -> Option<&'static str> {
         use ConvertError::*;
         Some(match self {
@@ -141,7 +145,7 @@ impl ConvertError {
         })
     }
 
-    /// Converts this error to one about the checkpoint at `path`.
+    /// Converts this error to a [`CkptError`] about the checkpoint at `path`.
     pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
         CkptError::unsupported(path, self)
     }

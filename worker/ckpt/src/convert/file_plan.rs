@@ -17,11 +17,11 @@ pub(super) struct FilePlan {
 pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
-    /// A native shard.
+    /// The native shard of a rank, with these pieces of tensors.
     Shard { rank: u32, pieces: Vec<PlannedPiece> },
-    /// A small file with these bytes.
+    /// A small file whose content is this vector.
     Bytes(Vec<u8>),
-    /// A hard link to this existing file, or a copy of it if links are not possible.
+    /// A hard link to the existing file at this path, or a copy if links are not possible.
     LinkTo(PathBuf),
 }
 
@@ -45,7 +45,8 @@ impl PlannedPiece {
     }
 }
 
-/// The planned content of a torch file: its value, and the storages of the tensors in it.
+/// The planned content of a torch file: its Python value, and the storages to which tensors in the
+/// value refer.
 pub(super) struct TorchFilePlan {
     pub(super) value: PythonObject,
     pub(super) storages: Vec<PlannedStorage>,
@@ -57,7 +58,7 @@ pub(super) struct PlannedStorage {
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// A span: consecutive elements of a storage, and where they come from.
+/// The source of consecutive elements of a storage.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
@@ -67,7 +68,7 @@ pub(super) enum StorageSpan {
     Raw(usize, u64),
     /// This number of zeros.
     Zeros(u64),
-    /// Literal bytes of elements.
+    /// Elements given by their little-endian bytes, in the storage's dtype.
     Bytes(Arc<[u8]>),
 }
 
@@ -92,8 +93,8 @@ impl StorageSpan {
 }
 
 impl FilePlan {
-    /// Returns the number of bytes of tensor data, or of the whole file if it has no tensors; 0 for
-    /// a link.
+    /// Returns the number of bytes of tensor data for a torch file or a shard, and the size of a
+    /// small file. Returns 0 for a link.
     pub(super) fn bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.bytes(),
@@ -122,7 +123,8 @@ impl TorchFilePlan {
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a storage of these spans, and returns a tensor of the shape `shape` that refers to it.
+    /// Adds a storage with the elements of `spans`, and returns a tensor of the shape `shape` that
+    /// refers to the storage.
     pub(super) fn add_tensor(
         &mut self,
         dtype: Dtype,
@@ -141,13 +143,14 @@ impl StorageBuilder {
         })
     }
 
-    /// Adds a storage of these spans, and returns a one-dimensional F32 tensor of all its elements.
+    /// Adds an F32 storage with the elements of `spans`, and returns a one-dimensional tensor of
+    /// all elements.
     pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
         let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
         self.add_tensor(Dtype::F32, vec![n], spans)
     }
 
-    /// Adds a storage of one number, and returns an F32 tensor of the shape `[]`.
+    /// Adds a storage with `value` as its only element, and returns an F32 tensor of shape `[]`.
     pub(super) fn add_scalar(&mut self, value: f64) -> PythonObject {
         let bytes: Arc<[u8]> = (value as f32).to_le_bytes().into();
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])

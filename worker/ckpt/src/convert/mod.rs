@@ -1,10 +1,9 @@
 //! Converts a checkpoint of any [`TensorSource`] to another format, ZeRO stage or number of ranks.
 //!
-//! First the result is planned: every file with its values and, for each tensor, the elements of
-//! source tensors that it stores ([`file_plan`]). Then the files are written in parallel, with
-//! tensors streamed through windows of a fixed size ([`write_files`]). The output directory is
-//! hidden until it is complete. A conversion reuses the files that a killed one finished
-//! ([`output`]).
+//! First the result is planned: every file with its values and, for each tensor, the source
+//! elements to store ([`file_plan`]). Then the files are written in parallel, with tensors streamed
+//! through windows of a fixed size ([`write_files`]). The output directory is hidden until it is
+//! complete. A conversion reuses files that a killed conversion finished ([`output`]).
 mod companion_files;
 mod deepspeed;
 mod error;
@@ -48,22 +47,25 @@ pub enum ConvertTarget {
 pub struct ConvertOptions {
     /// The format to write.
     pub target: ConvertTarget,
-    /// ZeRO stage of the result, 1 to 3. By default the stage of the source, or 2 if it has none.
+    /// ZeRO stage of the result, 1 to 3. `None` means the stage of the source, or 2 for a source
+    /// without a stage.
     pub stage: Option<u8>,
-    /// Number of ranks of the result. By default that of the source, or 1 if it is unknown.
+    /// Number of ranks of the result. `None` means the number of ranks of the source, or 1 if that
+    /// number is unknown.
     pub world: Option<u32>,
-    /// Elements of a ZeRO-3 sub-group per rank (`sub_group_size` in DeepSpeed's config).
+    /// Number of elements per rank at which a ZeRO-3 sub-group is full (`sub_group_size` in
+    /// DeepSpeed's config).
     pub sub_group_size: u64,
-    /// Dtype of the module's copies of trained weights. By default that of the source, or F32 if it
-    /// is unknown.
+    /// Dtype of the module's copies of trained weights. `None` means the dtype of these copies in
+    /// the source, or F32 if that dtype is unknown.
     pub dtype: Option<Dtype>,
-    /// Groups, counted from 0, of weights that the source doesn't assign to a group (see
-    /// [`find_ungrouped_weights`]), by name. If the map isn't empty, ungrouped weights that it
-    /// lacks are in group 0.
+    /// Group index, from 0, by name of each weight that the source doesn't assign to a group (see
+    /// [`find_ungrouped_weights`]). If the map isn't empty, ungrouped weights without an entry
+    /// belong to group 0.
     pub groups: BTreeMap<String, usize>,
-    /// Memory that the conversion may use in addition to the plan, in bytes.
+    /// Memory that the conversion may use in addition to the list of planned files, in bytes.
     pub memory: u64,
-    /// Replace an output directory that an earlier conversion wrote.
+    /// Whether to replace an output directory that an earlier conversion wrote.
     pub force: bool,
 }
 
@@ -73,7 +75,8 @@ const MEMORY_MIN: u64 = 64 << 20;
 const WORLD_MAX: u32 = 65_536;
 
 impl ConvertOptions {
-    /// Makes the default options for a target.
+    /// Makes the default options for a target: stage, number of ranks and dtype of the source,
+    /// sub-groups of 10⁹ elements, and 512 MiB of memory.
     pub fn new(target: ConvertTarget) -> ConvertOptions {
         ConvertOptions {
             target,
@@ -87,7 +90,7 @@ impl ConvertOptions {
         }
     }
 
-    /// Returns [`CkptError::InvalidOption`] if an option is outside of its limits.
+    /// Fails with [`CkptError::InvalidOption`] if an option is outside of its limits.
     fn check_limits(&self) -> Result<()> {
         let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
             OptionProblem::Stage { stage }
@@ -115,15 +118,15 @@ pub struct ConvertReport {
     pub step: u64,
     /// Number of ranks of the result.
     pub world: u32,
-    /// ZeRO stage of the result; `None` for the universal format.
+    /// ZeRO stage of the result, or `None` for the universal format.
     pub stage: Option<u8>,
     /// Number of files of the result.
     pub files: u64,
-    /// Total size of the tensors in these files, in bytes.
+    /// Total size of the tensors in the files of the result, in bytes.
     pub bytes: u64,
-    /// Number of files that an interrupted conversion had finished and that were reused.
+    /// Number of files that were reused, since an interrupted conversion had finished them.
     pub reused: u64,
-    /// Notices for the user.
+    /// Notices for the user, such as losses that the target format causes.
     pub notices: Vec<ConvertNotice>,
 }
 
@@ -137,13 +140,13 @@ struct OutputPlan {
 /// Converts `source` and writes the result to the directory `out`. Calls `progress` with the number
 /// of written bytes and the total number.
 ///
-/// `out` is either complete or absent. It may exist before the call if it is empty or, with
-/// `force`, if an earlier conversion wrote it. Files that a killed conversion of this unchanged
-/// source with equal options had finished are verified and reused.
+/// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
+/// or if `force` is set and an earlier conversion wrote `out`. Files that a killed conversion of
+/// the unchanged source with equal options had finished are verified and reused.
 ///
 /// # Errors
-/// Fails if an option is invalid, the source is damaged or lacks what the target needs, `out` can't
-/// be replaced, or I/O fails.
+/// Fails if an option is invalid, the source is damaged, the target needs information that the
+/// source lacks, `out` can't be replaced, or I/O fails.
 pub fn convert_checkpoint(
     source: &dyn TensorSource,
     out: &Path,
@@ -211,8 +214,8 @@ fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64
     }
 }
 
-/// Writes all files, and the manifest of a native checkpoint, and publishes the output directory.
-/// Returns the number of reused files and the final path.
+/// Writes all planned files, for a native target also the manifest, and publishes the output
+/// directory. Returns the number of reused files and the final path of the directory.
 fn write_output(
     source: &dyn TensorSource,
     state: &mut SourceState,

@@ -17,8 +17,8 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Plans a native checkpoint: shards with an equal part of every tensor, and `latest`. Leaves out
-/// integer buffers, with a notice in `state`. The manifest is not planned; see
-/// [`write_native_manifest`].
+/// integer buffers, with a notice in `state`. Does not plan the manifest, which
+/// [`write_native_manifest`] writes.
 pub(super) fn plan_native(state: &mut SourceState, _options: &ConvertOptions) -> Result<OutputPlan> {
     let world = u64::from(state.world);
     let left_out: Vec<String> = state
@@ -75,9 +75,9 @@ pub(super) fn write_native_manifest(
     write_manifest(&dir.join(step_dir_name(state.step)), facts, done.shards.clone(), None).map(|_| ())
 }
 
-/// Makes the facts for the manifest: those of a native source with the new number of ranks, or
-/// facts derived from an external source. Adds a notice to `state` if the source's data order is
-/// unknown.
+/// Makes the facts for the manifest. Copies the facts of a native source with the new number of
+/// ranks, and derives facts from an external source. Adds a notice to `state` if the source's data
+/// order is unknown.
 fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
@@ -89,7 +89,7 @@ fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
         };
     }
     let samples = state.samples;
-    // a source of weights only begins at the first sample
+    // a run from weights alone begins at the first sample
     if !(state.groups.is_empty() && state.step == 0) {
         state.notices.push(ConvertNotice::DataOrderUnknown { samples });
     }
@@ -153,7 +153,7 @@ fn encode_groups(state: &SourceState) -> Value {
 }
 
 /// Encodes a parameter group in the form of a native manifest. Keeps all hyper-parameters of the
-/// source.
+/// source, and adds required hyper-parameters that the source lacks, with the value 0.
 fn encode_group(state: &SourceState, group: &WeightGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());

@@ -2,8 +2,8 @@
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A notice about what the source lacks, what the target format can't represent, or what the user
-/// must do. It is serialized as its text.
+/// A notice about missing information in the source, a limit of the target format, or an action
+/// that the user must take. A notice is serialized as its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConvertNotice {
@@ -28,7 +28,8 @@ pub enum ConvertNotice {
         /// Number of consumed samples, if the source contains it.
         samples: Option<u64>,
     },
-    /// The source has weights and no training state.
+    /// The source has weights and no training state, so that a run from the result starts at step
+    /// 0.
     WeightsOnly,
     /// The source doesn't assign some parameters to its groups.
     GroupsUnknown {
@@ -37,14 +38,15 @@ pub enum ConvertNotice {
         /// Number of groups in the source.
         groups: usize,
     },
-    /// The number of optimizer updates differs from the number of steps in the source.
+    /// The source records a number of optimizer updates that differs from its number of steps.
     StepFromUpdates {
         /// Number of updates, which becomes the step of the result.
         updates: u64,
         /// Number of steps in the source.
         steps: u64,
     },
-    /// The RNG state files of the result are those of the source, for another number of ranks.
+    /// The result contains the RNG state files of the source, which are for another number of
+    /// ranks.
     RngFilesUnchanged {
         /// Number of ranks of the source.
         from_world: u32,

@@ -20,8 +20,8 @@ use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Disk space that a conversion needs in addition to tensors, in bytes: headers, pickles, rounding
-/// up.
+/// Disk space that a conversion needs in addition to tensors, in bytes. Covers headers, pickles and
+/// rounding up to file system blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 const CONVERT_MARKER: OutputMarker = OutputMarker {
     file: "converted.json",
@@ -35,7 +35,7 @@ const DONE_BYTES_MAX: u64 = 1 << 30;
 /// Maximum depth of the subdirectories of a source that its fingerprint covers.
 const DEPTH_MAX: u32 = 4;
 
-/// The record of a file that a conversion has finished; a line of `.done`.
+/// The record of a file that a conversion has finished. `.done` has one record per line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct FinishedFile {
     pub(super) path: String,
@@ -52,19 +52,19 @@ pub(super) struct ConvertOutput {
     path: PathBuf,
     /// The records of files that an interrupted conversion had finished, by path.
     finished_before: HashMap<String, FinishedFile>,
-    /// `.done`, open for appending; `None` for a directory of the caller, which isn't reused after
-    /// a kill.
+    /// The file `.done`, open for appending. `None` for a directory of the caller, whose files are
+    /// not reused after a kill.
     record: Option<File>,
     _lock: Option<DirLock>,
 }
 
 impl ConvertOutput {
     /// Creates and locks the hidden directory next to `out`, or reuses one that an interrupted
-    /// conversion with an equal task left. `bytes` is the size of the tensors.
+    /// conversion with an equal task left. `bytes` is the size of all tensors to write.
     ///
     /// # Errors
-    /// Fails if `out` can't be replaced, another conversion is writing to it, or there is too
-    /// little space for `bytes`.
+    /// Fails if `out` can't be replaced, another conversion is writing to `out`, or the file system
+    /// has too little space for `bytes`.
     pub(super) fn create_or_reuse(
         source: &dyn TensorSource,
         out: &Path,
@@ -101,7 +101,7 @@ impl ConvertOutput {
     }
 
     /// Creates an output in the existing directory `dir`, which the caller publishes or removes.
-    /// Fails if there is too little space for `bytes`.
+    /// Fails if the file system has too little space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
@@ -130,8 +130,9 @@ impl ConvertOutput {
         self.append_to_done_file(&(line + "\n"))
     }
 
-    /// Writes the list of files, syncs all files, and renames the directory to its final name.
-    /// Returns the final path. Removes a directory that it replaced.
+    /// Writes the list of files to `converted.json`, syncs all files, and renames the hidden
+    /// directory to its final path. Removes the directory that previously had this path. Returns
+    /// the final path.
     pub(super) fn publish(&mut self) -> Result<PathBuf> {
         disk::unlink(&self.dir.join(DONE_FILE))?;
         disk::unlink(&self.dir.join(TASK_FILE))?;
@@ -153,8 +154,8 @@ impl ConvertOutput {
     }
 }
 
-/// Returns [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free space
-/// for `bytes` and the overhead.
+/// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free
+/// space for `bytes` and [`OVERHEAD_BYTES`].
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     let free = disk::query_free_bytes(dir)?;
     let needed = bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES);
@@ -164,22 +165,23 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     }
 }
 
-/// Reads the task of an interrupted conversion; `None` if there is no valid one.
+/// Reads the task of an interrupted conversion from its hidden directory `dir`. Returns `None` if
+/// there is no valid task.
 fn read_task(dir: &Path) -> Option<Value> {
     let text = Directory::open(dir).ok()?.read_file(TASK_FILE, 1 << 20).ok()?;
     serde_json::from_slice(&text).ok()
 }
 
-/// Reads the records of files that an interrupted conversion had finished from `.done`, by path.
-/// Ignores truncated lines.
+/// Reads `.done` in `dir`, and returns the records of finished files by path. Ignores truncated
+/// lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir).and_then(|f| f.read_file(DONE_FILE, DONE_BYTES_MAX)).unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Makes the task of a conversion: everything on which its output depends, which is the source with
-/// a fingerprint of its files, and the options.
+/// Makes the JSON task of a conversion, on which its output depends: the version of launch, the
+/// source with a fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = compute_fingerprint(&path)?;
@@ -196,7 +198,8 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
     }))
 }
 
-/// Computes a digest of the names, sizes and modification times of all files in a directory tree.
+/// Computes a digest of the paths, sizes and modification times of all files in a directory tree,
+/// down to a depth of [`DEPTH_MAX`].
 pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
     let mut files = Vec::new();
     list_file_states(path, 0, &mut files)?;
@@ -204,8 +207,8 @@ pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
     Ok(Hash::digest(files.join("\n").as_bytes()).to_hex())
 }
 
-/// Appends a line with path, size and modification time to `files` for each file in a directory
-/// tree. `depth` is the depth of `dir` in the tree.
+/// Appends a line with path, size and modification time to `files` for each file in the directory
+/// tree `dir`. `depth` is the depth of `dir` below the root of the source.
 fn list_file_states(dir: &Path, depth: u32, files: &mut Vec<String>) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(CkptError::io("list", dir))? {
         let path = entry.map_err(CkptError::io("list", dir))?.path();

@@ -1,5 +1,5 @@
-//! Assigns weights to the optimizer's parameter groups, as the checkpoint records them, or as the
-//! options define them if the checkpoint doesn't.
+//! Assigns weights to the optimizer's parameter groups. The checkpoint records the assignment, or
+//! the options provide it.
 use super::error::ConvertError;
 use super::{ConvertOptions, ConvertTarget};
 use crate::catalog::{TensorInfo, TensorRole};
@@ -39,7 +39,8 @@ pub struct UngroupedWeights {
     pub groups: usize,
 }
 
-/// Finds the trained weights without a group, to which [`ConvertOptions::groups`] can assign one.
+/// Finds the trained weights that the source doesn't assign to a parameter group.
+/// [`ConvertOptions::groups`] can assign these weights.
 ///
 /// # Errors
 /// Fails if the optimizer of the source can't be read.
@@ -53,8 +54,8 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the groups as the checkpoint lists them, possibly without names of weights. Takes them
-/// out of `passthrough`, or makes them from `state` if `passthrough` has none.
+/// Returns the parameter groups of a checkpoint, possibly without names of weights. Takes the
+/// groups out of `passthrough`, or makes them from `state` if `passthrough` has no groups.
 pub(super) fn take_listed_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -87,8 +88,9 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Completes the groups with the names and update counts of their weights, which `options` or the
-/// rule for a single group assign. Ungrouped weights stay so if the target allows it.
+/// Adds the ungrouped weights, with their update counts from `steps`, to `groups`. A single group
+/// without names gets all weights, otherwise `options` assign them. Without such options, a native
+/// target keeps the weights ungrouped.
 ///
 /// # Errors
 /// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
@@ -131,8 +133,8 @@ pub(super) fn assign_weights(
     }
 }
 
-/// Rejects options that lack assignments which the target needs, or that assign a weight whose
-/// group is known, or assign a weight to a missing group.
+/// Fails if `options` lack an assignment that the target needs, assign a weight that is not in
+/// `ungrouped`, or assign a weight to a group that does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -163,8 +165,8 @@ fn check_group_options(
     }
 }
 
-/// Sorts a group into the order in which its model registers the parameters. False when that order
-/// is unknown.
+/// Sorts the weights of a group into the order in which the model registers its parameters. Returns
+/// false if `orders` does not determine this order.
 fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
     let steps: HashMap<&str, Option<f64>> =
         group.names.iter().map(String::as_str).zip(group.steps.iter().copied()).collect();
@@ -185,7 +187,7 @@ impl GroupSet<ParamGroup> {
     /// Replaces the names of weights by indices of tensors. Unknown update counts become `step`.
     ///
     /// # Errors
-    /// Fails if a weight lacks its tensor or an optimizer state of one of these roles.
+    /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.
     pub(super) fn resolve_indices(
         self,
         index: &HashMap<(TensorRole, String), usize>,

@@ -8,8 +8,8 @@ use crate::shard_writer::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Reads a torch file of `size` bytes. Returns whether every member matches its CRC-32, and all
-/// CRCs match the recorded digest `expected`; `None` if the file can't be read.
+/// Reads a torch file of `size` bytes. Returns whether every member matches its CRC-32 and the
+/// digest of all CRCs is `expected`. Returns `None` if the file can't be read.
 pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
     let members = zip::read_members(size, |at, out| file.read_exact_at(out, at)).ok()?;
     let crcs: Vec<u32> = members.iter().map(|m| m.crc).collect::<Option<_>>()?;
@@ -35,8 +35,8 @@ pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: u32) ->
     Some(true)
 }
 
-/// Reads a native shard of `size` bytes. Returns whether every block matches its hash in the
-/// report; `None` if the file can't be read.
+/// Reads a native shard of `size` bytes. Returns whether every block matches its hash in the report
+/// `shard`. Returns `None` if the file can't be read.
 pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK];
     let mut at = 0;

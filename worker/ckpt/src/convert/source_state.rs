@@ -26,19 +26,19 @@ pub(super) struct SourceState {
     index: HashMap<(TensorRole, String), usize>,
     /// Parameter groups, with their weights in the order of the optimizer.
     pub(super) groups: Vec<WeightGroup>,
-    /// Trained weights whose group is unknown; only the native format can store them.
+    /// Trained weights whose group is unknown. Only the native format can store such weights.
     pub(super) ungrouped: Option<WeightGroup>,
     /// Whether the options assign weights to groups.
     pub(super) regrouped: bool,
     /// Weights that are in no group, if the source has a training state.
     pub(super) frozen: Vec<usize>,
-    /// Weights that were frozen when the source was saved, including those in a group.
+    /// Weights that were frozen when the source was saved. Some of these weights may be in a group.
     pub(super) frozen_at_save: Vec<usize>,
     pub(super) buffers: Vec<usize>,
     /// Roles of the states that the optimizer keeps for each weight.
     pub(super) roles: Vec<TensorRole>,
     pub(super) step: u64,
-    /// Number of consumed samples, if the source contains it.
+    /// Number of consumed samples, if the source contains this number.
     pub(super) samples: Option<u64>,
     pub(super) tokens: u64,
     pub(super) config: Map<String, Value>,
@@ -124,7 +124,8 @@ impl SourceState {
         })
     }
 
-    /// Finds the index of the tensor with the optimizer state `role` of a weight.
+    /// Finds the index of the tensor that stores the optimizer state `role` of the tensor with the
+    /// index `weight`.
     pub(super) fn find_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
         self.index.get(&(role, self.tensors[weight].name.clone())).copied()
     }
@@ -137,8 +138,8 @@ impl SourceState {
         &self.tensors[tensor].name
     }
 
-    /// Chooses the tag of a ZeRO checkpoint: that of the source if it is a valid one, otherwise one
-    /// made from the step.
+    /// Chooses the tag of a ZeRO checkpoint: the tag of the source if it is a valid directory name,
+    /// otherwise a tag such as `global_step10` with the step.
     pub(super) fn choose_tag(&self) -> String {
         let tag =
             self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
@@ -148,7 +149,7 @@ impl SourceState {
     /// Returns the update count that the weights at the positions `members` of a group share.
     ///
     /// # Errors
-    /// [`ConvertError::UpdatesDiffer`] with two weights whose counts differ.
+    /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
     pub(super) fn require_common_update_count(
         &self,
         group: &WeightGroup,
@@ -177,8 +178,8 @@ struct WeightSets {
 }
 
 impl WeightSets {
-    /// Determines the frozen weights: those in no group of `groups`, and those that the source
-    /// lists as frozen.
+    /// Determines the frozen weights and the buffers. A weight is frozen if it is in no group of
+    /// `groups`. Weights that the source lists as frozen were frozen at the save.
     fn new<'a>(
         source: &dyn TensorSource,
         tensors: &[TensorInfo],
@@ -207,9 +208,9 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step of a native checkpoint: the update count of the most often updated weight,
-/// since a native run counts only steps that updated weights. Returns `steps` if there are no
-/// counts. Adds a notice if the result differs from `steps`.
+/// Chooses the step of a native checkpoint: the largest update count of a weight, since a native
+/// run counts only steps that updated weights. Returns `steps` if there are no update counts. Adds
+/// a notice if the result differs from `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a WeightGroup>,
@@ -224,8 +225,8 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines the step of the source: 0 for weights only. SGD without momentum has parameter groups
-/// and no optimizer states.
+/// Determines the step of the source, which is 0 if a native target gets only weights. For weights
+/// only, also adds a notice. SGD without momentum has parameter groups and no optimizer states.
 ///
 /// # Errors
 /// Fails if the source isn't a training state that the target can store.

@@ -1,8 +1,9 @@
 //! Plans a checkpoint in DeepSpeed's universal format: a directory per parameter, and a model file
 //! for each of DeepSpeed's two loaders, so that ZeRO stages 1, 2 and 3 load the checkpoint.
 //!
-//! The loader of stage 3 copies the hyper-parameters in its part of the optimizer file to every
-//! group. This part therefore has only hyper-parameters that are equal in all groups.
+//! The loader of stage 3 copies the hyper-parameters in `optimizer_state_dict` of the optimizer
+//! file to every group. This entry therefore has only hyper-parameters that are equal in all
+//! groups.
 use super::deepspeed::{
     add_default_options, add_full_tensor, make_engine_entries, make_name_list, make_shape_dict, make_tie_dict,
 };
@@ -20,8 +21,8 @@ use crate::pickle::PythonObject;
 /// Maximum length of the name of a parameter's directory in bytes.
 const PARAMETER_NAME_MAX: usize = 200;
 
-/// Plans the files of a universal checkpoint. Adds missing options to the groups of `state`, and
-/// notices.
+/// Plans the files of a universal checkpoint. Also adds missing options to the parameter groups in
+/// `state`, and notices for the user.
 ///
 /// # Errors
 /// Fails if the name of a parameter can't be a directory name.
@@ -54,8 +55,8 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
     Ok(OutputPlan { files, stage: None, world: state.world })
 }
 
-/// Returns the name of a parameter's directory. Rejects a name that is too long, hidden, or would
-/// leave the output directory.
+/// Returns the name of a parameter's directory, which is the name of the weight. Fails if this name
+/// is too long, starts with a dot, or contains a path separator.
 fn checked_parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
@@ -88,8 +89,8 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
     files
 }
 
-/// Plans the file of the values that belong to the whole optimizer, for both loaders. The file has
-/// no loss scaler, so that DeepSpeed keeps the scaler of the run that loads the checkpoint.
+/// Plans the file with the hyper-parameters of all groups, for both loaders. The file has no loss
+/// scaler, so that DeepSpeed keeps the scaler of the run that loads the checkpoint.
 fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let groups: Vec<PythonObject> = state
@@ -126,8 +127,8 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
     storages.into_file(path, value)
 }
 
-/// Plans a model file, which has what the parameter directories lack: frozen weights, buffers and
-/// the state of DeepSpeed's engine.
+/// Plans a model file with the values that are in no parameter directory: frozen weights, buffers
+/// and the state of DeepSpeed's engine.
 fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let tensors = state.frozen.iter().chain(&state.buffers);

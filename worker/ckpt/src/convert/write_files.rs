@@ -1,5 +1,5 @@
-//! Writes planned files in parallel. Each worker thread converts what its reading thread read
-//! ahead, and passes the result to a thread that writes. The memory per worker doesn't depend on
+//! Writes planned files in parallel. For each worker thread, a second thread reads ahead, and a
+//! third one writes the values that the worker converted. The memory per worker doesn't depend on
 //! the size of the files.
 use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan};
 use super::output::{ConvertOutput, FinishedFile};
@@ -26,21 +26,21 @@ use std::time::Duration;
 
 /// Number of windows of one worker: one is being read, one waits, and one is being written.
 const WINDOWS_PER_WORKER: usize = 3;
-/// Memory of one worker in bytes: its windows, a converted one, three buffers of the writing
-/// thread, and one for verifying the source.
+/// Memory of one worker in bytes. Covers its windows, a converted window, three buffers of the
+/// writing thread, and one buffer for verifying the source.
 const WORKER_BYTES: u64 = 18 << 20;
-/// Memory that is needed in addition to that of the workers, in bytes.
+/// Memory that a conversion needs in addition to [`WORKER_BYTES`] for each worker, in bytes.
 const BASE_BYTES: u64 = 8 << 20;
-/// Maximum number of files that are written at a time.
+/// Maximum number of workers, each of which writes one file at a time.
 const WORKERS_MAX: usize = 32;
 /// Maximum interval between calls of the progress callback.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The result of [`write_planned_files`].
 pub(super) struct WrittenFiles {
-    /// Number of files that an interrupted conversion had finished and that were reused.
+    /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
-    /// Reports of the native shards, in any order.
+    /// One report per native shard, in any order. Empty for other targets.
     pub(super) shards: Vec<ShardReport>,
 }
 
@@ -52,11 +52,12 @@ struct SharedWriteState<'a> {
     world: u32,
     /// The output directory.
     dir: &'a Path,
-    /// The planned files, largest first, each with its record if it was finished earlier.
+    /// The planned files, largest first. A file that an interrupted conversion finished comes with
+    /// its record.
     files: Vec<(&'a FilePlan, Option<FinishedFile>)>,
     /// Index of the next file that a worker takes.
     next: AtomicUsize,
-    /// Whether the workers must stop, after an error.
+    /// Whether the workers must stop, since one of them failed.
     stop: AtomicBool,
     /// Number of bytes written so far.
     bytes: AtomicU64,
@@ -66,9 +67,9 @@ struct SharedWriteState<'a> {
     windows: Mutex<Vec<Vec<f32>>>,
 }
 
-/// Writes all planned files into the output directory in several threads, and verifies what was
-/// read from the source. Uses at most `memory` bytes. Reuses files that `output` has a record of,
-/// if they are intact. Calls `progress` with the number of written bytes and the total number.
+/// Writes all planned files into the output directory in several threads, and verifies the bytes
+/// that were read from the source. Uses at most `memory` bytes. Reuses intact files for which
+/// `output` has a record. Calls `progress` with the number of written bytes and the total number.
 pub(super) fn write_planned_files(
     source: &dyn TensorSource,
     state: &SourceState,
@@ -115,16 +116,16 @@ pub(super) fn write_planned_files(
         }
         result
     })?;
-    // a killed conversion had not verified what it read for its files, so if files are reused,
-    // every byte of the source is verified
+    // a killed conversion had not verified the bytes that it read, so every byte of the source is
+    // verified if files are reused
     source.verify_reads(done.reused > 0)?;
     progress(total, total);
     Ok(done)
 }
 
-/// Receives finished files until all workers have ended, and records them in `output` and `done`.
-/// Returns at the first error. Calls `progress` after each file, and at least every
-/// [`PROGRESS_INTERVAL`].
+/// Receives the record of each finished file until all workers have ended. Adds new files to
+/// `.done` of `output`, and counts reused files and collects shard reports in `done`. Returns at
+/// the first error. Calls `progress` after each file, and at least every [`PROGRESS_INTERVAL`].
 fn collect_finished(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
@@ -149,7 +150,8 @@ fn collect_finished(
 }
 
 /// Computes the number of workers for `files` files and `memory` bytes: at most one more than there
-/// are cores. With this worker, the disk is busy while another one ends a file and begins the next.
+/// are cores. The additional worker uses the disk while another one ends a file and begins the
+/// next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
@@ -171,8 +173,8 @@ fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
 }
 
 impl SharedWriteState<'_> {
-    /// Writes files until none is left or the conversion is stopped, and sends the result for each
-    /// file: its record, and whether it was reused. Ends after an error.
+    /// Writes one file after another until every file is taken or the conversion is stopped. Sends
+    /// the record of each file, and whether the file was reused. Ends after an error.
     fn run_worker(&self, sender: &SyncSender<Result<(FinishedFile, bool)>>) {
         while !self.stop.load(Ordering::Relaxed) {
             let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
@@ -186,8 +188,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes one file, or reuses it if the record `earlier` shows that it is intact. Returns the
-    /// record of the file, and whether it was reused.
+    /// Writes one file, or reuses a file that matches the record `earlier`. Returns the record of
+    /// the file, and whether the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_intact(file, e)) {
             self.bytes.fetch_add(file.bytes(), Ordering::Relaxed);
@@ -213,9 +215,9 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns whether a file that an interrupted conversion had finished is intact. Reads and
-    /// verifies every byte of its tensors. Small files don't count as intact, since they are cheap
-    /// to write again.
+    /// Returns whether a file that an interrupted conversion had finished still matches its record
+    /// `earlier`. Reads and verifies every byte of the tensors. Returns false for links and small
+    /// files, which are cheap to write again.
     fn is_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
@@ -231,13 +233,13 @@ impl SharedWriteState<'_> {
             (FileContent::Shard { .. }, Some(shard), _) => {
                 is_shard_intact(&open, size, shard).unwrap_or(false)
             }
-            // small files are written again
+            // links and small files are written again
             _ => false,
         }
     }
 
-    /// Writes the storages of a torch file. Returns the size of the file in bytes, and the digest
-    /// of its members.
+    /// Writes the storages of a torch file, and completes the file. Returns the size of the file in
+    /// bytes, and the digest of its members.
     fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
@@ -255,7 +257,7 @@ impl SharedWriteState<'_> {
         writer.finish()
     }
 
-    /// Writes a native shard with these pieces to `path`.
+    /// Writes the native shard of `rank` with the pieces `pieces` to `path`. Returns its report.
     fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedPiece]) -> Result<ShardReport> {
         let info = |p: &PlannedPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
@@ -384,8 +386,8 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the source data of a step; `buffer` becomes the window of a step that has one. The
-    /// bytes are verified later, by [`TensorSource::verify_reads`].
+    /// Reads the source data of a step. A step with a window reads into `buffer`, which the result
+    /// contains. The bytes are verified later, by [`TensorSource::verify_reads`].
     fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
             WriteStep::Window { parts: spans, elements, .. } => {
@@ -417,7 +419,7 @@ impl SharedWriteState<'_> {
     }
 }
 
-/// Reused buffers for conversion to 16-bit dtypes.
+/// Buffers for the conversion of windows to 16-bit dtypes, which one file reuses.
 #[derive(Default)]
 struct ConversionBuffers {
     bf16: Vec<bf16>,
@@ -425,8 +427,8 @@ struct ConversionBuffers {
 }
 
 impl ConversionBuffers {
-    /// Converts values to `dtype` as torch does, rounding to nearest with ties to even. Returns the
-    /// bytes.
+    /// Converts values to BF16 or F16 as torch does, rounding to nearest with ties to even. Returns
+    /// the converted bytes. For other dtypes returns the bytes of the F32 values.
     fn convert_values<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
         match dtype {
             Dtype::BF16 => {
@@ -444,8 +446,8 @@ impl ConversionBuffers {
     }
 }
 
-/// Creates the hard link `to` to the file `from`, or a copy if links are not possible. Returns the
-/// size of the file in bytes.
+/// Creates `to` as a hard link to the file `from`, or as a copy if the link fails. Returns the size
+/// of the file in bytes.
 fn link_or_copy_file(from: &Path, to: &Path) -> Result<u64> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;

@@ -7,7 +7,7 @@ pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
 /// A part of a window: consecutive elements of one tensor.
 pub(super) struct WindowPart {
-    /// Index of the source tensor; `None` for zeros.
+    /// Index of the source tensor, or `None` for zeros.
     pub(super) tensor: Option<usize>,
     /// Index of the first element in the tensor.
     pub(super) start: u64,
@@ -21,7 +21,7 @@ pub(super) enum WriteStep<'p> {
     Begin,
     /// Write the elements of a window, converted to `dtype`.
     Window { dtype: Dtype, parts: Vec<WindowPart>, elements: usize },
-    /// Write elements of a source tensor from element `start` on, in their stored dtype.
+    /// Write `bytes` bytes of a source tensor from element `start` on, in the stored dtype.
     Raw { tensor: usize, start: u64, bytes: usize },
     /// Write literal bytes.
     Bytes(&'p [u8]),
@@ -29,7 +29,7 @@ pub(super) enum WriteStep<'p> {
     End,
 }
 
-/// The data of the source that a step writes.
+/// The data that was read from the source for one step.
 pub(super) enum StepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
@@ -37,7 +37,8 @@ pub(super) enum StepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements of a window, or of bytes of a raw step; 0 for other steps.
+    /// Returns the number of elements of a window, or the number of bytes of a raw step. Returns 0
+    /// for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
@@ -82,8 +83,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds `count` elements of a source tensor from element `start` on, or zeros if `tensor` is
-/// `None`. Fills the last window first if the last step is one, and then adds windows.
+/// Adds steps for `count` elements of a source tensor from element `start` on, or for zeros if
+/// `tensor` is `None`. If the last step is a window with free elements, fills this window first.
 fn push_elements(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

@@ -5,7 +5,7 @@ use serde::Serialize;
 /// The values of one element in both tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ElementPair {
-    /// Row-major index in the whole tensor.
+    /// Row-major index of the element in the tensor.
     pub element: u64,
     /// The value in `a`.
     pub a: f32,
@@ -35,7 +35,8 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns whether the cast turns one value into exactly the bits of the other.
+    /// Returns whether this cast turns one value into exactly the bits of the other value. The
+    /// direction of the cast determines whether `a` or `b` is cast.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -57,18 +58,20 @@ pub struct ElementDiff {
     pub elements: u64,
     /// The first element with different bits.
     pub first: ElementPair,
-    /// Largest `|a - b|` of elements that are finite on both sides; `None` if no differing element
+    /// Largest `|a - b|` of elements that are finite on both sides. `None` if no differing element
     /// is finite on both sides.
     pub max_abs: Option<f64>,
-    /// The element with the largest `|a - b|`.
+    /// The element with the largest `|a - b|`, or `None` if `max_abs` is `None`.
     pub max_at: Option<ElementPair>,
     /// Mean of `|a - b|` over all elements that are finite on both sides.
     pub mean_abs: f64,
-    /// Largest distance of finite values, in units in the last place (ulp) of float32.
+    /// Largest distance between two finite values of an element, in units in the last place (ulp)
+    /// of float32.
     pub max_ulp: u64,
     /// Number of elements with different bits of which at least one value is NaN or infinite.
     pub not_finite: u64,
-    /// The cast that explains every difference; `None` if there is none.
+    /// The cast that turns every element of one tensor into the element of the other. `None` if
+    /// there is no such cast.
     pub cast: Option<RoundingCast>,
 }
 
@@ -83,12 +86,13 @@ pub(super) struct DiffStats {
     finite: u64,
     max_ulp: u64,
     not_finite: u64,
-    /// For each cast in [`RoundingCast::ALL`], whether some element contradicts it.
+    /// For each cast in [`RoundingCast::ALL`], whether some element contradicts the cast.
     refuted: [bool; 4],
 }
 
 impl DiffStats {
-    /// Compares two slices of equal length, which begin at element `start` of their tensors.
+    /// Compares two slices of equal length, and returns the statistics. Both slices begin at
+    /// element `start` of their tensors.
     pub(super) fn from_slices(start: u64, a: &[f32], b: &[f32]) -> DiffStats {
         let mut stats = DiffStats { elements: a.len() as u64, ..DiffStats::default() };
         if bytemuck::cast_slice::<f32, u8>(a) == bytemuck::cast_slice::<f32, u8>(b) {
@@ -103,7 +107,7 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element to the statistics other than the casts.
+    /// Adds one element to all statistics except the casts.
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
@@ -132,7 +136,7 @@ impl DiffStats {
         }
     }
 
-    /// Adds the statistics of the range that follows this one.
+    /// Adds the statistics `next`, whose range of elements follows the range of `self`.
     pub(super) fn append_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
@@ -149,7 +153,8 @@ impl DiffStats {
         self.refuted.iter_mut().zip(next.refuted).for_each(|(mine, theirs)| *mine |= theirs);
     }
 
-    /// Converts the statistics to a report; `None` if all elements have equal bits.
+    /// Converts the statistics to an [`ElementDiff`]. Returns `None` if all elements have equal
+    /// bits.
     pub(super) fn into_element_diff(self) -> Option<ElementDiff> {
         let cast =
             self.refuted.iter().zip(RoundingCast::ALL).find(|(refuted, _)| !**refuted).map(|(_, cast)| cast);

@@ -18,7 +18,7 @@ pub(crate) struct BlockReader {
     file: File,
     directory: PathBuf,
     name: String,
-    /// The file is read with O_DIRECT.
+    /// True while the file is read with O_DIRECT.
     direct: bool,
     size: u64,
 }
@@ -42,7 +42,8 @@ impl BlockReader {
         self.size
     }
 
-    /// Reads the byte range `bytes`, which begins at a block, to the start of `window`.
+    /// Reads the byte range `bytes` of the file into the beginning of `window`. The range must
+    /// begin at a block boundary.
     ///
     /// # Errors
     /// Fails with [`DamageReason::Truncated`] if the file ends within the range.
@@ -55,8 +56,8 @@ impl BlockReader {
         }
     }
 
-    /// Reads the byte range `bytes` to the start of `window`. Turns O_DIRECT off if the file system
-    /// rejects a direct read.
+    /// Reads the byte range `bytes` of the file into the beginning of `window`. Turns O_DIRECT off
+    /// if the file system rejects a direct read.
     fn fill_window(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
         let len = (bytes.end - bytes.start) as usize;
         let mut done = 0;
@@ -98,23 +99,24 @@ impl BlockRequest {
             .map(|b| BlockRequest { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
     }
 
-    /// Returns the bytes of the file that the request covers, up to the expected end of the file.
+    /// Returns the byte range of the requested blocks, which ends at most at the expected end of
+    /// the file.
     fn byte_range(&self) -> Range<u64> {
         let block = BLOCK as u64;
         self.blocks.start * block..(self.blocks.end * block).min(self.size)
     }
 }
 
-/// The result of reading one window: the request with the bytes of its blocks, or with the error.
+/// A request for one window, with the bytes of the blocks that were read or with the read error.
 pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads the blocks of all requests in order, and passes them to `sink` window by window. `open`
-/// opens the file with an index; it is called once for consecutive requests of the same file. A
-/// thread reads the next window while `sink` runs.
+/// Reads the blocks of all requests in order, and passes the blocks to `sink` window by window.
+/// `open` opens the file with an index, once for consecutive requests of the same file. A thread
+/// reads the next window while `sink` runs.
 ///
 /// # Errors
-/// Stops at the first error of `sink` and returns it. Read errors are passed to `sink`, which
-/// decides whether to stop.
+/// Fails at the first error that `sink` returns, or if memory for a window cannot be allocated.
+/// Read errors are passed to `sink`, which decides whether to stop.
 pub(crate) fn stream_windows(
     buffers: &DiskBufferPool,
     jobs: &[BlockRequest],
@@ -169,8 +171,8 @@ struct WindowReader<F> {
 }
 
 impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
-    /// Reads the blocks of `job` to the start of `window`. Opens the file first, unless the
-    /// previous request was for the same file.
+    /// Reads the blocks of `job` into the beginning of `window`. Opens the file first if the
+    /// previous request was for another file.
     fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));

@@ -1,8 +1,8 @@
 //! [`DiskBufferPool`]: reusable buffers in huge pages.
 //!
-//! A disk request is a list of contiguous ranges of physical memory. 2 MiB in small pages are 512
-//! ranges; in a huge page they are one. On the disk of docs/benchmarks/checkpoints.md this
-//! increased the throughput from 1 to 3 GB/s.
+//! A disk request is a list of contiguous ranges of physical memory. 2 MiB are 512 ranges in pages
+//! of 4 KiB, and one range in a huge page. On the disk of docs/benchmarks/checkpoints.md, huge
+//! pages increased the throughput from 1 to 3 GB/s.
 use super::WINDOW;
 use memmap2::{Advice, MmapMut};
 use std::io;
@@ -26,8 +26,8 @@ impl AlignedBuffer {
     /// Maps anonymous memory for a buffer of `size` bytes. The kernel is asked for huge pages and
     /// falls back to small ones.
     fn new(size: usize) -> io::Result<AlignedBuffer> {
-        // one huge page more than needed, so that the start can be aligned; untouched pages use no
-        // memory
+        // one huge page more than needed, so that the start can be aligned (untouched pages use no
+        // memory)
         let mut map = MmapMut::map_anon(size.next_multiple_of(HUGE_PAGE) + HUGE_PAGE)?;
         // a kernel without huge pages uses small ones
         let _ = map.advise(Advice::HugePage);
@@ -69,8 +69,8 @@ impl DiskBufferPool {
         DiskBufferPool { size, free: Arc::default() }
     }
 
-    /// Takes a buffer out of the pool, or allocates one if the pool is empty. The content is
-    /// arbitrary.
+    /// Takes a buffer out of the pool, or allocates a buffer if the pool is empty. The content of
+    /// the buffer is arbitrary.
     pub(crate) fn take(&self) -> io::Result<AlignedBuffer> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         free.map_or_else(|| AlignedBuffer::new(self.size), Ok)

@@ -224,7 +224,8 @@ impl Directory {
         Ok(Some((inner, last)))
     }
 
-    /// Returns an error unless `mode` is that of a regular file.
+    /// Fails with [`DamageReason::NotRegularFile`] if `mode`, the file mode of the entry `name`, is
+    /// not that of a regular file.
     fn require_regular_file(&self, name: &str, mode: u32) -> Result<()> {
         if SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG {
             return Ok(());
@@ -278,6 +279,9 @@ impl Directory {
     }
 
     /// Lists the names of the entries of the subdirectory `name`, sorted.
+    ///
+    /// # Errors
+    /// Fails if the subdirectory does not exist, is not a directory, or cannot be read.
     pub(crate) fn list_subdirectory(&self, name: &str) -> Result<Vec<String>> {
         match self.has_directory(name)? {
             true => Directory::open(&self.path.join(name))?.list_names(),

@@ -1,5 +1,5 @@
-//! [`FileWriter`]: writes a new file in large aligned windows, while the next windows are filled
-//! and hashed.
+//! [`FileWriter`]: writes a new file in large aligned windows. A thread writes a window while the
+//! caller fills and hashes the next window.
 use super::{ALIGN, AlignedBuffer, BLOCK, DiskBufferPool};
 use crate::error::{CkptError, Result};
 use crate::fault_points;
@@ -23,14 +23,14 @@ pub(crate) enum IoMode {
 
 /// Windows in memory per file: one is filled, one waits, one is written.
 const WINDOWS_PER_FILE: usize = 3;
-/// Bytes per window when many files are written at once. Windows of this size are little slower
-/// than those of [`super::WINDOW`] bytes, and need a quarter of the memory.
+/// Bytes per window when many files are written at once. Windows of this size are only a little
+/// slower than windows of [`super::WINDOW`] bytes, and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW: usize = 2 << 20;
 
 /// A file to which windows are appended.
 struct OutputFile {
     file: File,
-    /// O_DIRECT is in use.
+    /// True while the file is written with O_DIRECT.
     direct: bool,
     /// Bytes written so far, including the padding of the last window.
     at: u64,
@@ -63,8 +63,9 @@ impl OutputFile {
         Ok(OutputFile { file, direct: false, at: 0 })
     }
 
-    /// Appends the first `len` bytes of `window`. With O_DIRECT, pads them with zeros to a multiple
-    /// of [`ALIGN`]. Only the last window of a file may have a length that is not such a multiple.
+    /// Appends the first `len` bytes of `window` to the file. With O_DIRECT, pads the bytes with
+    /// zeros to a multiple of [`ALIGN`]. Only for the last window of a file may `len` differ from a
+    /// multiple of [`ALIGN`].
     fn append_window(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
         let padded = len.next_multiple_of(ALIGN);
         window[len..padded].fill(0);
@@ -89,8 +90,8 @@ impl OutputFile {
         }
     }
 
-    /// Turns O_DIRECT off for the rest of the file. Needed on file systems that accept the flag
-    /// when the file is opened, but reject a direct write.
+    /// Turns O_DIRECT off for the rest of the file. Some file systems accept the flag when the file
+    /// is opened, but reject a direct write.
     fn disable_direct_io(&mut self) -> io::Result<()> {
         let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
         fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
@@ -121,7 +122,7 @@ enum WindowWriter {
         full: SyncSender<(AlignedBuffer, usize)>,
         /// Receives written windows back from the thread.
         empty: Receiver<AlignedBuffer>,
-        /// Returns the file, or the first write error.
+        /// The thread, which returns the file or the first write error.
         thread: JoinHandle<io::Result<OutputFile>>,
     },
     /// Writing has failed or finished.
@@ -177,8 +178,8 @@ impl FileWriter {
         })
     }
 
-    /// Appends bytes to the file. They are written when a window is full, so an error may concern
-    /// bytes of an earlier call.
+    /// Appends bytes to the file. The bytes are collected in a window and written when the window
+    /// is full, so an error may concern bytes of an earlier call.
     pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
@@ -197,7 +198,8 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Records the hash of the last `n` bytes of the window, if hashes were requested.
+    /// Records the hash of the last `n` bytes that were copied to the window. Does nothing if
+    /// hashes were not requested.
     fn hash_block(&mut self, n: usize) {
         if let Some(hashes) = &mut self.hashes {
             hashes.push(Hash::digest(&self.window[self.filled - n..self.filled]));
@@ -232,7 +234,7 @@ impl FileWriter {
             .unwrap_or_else(|| io::Error::other("the writing thread ended early")))
     }
 
-    /// Waits until all windows that were sent are written, and ends the thread. Returns the file.
+    /// Waits until the writing thread has written all sent windows and has ended. Returns the file.
     fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
         match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
             WindowWriter::Inline(output) => Ok(output),
@@ -274,7 +276,8 @@ impl FileWriter {
     }
 }
 
-/// Starts a thread that appends the windows it receives to `output` and sends them back empty.
+/// Starts a thread that appends every window it receives to `output` and sends the window back for
+/// reuse.
 fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
     let (full, inbox) = sync_channel::<(AlignedBuffer, usize)>(WINDOWS_PER_FILE);
     let (outbox, empty): (Sender<AlignedBuffer>, _) = channel();
@@ -305,8 +308,8 @@ mod tests {
     use super::super::WINDOW;
     use super::*;
 
-    /// Writes `len` bytes in pieces of different sizes, and asserts that the content and the hashes
-    /// of the file are right.
+    /// Writes a file of `len` bytes in pieces of different sizes, with windows of `window` bytes.
+    /// Asserts that the file's content equals the bytes, and each returned hash its block's hash.
     fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();

@@ -13,12 +13,12 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes per direct read: the size of a huge page, which is contiguous physical memory.
 const DIRECT_READ_BYTES: usize = 2 << 20;
-/// Bytes per read from the page cache. The buffer stays in the CPU cache until the bytes are used.
+/// Bytes per read from the page cache. So few bytes stay in the CPU cache until they are used.
 const CACHED_READ_BYTES: usize = 256 << 10;
 /// Minimum size in bytes of a range that is read with direct I/O.
 const DIRECT_READ_MIN: u64 = 256 << 10;
 
-/// Buffers for direct reads. They are reused from file to file.
+/// Buffers for the reads of [`OffsetReader`]s, reused from file to file.
 pub(crate) struct ReadBuffers {
     buffers: DiskBufferPool,
 }
@@ -36,12 +36,12 @@ pub(crate) struct OffsetReader<'a> {
     name: &'a str,
     /// The file, opened without O_DIRECT.
     cached: File,
-    /// The same file, opened with O_DIRECT when a read needs it.
+    /// A second handle to the file, opened with O_DIRECT when the first direct read needs it.
     direct: DirectFile,
     scratch: &'a ReadBuffers,
 }
 
-/// The second handle of an [`OffsetReader`], which is opened with O_DIRECT.
+/// The second handle to the file of an [`OffsetReader`], which is opened with O_DIRECT.
 enum DirectFile {
     /// The file has not been opened with O_DIRECT yet.
     Unopened,
@@ -86,8 +86,11 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Fills `out` with the bytes from offset `at` on. Each piece is also passed to `sink` while it
-    /// is in the CPU cache.
+    /// Fills `out` with the file's bytes from offset `at` on. Also passes each piece to `sink`
+    /// while the piece is in the CPU cache.
+    ///
+    /// # Errors
+    /// Fails if the file ends before `out` is full, or a read fails.
     pub(crate) fn read_into(
         &mut self,
         at: u64,
@@ -134,9 +137,8 @@ impl<'a> OffsetReader<'a> {
     }
 
     /// Reads at most [`DIRECT_READ_BYTES`] bytes with direct I/O, and passes them to `sink`.
-    /// Returns false, without a call of `sink`, if the bytes must be read through the page cache
-    /// instead: the range is small, most of it is cached, or the file system does not support
-    /// O_DIRECT.
+    /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
+    /// or the file system does not support O_DIRECT. The caller then reads through the page cache.
     fn try_read_direct(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<bool> {
         if bytes.end - bytes.start < DIRECT_READ_MIN || matches!(self.direct, DirectFile::Unsupported) {
             return Ok(false);
@@ -199,11 +201,12 @@ struct Cachestat {
     recently_evicted: u64,
 }
 
-/// Number of the system call `cachestat`, equal on every architecture. Linux has it since version
-/// 6.5.
+/// Number of the system call `cachestat`, equal on every architecture. Linux has this call since
+/// version 6.5.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// Returns true if the page cache has at least half of these bytes, or if the kernel does not know.
+/// Returns true if the page cache has at least half of the byte range `bytes` of the file, or if
+/// the kernel does not support the query.
 fn is_mostly_cached(file: &File, bytes: &Range<u64>) -> bool {
     let range = CachestatRange { offset: bytes.start, length: bytes.end - bytes.start };
     let mut found = Cachestat::default();
@@ -224,7 +227,8 @@ mod tests {
         (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect()
     }
 
-    /// Reads various ranges of a file that is cached, of one that is not, and of one in tmpfs.
+    /// Reads various ranges of a cached file, an uncached file and a file in tmpfs, and compares
+    /// every range with the bytes that were written.
     #[test]
     fn cached_and_direct_reads_are_equal() {
         let dirs = [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())];

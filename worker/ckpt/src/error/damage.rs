@@ -30,13 +30,13 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes a reason as its message.
+/// Serializes a damage reason as its message text, which becomes the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(reason)
 }
 
 impl Damage {
-    /// Returns damage of a whole file, or of a part that holds no known tensor.
+    /// Returns the damage of the file `file`, without a block and without tensors.
     pub(crate) fn for_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
         Damage { file: file.into(), block: None, tensors: Vec::new(), reason: reason.into() }
     }
@@ -76,7 +76,7 @@ pub enum DamageReason {
         /// Bytes of the file.
         found: u64,
     },
-    /// The file ends before its content does.
+    /// The file ends before its content is complete.
     #[error("the file is truncated")]
     Truncated,
     /// The file is larger than this program reads.
@@ -84,7 +84,7 @@ pub enum DamageReason {
     TooLarge {
         /// Bytes of the file.
         found: u64,
-        /// The limit, bytes.
+        /// The limit in bytes.
         limit: u64,
     },
     /// The file's size changed during a read or a repair.
@@ -99,7 +99,7 @@ pub enum DamageReason {
         /// The component of the path that is not a directory.
         component: String,
     },
-    /// The file's name contains `..` or is absolute.
+    /// The file's name is absolute, or has an empty, `.` or `..` component.
     #[error("the path points outside of the checkpoint directory")]
     OutsideDirectory,
     /// A block's content differs from its hash in the manifest.
@@ -113,13 +113,13 @@ pub enum DamageReason {
         /// Index of the block in the file.
         block: u64,
     },
-    /// A member of a zip container differs from its CRC-32.
+    /// The content of a zip member does not match its CRC-32.
     #[error("zip member {member}: the content does not match its CRC-32")]
     CrcMismatch {
         /// Name of the member.
         member: String,
     },
-    /// The header of a native shard and the manifest differ.
+    /// The header of a native shard and the manifest differ in a piece of a tensor.
     #[error("the shard header and the manifest differ in {piece}")]
     HeaderMismatch {
         /// `role/name@start` of the piece.
@@ -139,7 +139,7 @@ pub enum DamageReason {
         /// The step in the manifest.
         stored: u64,
     },
-    /// The path is not a checkpoint, but probably something else.
+    /// The file or directory is not a checkpoint, but probably what the diagnosis names.
     #[error("{0}")]
     NotACheckpoint(Diagnosis),
     /// The file cannot be read.
@@ -181,7 +181,7 @@ pub enum DamageReason {
     /// The RNG state files of the ranks contradict each other.
     #[error("{0}")]
     RngFiles(#[from] RngFilesError),
-    /// The content contradicts itself or another file; the text states how.
+    /// The content contradicts itself or another file. The text describes the contradiction.
     #[error("{0}")]
     Inconsistent(String),
 }

@@ -29,9 +29,9 @@ pub struct RemoteShard {
 pub enum MissingPart {
     /// A file, by its path in the checkpoint directory.
     File(String),
-    /// Several files.
+    /// Several files, by their paths in the checkpoint directory.
     Files(Vec<String>),
-    /// At least one of these files is needed.
+    /// Alternative files, of which the checkpoint needs at least one.
     AnyFileOf(Vec<String>),
     /// Shards that an index file lists.
     IndexedShards {
@@ -46,7 +46,7 @@ pub enum MissingPart {
     Blocks {
         /// Index of the shard.
         file: usize,
-        /// Indices of the blocks.
+        /// Range of the missing blocks' indices.
         blocks: Range<u64>,
     },
     /// The directory that `latest` or `latest_universal` names.
@@ -62,7 +62,7 @@ pub enum MissingPart {
     RankFiles {
         /// `model` or `optimizer`.
         kind: &'static str,
-        /// The ranks without a file; at most [`RANKS_LISTED_MAX`] and one more.
+        /// The first ranks without a file, at most [`RANKS_LISTED_MAX`] + 1 of them.
         ranks: Vec<u32>,
         /// Number of ranks that wrote the checkpoint.
         world: u32,
@@ -80,7 +80,7 @@ pub enum MissingPart {
     RngFile {
         /// Name of the missing file.
         file: String,
-        /// The rank.
+        /// The rank whose RNG state is missing.
         rank: u32,
         /// Number of ranks that saved the checkpoint.
         world: u32,
@@ -192,8 +192,8 @@ pub enum UnsupportedFeature {
     /// RNG streams cannot be assigned to the requested ranks.
     #[error("{0}")]
     RngReconcile(#[from] ReconcileError),
-    /// The learning rate scheduler counts processes, and cannot be rescaled to another number of
-    /// them.
+    /// The learning rate scheduler counts the steps of all processes, and cannot be rescaled to
+    /// another number of processes.
     #[error("{0}")]
     SchedulerRescale(#[from] RescaleError),
     /// The target of a conversion needs something that the checkpoint does not contain.
@@ -260,7 +260,7 @@ pub enum OptionProblem {
         /// The checkpoint directory.
         path: PathBuf,
     },
-    /// Two files of the output would have one name.
+    /// A file of the tokenizer has the name of another output file.
     #[error("the tokenizer has a file {name}, but another output file has this name")]
     FileNameTaken {
         /// The file name.
@@ -272,13 +272,14 @@ pub enum OptionProblem {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputProblem {
-    /// The path exists.
+    /// The output path exists already.
     #[error("the path exists")]
     Exists,
-    /// The path exists and is not a directory.
+    /// The output path exists and is not a directory.
     #[error("the path exists and is not a directory")]
     NotADirectory,
-    /// An earlier run of the same operation did not make the directory, so it is not overwritten.
+    /// The directory is not empty and was not written by an earlier run of the same operation, so
+    /// the operation does not overwrite the directory.
     #[error("the directory is not empty and was not written by {operation}")]
     NotOurs {
         /// The operation that may overwrite only its own directories.
@@ -292,16 +293,16 @@ pub enum OutputProblem {
         /// The operation that wrote the other files.
         operation: &'static str,
     },
-    /// An earlier run of the same operation made the directory, and `--force` is not given.
+    /// An earlier run of the same operation wrote the directory, and `--force` is not given.
     #[error("the directory was written by an earlier {operation}")]
     NeedsForce {
-        /// The operation that made the directory.
+        /// The operation that wrote the directory.
         operation: &'static str,
     },
-    /// The path is inside the directory that is read.
+    /// The output path is inside the checkpoint directory that the operation reads.
     #[error("the path is inside of the checkpoint")]
     InsideInput,
-    /// The path has no file name, such as `/`.
+    /// The output path has no file name, such as `/`.
     #[error("the path has no file name")]
     NoName,
 }
@@ -315,7 +316,7 @@ pub enum SaveProblem {
     StepMismatch {
         /// Step of [`crate::StagingDir::create`].
         begun: u64,
-        /// Step of the committed facts.
+        /// Step in the run facts of the commit.
         committed: u64,
     },
     /// The ranks that reported are not exactly the ranks below the world size.
@@ -337,7 +338,7 @@ pub enum SaveProblem {
     /// A report names a file that is not the shard of its rank.
     #[error("{file} is not a shard of {world} ranks")]
     NotAShard {
-        /// Name in the report.
+        /// File name in the rank's report.
         file: String,
         /// World size of the run.
         world: u32,
@@ -365,15 +366,15 @@ pub enum SaveProblem {
     /// A rank gives the same piece twice.
     #[error("rank {rank} gives {piece} twice")]
     DuplicatePiece {
-        /// The rank.
+        /// The rank that gives the piece.
         rank: u32,
-        /// `role/name@start`.
+        /// `role/name@start` of the piece.
         piece: String,
     },
     /// A piece belongs to no tensor of the model.
     #[error("{tensor} is not a tensor of the model")]
     UnknownTensor {
-        /// `role/name`.
+        /// `role/name` of the tensor to which the piece claims to belong.
         tensor: String,
     },
     /// The manifest would be larger than this program reads.
@@ -381,7 +382,7 @@ pub enum SaveProblem {
     ManifestTooLarge {
         /// Bytes of the manifest.
         bytes: u64,
-        /// The limit, bytes.
+        /// The limit in bytes.
         limit: u64,
     },
     /// The run facts cannot be written as JSON.

@@ -41,8 +41,8 @@ impl CkptError {
         }
     }
 
-    /// Returns what the user can do about this error. The list is empty if no general advice
-    /// exists.
+    /// Returns advice for the user, as help texts of the diagnostic. The list is empty if no
+    /// general advice exists for this error.
     pub fn help(&self) -> Vec<String> {
         use CkptError::*;
         let one = |text: &str| vec![text.to_owned()];
@@ -76,7 +76,8 @@ impl CkptError {
     }
 }
 
-/// Returns advice for common errors of the operating system, such as a full disk.
+/// Returns advice for common errors of the operating system, such as a full disk. Returns `None`
+/// for other errors.
 fn io_error_help(error: &io::Error) -> Option<&'static str> {
     Some(match error.kind() {
         io::ErrorKind::StorageFull => {
@@ -94,7 +95,7 @@ fn io_error_help(error: &io::Error) -> Option<&'static str> {
 }
 
 impl MissingPart {
-    /// Returns the code of an error about this missing part.
+    /// Returns the diagnostic code of an error about this missing part.
     fn code(&self) -> Code {
         match self {
             MissingPart::LatestTarget { .. } => codes::CHECKPOINT_LATEST_DANGLING,
@@ -106,7 +107,7 @@ impl MissingPart {
 }
 
 impl DamageReason {
-    /// Returns the stable code of this reason.
+    /// Returns the stable diagnostic code of this damage reason.
     pub fn code(&self) -> Code {
         use DamageReason::*;
         match self {
@@ -142,7 +143,7 @@ impl DamageReason {
 }
 
 impl UnsupportedFeature {
-    /// Returns the code of an error about this feature.
+    /// Returns the diagnostic code of an error about this unsupported feature.
     fn code(&self) -> Code {
         use UnsupportedFeature::*;
         match self {
@@ -159,7 +160,7 @@ impl UnsupportedFeature {
 }
 
 impl OutputProblem {
-    /// Returns the code of an error about this output path.
+    /// Returns the diagnostic code of an error about the rejected output path.
     fn code(&self) -> Code {
         match self {
             OutputProblem::InsideInput | OutputProblem::NoName => codes::CHECKPOINT_OUTPUT_INVALID,
@@ -167,7 +168,7 @@ impl OutputProblem {
         }
     }
 
-    /// Returns what the user can do about the rejected output path.
+    /// Returns advice for the user about the rejected output path.
     fn help(&self) -> Option<&'static str> {
         Some(match self {
             OutputProblem::NeedsForce { .. } => "add `--force` to replace the directory",
@@ -181,7 +182,8 @@ impl From<&CkptError> for Diagnostic {
     fn from(error: &CkptError) -> Diagnostic {
         use CkptError::*;
         let diagnostic = Diagnostic::error(error.code(), error.to_string());
-        // the code may be that of a detail, but the category follows from the kind of error
+        // a detail of the error may determine the code, but only the error's variant determines
+        // the category
         let diagnostic = match error {
             e if e.is_checkpoint_at_fault() => diagnostic.with_category(diagnostic::Category::Checkpoint),
             OutputRejected { .. } => diagnostic.with_category(diagnostic::Category::Usage),

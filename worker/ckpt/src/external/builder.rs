@@ -38,8 +38,8 @@ impl ExternalTensor {
     }
 }
 
-/// Names of the weights that the reader trains. They identify optimizer states that are only
-/// numbered.
+/// Names of the weights that the reader of a checkpoint trains. The names identify optimizer states
+/// that a file stores only by number.
 pub(crate) type TrainedNames = HashSet<String>;
 
 /// The files, tensors and facts that were found in a directory so far.
@@ -66,8 +66,8 @@ impl ExternalCheckpointBuilder {
         })
     }
 
-    /// Opens a torch file and adds it to the store. Returns its index in the store, and the file
-    /// with its values. `globals` lists the classes and functions that it may name.
+    /// Opens a torch file and adds it to the store. Returns the file's index in the store, and the
+    /// parsed file. `globals` lists the classes and functions that the file may name.
     pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
@@ -80,17 +80,17 @@ impl ExternalCheckpointBuilder {
         Ok((self.store.files.len() - 1, file))
     }
 
-    /// Returns an error about a damaged file of the directory.
+    /// Returns [`CkptError::Damaged`] for the file `file` of the directory.
     pub(crate) fn damaged(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns an error about a missing part of the checkpoint.
+    /// Returns [`CkptError::Missing`] for the part `part` of the checkpoint.
     pub(crate) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
 
-    /// Adds a notice for the user.
+    /// Adds a notice for the user to the facts.
     pub(crate) fn add_notice(&mut self, line: impl Into<String>) {
         self.facts.notices.push(line.into());
     }
@@ -102,13 +102,13 @@ impl ExternalCheckpointBuilder {
         self.add_notice(notice);
     }
 
-    /// Iterates over the names and shapes of the weights.
+    /// Iterates over the names and shapes of the weights that were added so far.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
         let weights = self.entries.iter().filter(|e| e.info.role == TensorRole::Weight);
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Returns true if any tensor is an optimizer state.
+    /// Returns true if any tensor added so far is an optimizer state.
     pub(crate) fn has_optimizer_state(&self) -> bool {
         self.entries.iter().any(|e| e.info.role.is_optimizer_state())
     }
@@ -120,7 +120,8 @@ impl ExternalCheckpointBuilder {
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    /// Builds the checkpoint. A missing optimizer state is listed in the facts.
+    /// Builds the checkpoint. Lists the optimizer state as missing in the facts if no tensor is an
+    /// optimizer state.
     pub(crate) fn finish(mut self) -> Result<ExternalCheckpoint> {
         if !self.has_optimizer_state() {
             self.facts.missing.insert(0, StatePart::OptimizerState);

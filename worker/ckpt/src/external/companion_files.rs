@@ -1,5 +1,5 @@
-//! Reads the companion files of a training state: scheduler, loss scaler, trainer state, RNG
-//! states.
+//! Reads the companion files of a training state, which store the scheduler, the loss scaler, the
+//! trainer state and the RNG states.
 use super::builder::GLOBALS;
 use super::{ExternalFacts, StatePart};
 use crate::disk::Directory;
@@ -16,20 +16,20 @@ const SCHEDULER_FILES: [&str; 2] = ["scheduler.pt", "scheduler.bin"];
 /// Name of the file with the state of torch's `GradScaler`, which FP16 training uses.
 const SCALER_FILE: &str = "scaler.pt";
 
-/// Returns true if the directory has a file that only HF Trainer writes.
+/// Returns true if the directory has `trainer_state.json`, which only HF Trainer writes.
 pub(crate) fn is_hf_trainer_directory(directory: &Directory) -> Result<bool> {
     directory.has_entry(TRAINER_STATE_FILE)
 }
 
-/// Returns true if the directory has a file that Accelerate writes.
+/// Returns true if the directory has a file that only Accelerate writes, such as `optimizer.bin`.
 pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
     Ok(directory.has_entry("random_states_0.pkl")?
         || directory.has_entry("scheduler.bin")?
         || directory.has_entry("optimizer.bin")?)
 }
 
-/// Reads scheduler, loss scaler, step and the names of RNG state files into `facts`, and lists what
-/// is missing.
+/// Reads the scheduler, the loss scaler, the step and the names of the RNG state files into
+/// `facts`. Adds a missing scheduler and missing RNG states to `facts.missing`.
 pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.scheduler.is_null() {
         facts.scheduler = read_first_state(&SCHEDULER_FILES, facts, directory)?;
@@ -49,8 +49,9 @@ pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directo
     Ok(())
 }
 
-/// Reads the first of these files that exists, as JSON. Returns null if none exists, or if the file
-/// has classes that are not allowed; the latter adds a notice to `facts`.
+/// Reads the first readable file of `names`, and returns its content as JSON. Skips files that do
+/// not exist. Skips files with classes that are not allowed, with a notice in `facts`. Returns null
+/// if no file is left.
 fn read_first_state(names: &[&str], facts: &mut ExternalFacts, directory: &Directory) -> Result<Json> {
     for name in names {
         if directory.file_size(name)?.is_none() {
@@ -68,8 +69,9 @@ fn read_first_state(names: &[&str], facts: &mut ExternalFacts, directory: &Direc
     Ok(Json::Null)
 }
 
-/// Reads the step of `trainer_state.json`, if the file exists. Adds a warning to `facts` if another
-/// file or the directory's name has another step.
+/// Reads the step in `trainer_state.json` into `facts`, which may have a step already. Adds a
+/// warning if this step or the step in the directory's name differs. Does nothing if the file does
+/// not exist.
 fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
         return Ok(());
@@ -98,7 +100,7 @@ fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Resul
     Ok(())
 }
 
-/// Lists the RNG state files by name.
+/// Lists the names of the RNG state files in the directory, sorted.
 fn list_rng_files(directory: &Directory) -> Result<Vec<String>> {
     let mut names = directory.list_names()?;
     names.retain(|n| {
@@ -124,8 +126,8 @@ fn compute_min_world(files: &[String]) -> Option<u32> {
     ranks.map(|r| if numbered { r.max(2) } else { r }).or(has_unnumbered.then_some(1))
 }
 
-/// Lists the ranks below `world` without an RNG state file. Returns [`StatePart::RngStates`]
-/// alone if no rank has one.
+/// Lists the first 16 ranks below `world` without an RNG state file in `found`. Returns only
+/// [`StatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<StatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

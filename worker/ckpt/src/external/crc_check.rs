@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes per piece, the unit of work of a thread.
 const PIECE_BYTES: u64 = 8 << 20;
-/// Limit on the number of threads. More of them would only wait for the disk.
+/// Limit on the number of threads. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
 /// Minimum bytes per thread. Starting a thread for fewer bytes costs more than it saves.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
 /// A piece of a [`CrcSpan`], which one thread reads.
 struct SpanPiece {
-    /// Index of the file.
+    /// Index of the file in the store.
     file: usize,
     /// Index of the span in the file.
     span: usize,
@@ -36,8 +36,8 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
 
 impl StoredFiles {
     /// Verifies the CRC-32 of every span of every file. Returns the number of verified bytes, the
-    /// number of spans, and the damage. `tensors_with(predicate)` must name the tensors with a part
-    /// that satisfies the predicate.
+    /// number of spans, and one damage per wrong span. `tensors_with(predicate)` must name the
+    /// tensors with a part that satisfies the predicate.
     ///
     /// # Errors
     /// Fails if a file cannot be read. A wrong CRC-32 is damage, not an error.
@@ -65,12 +65,13 @@ impl StoredFiles {
         Ok((bytes, spans.len() as u64, damaged))
     }
 
-    /// Verifies the spans from which bytes were read without verification, or all spans with
-    /// `every_span`. Reads the remaining bytes of these spans. `tensors_with(predicate)` must name
-    /// the tensors with a part that satisfies the predicate.
+    /// Verifies the spans from which bytes were read without verification. With `every_span`,
+    /// verifies all unverified spans. Reads the remaining bytes of these spans.
+    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
     ///
     /// # Errors
-    /// Fails at the first span whose content does not match its CRC-32.
+    /// Fails at the first span whose content does not match its CRC-32, or if a file cannot be
+    /// read.
     pub(crate) fn verify_read_spans(
         &self,
         every_span: bool,
@@ -100,7 +101,8 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Iterates over all spans, each with the indices of its file and of itself.
+    /// Iterates over the spans of all files. Each item is the file's index in the store, the span's
+    /// index in the file, and the span.
     fn spans(&self) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
         let span_count = |(f, file): (usize, &'_ StoredFile)| (f, file.spans.len());
         let counts: Vec<(usize, usize)> = self.files.iter().enumerate().map(span_count).collect();
@@ -111,7 +113,7 @@ impl StoredFiles {
     /// Computes the CRC-32 of each piece with several threads.
     ///
     /// # Errors
-    /// Returns the error of the first piece that cannot be read.
+    /// Fails with the error of the first piece in the list that cannot be read.
     fn compute_crcs(&self, pieces: &[SpanPiece]) -> Result<Vec<u32>> {
         let bytes: u64 = pieces.iter().map(|p| p.bytes.end - p.bytes.start).sum();
         let threads = thread_count(bytes).min(pieces.len());
@@ -133,7 +135,7 @@ impl StoredFiles {
     }
 
     /// Takes the index of the next piece from `next` and computes the CRC-32 of the piece, until no
-    /// piece is left or one cannot be read. Returns the results with the indices of their pieces.
+    /// piece is left or a piece cannot be read. Returns each result with the index of its piece.
     fn compute_queued_crcs(&self, pieces: &[SpanPiece], next: &AtomicUsize) -> Vec<(usize, Result<u32>)> {
         let mut done = Vec::new();
         let mut open: Option<(usize, OffsetReader<'_>)> = None;
@@ -149,7 +151,8 @@ impl StoredFiles {
         }
     }
 
-    /// Computes the CRC-32 of a piece. `open` keeps the file of the previous piece open.
+    /// Computes the CRC-32 of a piece. `open` holds the open file of the previous piece, which is
+    /// reused if `piece` is in the same file.
     fn compute_piece_crc<'a>(
         &'a self,
         piece: &SpanPiece,
@@ -165,7 +168,8 @@ impl StoredFiles {
     }
 }
 
-/// Returns how many threads verify `bytes` bytes: one more than CPU cores, but fewer for few bytes.
+/// Returns the number of threads that verify `bytes` bytes. This is the number of CPU cores plus 1,
+/// at most [`THREADS_MAX`], and less if a thread would get fewer than [`THREAD_MIN_BYTES`].
 fn thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)
@@ -179,7 +183,8 @@ mod tests {
     use crate::formats::zip::ZipMember;
     use std::sync::Arc;
 
-    /// Makes a store with one file, whose spans have the right CRC-32s.
+    /// Writes `bytes` to a file in `dir` and makes a store with this file. Its spans are the byte
+    /// ranges `spans` with their CRC-32s.
     fn make_store(dir: &std::path::Path, bytes: &[u8], spans: &[Range<u64>]) -> StoredFiles {
         std::fs::write(dir.join("file"), bytes).expect("write");
         let directory = Arc::new(Directory::open(dir).expect("there"));
@@ -192,7 +197,8 @@ mod tests {
         StoredFiles { files: vec![file], ..StoredFiles::default() }
     }
 
-    /// Flips a bit on either side of the boundaries between pieces and between spans.
+    /// Flips a bit on either side of the boundaries between pieces and between spans, and checks
+    /// that exactly the span with the bit is reported. Also truncates the file.
     #[test]
     fn damage_in_a_large_file_is_found_in_the_right_span() {
         let dir = tempfile::tempdir().expect("a directory");

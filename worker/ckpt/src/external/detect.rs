@@ -13,11 +13,13 @@ const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Names of the optimizer files of HF Trainer and Accelerate.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// Limit on the checkpoints of one directory that are tried until one can be opened.
+/// Limit on the number of checkpoints in one directory that are tried until a checkpoint can be
+/// opened.
 const ATTEMPTS_MAX: usize = 16;
 
-/// Opens the checkpoint of another program at `path`: the directory itself, or the newest
-/// checkpoint in it. Returns `None` if there is none.
+/// Opens the checkpoint of another program at `path`, which is a file of weights, a checkpoint
+/// directory, or a directory with checkpoints. Of several checkpoints, opens the newest that can be
+/// opened. Returns `None` if there is no checkpoint.
 pub(crate) fn open_checkpoint(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     open_checkpoint_for_training(path, None)
 }
@@ -65,7 +67,8 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     Ok(deepspeed::is_tag_directory(path) || deepspeed::universal::is_universal_directory(path))
 }
 
-/// Opens the checkpoint in the directory itself. Returns `None` if the directory has no weights.
+/// Opens the checkpoint whose files are directly in the directory `path`. Returns `None` if the
+/// directory has no weights.
 fn open_directory(path: &Path, trained: Option<&TrainedNames>) -> Result<Option<ExternalCheckpoint>> {
     if let Some(found) = deepspeed::open_deepspeed(path)? {
         return Ok(Some(found));
@@ -84,7 +87,8 @@ fn open_directory(path: &Path, trained: Option<&TrainedNames>) -> Result<Option<
 /// Opens a single file of weights as a checkpoint.
 ///
 /// # Errors
-/// Fails if the file name does not have a suffix of weights files.
+/// Fails if the file name does not have a suffix of weights files, such as `.safetensors`, or if
+/// the file is damaged.
 fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     let (parent, name) =
         (crate::disk::parent_dir(path), path.file_name().unwrap_or_default().to_string_lossy());
@@ -99,8 +103,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.finish().map(ExternalCheckpoint::into_single_file)
 }
 
-/// Adds the weights, the optimizer state and the companion files that torch programs write. Returns
-/// false if the directory has no weights.
+/// Adds the weights, the optimizer state and the companion files that torch programs write to the
+/// builder. Returns false if the directory has no weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -155,7 +159,7 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     };
     if builder.facts.kind != "weights" {
         let mut facts = std::mem::take(&mut builder.facts);
-        // the largest step is that of the run, since weights may have been added later
+        // the run's step is the largest step, since weights may have been added later
         let done = facts.steps.values().copied().max();
         facts.step = facts.step.or(if trainer { None } else { done });
         companion_files::add_companion_facts(&mut facts, &directory)?;
@@ -164,7 +168,7 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Adds a torch distributed checkpoint whose files are in the directory itself.
+/// Adds a torch distributed checkpoint whose files are directly in the builder's directory.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_state_shapes(builder)?;
@@ -186,7 +190,8 @@ fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result
     Ok(())
 }
 
-/// Sorts the weights in the order in which the model registers them, if the model family is known.
+/// Sorts the builder's tensors in the order in which the model registers its weights. Does nothing
+/// if the model family is unknown.
 fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
     if let Some(order) = crate::formats::module_order::sort_in_registration_orders(&names).into_iter().next()
@@ -196,8 +201,8 @@ fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     }
 }
 
-/// Checks that every optimizer state belongs to a weight and has its shape. Accepts states without
-/// any weights.
+/// Fails if an optimizer state belongs to no weight, or has another shape than its weight. Accepts
+/// a checkpoint that has only optimizer states.
 fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {
@@ -219,7 +224,7 @@ fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     Ok(())
 }
 
-/// Lists the subdirectories whose names contain a step or epoch number, in ascending order of it.
+/// Lists the subdirectories whose names contain a step or epoch, in ascending order of this number.
 fn list_numbered_directories(directory: &Directory) -> Result<Vec<String>> {
     let mut found: Vec<(u64, String)> = Vec::new();
     for name in directory.list_names()? {
@@ -241,11 +246,12 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
     prefixes.iter().find_map(|p| name.strip_prefix(p)).or_else(universal)?.parse().ok()
 }
 
-/// Opens the newest of the subdirectories `names` that can be opened. Notices of the checkpoint
-/// list the subdirectories that were skipped.
+/// Opens the newest checkpoint that can be opened among the subdirectories `names` of `path`.
+/// `names` are in ascending order of their steps. Notices of the checkpoint list the skipped
+/// subdirectories.
 ///
 /// # Errors
-/// Returns the error of the newest one if no checkpoint can be opened.
+/// Fails with the error of the newest subdirectory if no checkpoint can be opened.
 fn open_newest_readable(
     path: &Path,
     names: &[String],

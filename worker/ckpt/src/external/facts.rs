@@ -1,4 +1,4 @@
-//! [`ExternalFacts`]: what is known about a checkpoint of another program.
+//! [`ExternalFacts`]: the recorded and derived facts about a checkpoint of another program.
 use crate::catalog::TiedWeight;
 use crate::training_state::{ParamGroupInfo, TrainingState};
 use serde::{Serialize, Serializer};
@@ -20,9 +20,9 @@ pub enum StatePart {
         /// The rank without RNG states.
         rank: u32,
     },
-    /// `config.json`.
+    /// The model config, `config.json`.
     Config,
-    /// Tokenizer files.
+    /// The files of the tokenizer.
     Tokenizer,
 }
 
@@ -45,7 +45,7 @@ impl Serialize for StatePart {
     }
 }
 
-/// What a checkpoint of another program records about itself, and what was derived from its files.
+/// Facts that a checkpoint of another program records, or that were derived from its files.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ExternalFacts {
     /// The program and layout, such as `DeepSpeed` or `HF Trainer with DeepSpeed`.
@@ -66,11 +66,11 @@ pub struct ExternalFacts {
     pub groups: Vec<ParamGroupInfo>,
     /// Number of optimizer updates of each weight, by name.
     pub steps: BTreeMap<String, u64>,
-    /// State of the learning rate scheduler; null if the checkpoint has none.
+    /// State of the learning rate scheduler, or null if the checkpoint does not have this state.
     pub scheduler: Value,
-    /// State of the loss scaler of FP16 training; null if the checkpoint has none.
+    /// State of the loss scaler of FP16 training, or null if the checkpoint does not have this state.
     pub loss_scaler: Value,
-    /// Tied weights.
+    /// Tied weights, which share the elements of another weight.
     pub ties: Vec<TiedWeight>,
     /// Names of weights that are not trained.
     pub frozen: Vec<String>,
@@ -82,22 +82,25 @@ pub struct ExternalFacts {
     pub rng_files: Vec<String>,
     /// The directory with the RNG state files, the scheduler, the config and the tokenizer.
     pub root: std::path::PathBuf,
-    /// Why an existing optimizer state is ignored. Also one of the notices.
+    /// Why an existing optimizer state is ignored. `None` if no optimizer state is ignored. The
+    /// text is also one of the notices.
     #[serde(skip)]
     pub ignored_optimizer: Option<String>,
     /// Likely mistakes, such as a stale `latest` or steps that differ.
     pub warnings: Vec<String>,
-    /// Messages about choices that were made: which of several checkpoints is used, and what is
-    /// ignored.
+    /// Messages about choices of the reader, such as the chosen one of several checkpoints, and
+    /// ignored files.
     pub notices: Vec<String>,
     /// Parts of a full training state that the checkpoint does not have.
     pub missing: Vec<StatePart>,
-    /// Parts that the checkpoint refers to but does not have, which is damage.
+    /// Descriptions of parts that the checkpoint refers to but does not have. Such a checkpoint is
+    /// damaged.
     pub incomplete: Vec<String>,
 }
 
 impl ExternalFacts {
-    /// Returns why an existing optimizer state is ignored; `None` if none is ignored.
+    /// Returns why an existing optimizer state is ignored, or `None` if no optimizer state is
+    /// ignored.
     pub fn ignored_optimizer_reason(&self) -> Option<&str> {
         self.ignored_optimizer.as_deref()
     }

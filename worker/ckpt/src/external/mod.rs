@@ -46,7 +46,7 @@ const TEXT_FILES: [&str; 8] = [
 /// A tensor, and the parts of files that hold its elements.
 pub(crate) struct ExternalTensor {
     pub(crate) info: TensorInfo,
-    /// Sorted by their first element. Together they cover the tensor.
+    /// The parts, sorted by their first element. Together the parts cover the tensor.
     pub(crate) parts: Vec<TensorPart>,
 }
 
@@ -56,14 +56,15 @@ pub struct ExternalCheckpoint {
     facts: ExternalFacts,
     store: StoredFiles,
     entries: Vec<ExternalTensor>,
-    /// Index into `entries`, by role and name.
+    /// Index of each tensor in `entries`, by role and name.
     index: HashMap<(TensorRole, String), usize>,
     /// The content of `config.json`.
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
     /// State that a conversion copies unchanged.
     passthrough: PassthroughState,
-    /// The checkpoint is one file of weights. Other files of its directory do not belong to it.
+    /// True if the checkpoint is a single file of weights. The other files of the directory do not
+    /// belong to such a checkpoint.
     is_single_file: bool,
 }
 
@@ -129,13 +130,13 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Adds the state that a conversion copies unchanged.
+    /// Sets the state that a conversion copies unchanged, and returns the checkpoint.
     pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
     }
 
-    /// Returns the facts about the checkpoint.
+    /// Returns the facts that the checkpoint records, or that were derived from its files.
     pub fn facts(&self) -> &ExternalFacts {
         &self.facts
     }
@@ -152,7 +153,7 @@ impl ExternalCheckpoint {
         self.facts.warnings.extend(lines);
     }
 
-    /// Inserts notices before those in the facts.
+    /// Inserts notices before the existing notices in the facts.
     fn prepend_notices(&mut self, mut lines: Vec<String>) {
         lines.append(&mut self.facts.notices);
         self.facts.notices = lines;
@@ -169,8 +170,8 @@ impl ExternalCheckpoint {
         entries.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
     }
 
-    /// Verifies every byte of every file, including files without tensors. Returns the report and
-    /// the warnings.
+    /// Verifies the CRC-32s of every file, including files without tensors. Returns the report,
+    /// which also lists incomplete parts as problems, and the warnings.
     pub(crate) fn verify(&self) -> Result<(CheckpointReport, Vec<String>)> {
         let (mut bytes, mut blocks, mut problems) =
             self.store.verify_all_spans(|inside| self.list_tensors_with(inside))?;
@@ -204,7 +205,8 @@ impl ExternalCheckpoint {
         Ok((report, warnings))
     }
 
-    /// Checks the files that hold no tensors: RNG states, schedulers, and files of other programs.
+    /// Checks the files that hold no tensors of the checkpoint, such as RNG states and schedulers.
+    /// Returns one report per scanned directory, and no report for a single file.
     fn scan_other_files(&self) -> Result<Vec<scan::ScanReport>> {
         if self.is_single_file {
             return Ok(Vec::new());
@@ -223,15 +225,16 @@ impl ExternalCheckpoint {
         Ok(scans)
     }
 
-    /// Returns the tensor of this name and role, or an error that names it.
+    /// Returns the tensor of this name and role. Fails with [`CkptError::NoSuchTensor`] if the
+    /// checkpoint does not have the tensor.
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
         self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
             CkptError::NoSuchTensor { path: self.path.clone(), tensor: format!("{role}/{name}") }
         })
     }
 
-    /// Adds the reads that satisfy a request to `parts`: one for each part of a file with some of
-    /// the requested elements.
+    /// Adds the reads that satisfy a request to `parts`. There is one read for each stored part
+    /// with some of the requested elements.
     ///
     /// # Errors
     /// Fails if the tensor is unknown, is not of a floating-point dtype, or has too few elements.
@@ -357,7 +360,8 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
-/// Reads `config.json`. Returns `None` if the directory has none.
+/// Reads `config.json`. Returns `None` if the directory does not have this file. Fails if the file
+/// is not a JSON object.
 fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match directory.file_size("config.json")? {
         None => Ok(None),
@@ -376,7 +380,7 @@ fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     }
 }
 
-/// Reads those of [`TEXT_FILES`] that exist.
+/// Reads the files of [`TEXT_FILES`] that the directory has. Fails if a file is not UTF-8 text.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let mut texts = Vec::new();
     for name in TEXT_FILES {

@@ -5,7 +5,7 @@ use crate::tensor_source::{ReadRequest, TensorSource};
 /// Elements per read.
 const CHUNK_ELEMENTS: u64 = 1 << 20;
 
-/// Reads every floating-point tensor, and returns one warning for each that has NaN or infinite
+/// Reads every floating-point tensor, and returns one warning for each tensor with NaN or infinite
 /// values.
 pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<String>> {
     let (mut lines, mut buffer) = (Vec::new(), Vec::new());

@@ -19,8 +19,8 @@ struct CrcPiece {
     crc: u32,
 }
 
-/// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s and the length of the
-/// second, in bytes.
+/// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the
+/// length of the second sequence in bytes.
 pub(super) fn combine_crcs(first: u32, second: u32, second_bytes: u64) -> u32 {
     let mut hasher = Hasher::new_with_initial(first);
     hasher.combine(&Hasher::new_with_initial_len(second, second_bytes));
@@ -34,8 +34,8 @@ impl PartialCrcs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds the CRC-32 of the byte range `bytes`, which was read. Ignores a range that overlaps an
-    /// earlier one.
+    /// Adds the CRC-32 of the byte range `bytes`, which was read. Ignores an empty range, and a
+    /// range that overlaps an earlier range.
     pub(super) fn add_crc(&self, bytes: Range<u64>, crc: u32) {
         if bytes.is_empty() {
             return;

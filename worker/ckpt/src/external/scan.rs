@@ -1,5 +1,5 @@
-//! Checks every file of a directory separately, whatever the layout of the checkpoint: zip
-//! containers with their CRC-32s, and safetensors headers.
+//! Checks every file of a directory separately, for any layout of the checkpoint. Verifies the
+//! CRC-32s of zip containers and the headers of safetensors files.
 use crate::disk::{Directory, exists};
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use crate::formats::{safetensors, torch_legacy, zip};
@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// How many levels of subdirectories are scanned if a checkpoint cannot be opened.
+/// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
 /// Limit on the number of files in a scan.
 const FILES_MAX: usize = 1 << 20;
@@ -17,7 +17,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// Suffixes of files that torch writes as zip containers.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// The result of a scan.
+/// The result of scanning a directory.
 #[derive(Default)]
 pub(crate) struct ScanReport {
     /// Bytes of all files.
@@ -78,7 +78,8 @@ fn list_checkable_files(
     Ok(())
 }
 
-/// Reads every byte of one file and checks it. Returns the damage, or `None` if the file is valid.
+/// Checks one file. Reads every member of a zip container, and only the header of a safetensors
+/// file. Returns the damage, or `None` if the file is valid.
 ///
 /// # Errors
 /// Fails if the file cannot be opened or read.
@@ -125,8 +126,8 @@ fn check_and_count_file(
     Ok(None)
 }
 
-/// Reads a member of a zip container. Returns true if its content matches its CRC-32, or if it has
-/// none.
+/// Reads a member of a zip container. Returns true if the content matches the member's CRC-32, or
+/// if the member has no CRC-32.
 fn matches_crc(file: &File, member: &zip::ZipMember, buffer: &mut [u8]) -> std::io::Result<bool> {
     let mut hasher = crc32fast::Hasher::new();
     let mut at = member.data.start;

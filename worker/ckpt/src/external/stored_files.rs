@@ -1,5 +1,5 @@
-//! [`StoredFiles`]: the files of an external checkpoint. Reads parts of tensors in place, and
-//! verifies the CRC-32 of a span of a file before its first use.
+//! [`StoredFiles`]: reads parts of tensors in the files of an external checkpoint, and verifies the
+//! CRC-32 of each span of a file.
 use super::partial_crcs::PartialCrcs;
 pub(crate) use super::tensor_part::TensorPart;
 use crate::disk::{Directory, OffsetReader, ReadBuffers};
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of 16-bit floats that are converted at a time.
+/// Bytes of 16-bit floats that are read and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The files of an external checkpoint that hold tensors.
@@ -24,7 +24,7 @@ pub(crate) struct StoredFiles {
     pub(super) read_buffers: ReadBuffers,
 }
 
-/// A file, and its spans that hold tensors.
+/// A file of an external checkpoint, and its spans that hold tensors.
 pub(crate) struct StoredFile {
     directory: Arc<Directory>,
     pub(crate) name: String,
@@ -32,14 +32,15 @@ pub(crate) struct StoredFile {
     pub(super) spans: Vec<CrcSpan>,
 }
 
-/// Consecutive bytes of a file with one CRC-32: a member of a torch file, or a safetensors tensor.
+/// Consecutive bytes of a file with one CRC-32. A span is a zip member of a torch file, a storage
+/// of a legacy torch file, or a safetensors tensor.
 pub(super) struct CrcSpan {
     /// Name of the zip member or of the tensor.
     name: String,
     pub(super) bytes: Range<u64>,
-    /// `None` for legacy torch files and safetensors, which have no CRC-32s.
+    /// The expected CRC-32. `None` for legacy torch files and safetensors, which have no CRC-32s.
     pub(super) crc: Option<u32>,
-    /// The content matches `crc`, or there is no CRC-32 to verify.
+    /// True if the content was found to match `crc`, or if there is no CRC-32 to verify.
     verified: AtomicBool,
     /// CRC-32s of the bytes that were read before the span was verified.
     pub(super) partial_crcs: PartialCrcs,
@@ -51,35 +52,36 @@ impl CrcSpan {
         self.verified.load(Ordering::Acquire)
     }
 
-    /// Records that the content matches the CRC-32.
+    /// Records that the content matches the CRC-32, so that the span is not verified again.
     pub(super) fn mark_verified(&self) {
         self.verified.store(true, Ordering::Release);
     }
 }
 
-/// A request to read elements of a part into a buffer.
+/// A request to read elements of one part of a tensor into a buffer of f32.
 pub(crate) struct PartRead<'a> {
     pub(crate) part: &'a TensorPart,
     pub(crate) dtype: Dtype,
-    /// Range of elements of the tensor, all of them in the part.
+    /// Range of element indices in the tensor. The part must have all of these elements.
     pub(crate) range: Range<u64>,
     pub(crate) out: &'a mut [f32],
 }
 
 impl StoredFile {
-    /// Makes a file of `size` bytes without spans.
+    /// Describes the file `name` of `size` bytes in `directory`, without spans.
     pub(crate) fn new(directory: Arc<Directory>, name: String, size: u64) -> StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Makes a torch file, in which each zip member is a span with the same index.
+    /// Describes the torch file `name` in `directory`. Each member of the file becomes a span with
+    /// the same index.
     pub(crate) fn from_torch_file(directory: Arc<Directory>, name: String, file: TorchFile) -> StoredFile {
         let mut stored = StoredFile::new(directory, name, file.size);
         stored.add_spans(file.members);
         stored
     }
 
-    /// Adds a span for each member. Returns the index of the first.
+    /// Adds a span for each member. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -92,12 +94,12 @@ impl StoredFile {
         first
     }
 
-    /// Returns the directory of the file.
+    /// Returns the open directory that contains the file.
     pub(crate) fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    /// Opens the file.
+    /// Opens the file for reads at any offset. The reads use the buffers of `scratch`.
     ///
     /// # Errors
     /// Fails if the size has changed since the checkpoint was opened.
@@ -116,7 +118,7 @@ impl StoredFile {
         Damage { file: self.name.clone(), block: None, tensors, reason }
     }
 
-    /// Returns an error about this file.
+    /// Returns [`CkptError::Damaged`] for this file.
     fn damaged(&self, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), &self.name, reason)
     }
@@ -128,8 +130,8 @@ impl StoredFile {
         Ok(hasher.finalize())
     }
 
-    /// Reads bytes of `span` from offset `at` of the file. Records their CRC-32, unless the span is
-    /// verified.
+    /// Fills `out` with bytes of `span` from offset `at` of the file on. Records the CRC-32 of the
+    /// bytes if the span is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -147,12 +149,13 @@ impl StoredFile {
         Ok(())
     }
 
-    /// Reads bytes from offset `at` of the file, without verification.
+    /// Fills `out` with the bytes from offset `at` of the file on, without verification.
     fn read_bytes(&self, open: &mut OffsetReader<'_>, at: u64, out: &mut [u8]) -> Result<()> {
         open.read_into(at, out, |_| {}).map_err(|e| self.read_error(e))
     }
 
-    /// Wraps an I/O error. The unexpected end of the file is damage.
+    /// Converts an I/O error of a read in this file. The unexpected end of the file becomes
+    /// [`DamageReason::Truncated`].
     fn read_error(&self, e: io::Error) -> CkptError {
         match e.kind() {
             io::ErrorKind::UnexpectedEof => self.damaged(DamageReason::Truncated),
@@ -162,8 +165,8 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Reads all requested parts, whose spans are verified first. `tensors_with(predicate)` must
-    /// name the tensors with a part that satisfies the predicate, for errors.
+    /// Reads all requested parts, and verifies the span of each part first. For errors,
+    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
     pub(crate) fn read_verified_parts(
         &self,
         part_reads: Vec<PartRead<'_>>,
@@ -172,9 +175,9 @@ impl StoredFiles {
         self.read_parts(part_reads, true, tensors_with)
     }
 
-    /// Reads all requested parts without verifying their spans; [`StoredFiles::verify_read_spans`]
-    /// verifies them afterwards. Spans of parts that are not contiguous are verified first
-    /// nevertheless.
+    /// Reads all requested parts without verifying their spans. The caller must call
+    /// [`StoredFiles::verify_read_spans`] afterwards. Spans of parts that are not contiguous are
+    /// verified first nevertheless.
     pub(crate) fn read_unverified_parts(
         &self,
         part_reads: Vec<PartRead<'_>>,
@@ -183,8 +186,8 @@ impl StoredFiles {
         self.read_parts(part_reads, false, tensors_with)
     }
 
-    /// Reads all requested parts, sorted by file and offset. With `checked`, the span of each part
-    /// is verified first.
+    /// Reads all requested parts in the order of their files and offsets. With `checked`, verifies
+    /// the span of each part first.
     fn read_parts(
         &self,
         mut part_reads: Vec<PartRead<'_>>,
@@ -218,15 +221,15 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Reads the whole span and returns true if the content matches the CRC-32. The caller marks
-    /// the span as verified.
+    /// Reads the whole span `span` of the file with index `index`. Returns true if the content
+    /// matches the CRC-32. The caller marks the span as verified.
     fn verify_span_crc(&self, index: usize, span: &CrcSpan, open: &mut OffsetReader<'_>) -> Result<bool> {
         let crc = self.files[index].compute_crc(open, span.bytes.clone())?;
         Ok(span.crc.is_none_or(|expected| expected == crc))
     }
 
-    /// Reads the elements `range` of the tensor of `part`, in their stored dtype. The span is
-    /// verified first.
+    /// Reads the elements `range` of the tensor into `out`, in the stored dtype. `part` must have
+    /// all of these elements. Verifies the span of the part first.
     pub(crate) fn read_raw(
         &self,
         part: &TensorPart,
@@ -258,12 +261,13 @@ impl StoredFiles {
         })
     }
 
-    /// Reads the number in a tensor with one element.
+    /// Reads the first element of the tensor `view` of the file with index `file`, as F32. Verifies
+    /// the span of the tensor first.
     pub(crate) fn read_scalar(&self, file: usize, view: &TensorView) -> Result<f32> {
         self.read_first_element(&TensorPart::new(file, view, 0..1, 0), view.dtype)
     }
 
-    /// Reads the first element of a part.
+    /// Reads the first element of a part as F32. Verifies the span of the part first.
     pub(crate) fn read_first_element(&self, part: &TensorPart, dtype: Dtype) -> Result<f32> {
         let mut out = [0.0];
         let range = part.start..part.start + 1;
@@ -272,7 +276,8 @@ impl StoredFiles {
     }
 }
 
-/// Reads the elements of one request, converted to F32. `buffer` is reused between calls.
+/// Reads the elements of the request `w` from the span `span` and converts them to F32. `buffer` is
+/// scratch memory that the caller reuses for other requests.
 fn read_part(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,
@@ -306,7 +311,8 @@ fn read_part(
     })
 }
 
-/// Converts 16-bit floats to F32 without loss. Returns false for other dtypes.
+/// Converts little-endian 16-bit floats to F32 without loss. Returns false for dtypes other than
+/// BF16 and F16.
 fn widen_to_f32(dtype: Dtype, bytes: &[u8], out: &mut [f32]) -> bool {
     let pairs = bytes.as_chunks::<2>().0;
     match dtype {

@@ -14,9 +14,10 @@ pub(crate) struct TensorPart {
     pub(super) file: usize,
     /// Index of the span in the file.
     pub(super) span: usize,
-    /// Index in the span of the element at which the view begins.
+    /// Index of the part's first element in the span. If the view is not contiguous, the index of
+    /// the view's first element.
     pub(super) offset: u64,
-    /// The layout of the view; `None` if it is contiguous.
+    /// The layout of the view, or `None` if the view is contiguous.
     pub(super) strided: Option<Box<StridedLayout>>,
 }
 
@@ -25,13 +26,13 @@ pub(crate) struct TensorPart {
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
     strides: Vec<u64>,
-    /// Elements of the view before this part.
+    /// Number of elements of the view before this part.
     skip: u64,
 }
 
 impl TensorPart {
-    /// Makes the elements `taken` of a view the elements `start..` of a tensor. `file` is the index
-    /// of the view's file in the store.
+    /// Makes a part of the elements `taken` of the view `view`. The part holds the elements of a
+    /// tensor from index `start` on. `file` is the index of the view's file in the store.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || {
@@ -51,8 +52,8 @@ impl TensorPart {
         }
     }
 
-    /// Makes the elements `taken` of the tensor, which must be in this part, the elements `start..`
-    /// of another tensor.
+    /// Makes a part of another tensor of the elements `taken` of this tensor, which must be in this
+    /// part. The new part holds the other tensor's elements from index `start` on.
     pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -77,7 +78,7 @@ impl TensorPart {
     /// the tensor. `first` is the index of the run's first element in the span.
     ///
     /// # Errors
-    /// Stops at the first error of `run` and returns it.
+    /// Fails with the first error that `run` returns, and makes no further calls.
     pub(super) fn for_each_run(
         &self,
         range: Range<u64>,
@@ -118,13 +119,14 @@ mod tests {
     use crate::dtype::Dtype;
     use proptest::prelude::*;
 
-    /// Makes a part of a view, whose first element is element 100 of the tensor.
+    /// Makes a part of the elements `taken` of a view. The part's first element is element 100 of
+    /// the tensor.
     fn make_part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> TensorPart {
         let (shape, strides) = (shape.to_vec(), strides.to_vec());
         TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
     }
 
-    /// Lists the positions in the span of the elements `range` of a tensor.
+    /// Lists the indices in the span of the elements `range` of the part's tensor.
     fn list_positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
         let mut positions = Vec::new();
         let result = part.for_each_run(range, |at, n| {

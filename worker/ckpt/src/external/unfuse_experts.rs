@@ -5,9 +5,10 @@ use crate::formats::fused_experts::{FusedExperts, FusedMember};
 
 impl ExternalCheckpoint {
     /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
-    /// `weights` lists by name and shape. The other weights of these layers are renamed
-    /// accordingly. A tensor that exists in both forms stays fused, so that a reader of `weights`
-    /// finds an unexpected tensor.
+    /// `weights` lists by name and shape. Renames other weights whose names differ between a model
+    /// with fused experts and `weights`. A tensor that exists in both forms stays fused, so that a
+    /// reader of `weights` finds an unexpected tensor. Does nothing if `weights` lists no separate
+    /// experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
         let Some(fused) = FusedExperts::detect(&weights) else { return };
@@ -34,7 +35,7 @@ impl ExternalCheckpoint {
     }
 }
 
-/// Returns the part of the fused tensor `entry` that belongs to one expert.
+/// Returns the part `member` of the fused tensor `entry` as a separate tensor.
 fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
@@ -49,8 +50,8 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> Extern
 }
 
 impl ExternalFacts {
-    /// Replaces the names of fused weights in groups, steps and frozen weights by the names of
-    /// their members.
+    /// Replaces the name of each fused weight by the names of its members, in the parameter groups,
+    /// the steps and the list of frozen weights.
     fn rename_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
@@ -69,8 +70,8 @@ mod tests {
     use crate::{ReadRequest, TensorRole, TensorSource, external::open_checkpoint};
     use serde_json::{Map, json};
 
-    /// Writes weights of these names and shapes to a safetensors file. The elements of each tensor
-    /// count up from 0.
+    /// Writes weights of these names and shapes to `model.safetensors` in a new temporary
+    /// directory. The elements of each tensor count up from 0.
     fn write_weights(tensors: &[(&str, &[u64])]) -> tempfile::TempDir {
         let (mut header, mut data) = (Map::new(), Vec::new());
         for (name, shape) in tensors {

@@ -1,9 +1,10 @@
 //! [`FusedExperts`]: maps between experts that are stored as one tensor per layer (fused) and as
 //! one tensor per expert.
 //!
-//! Recent versions of transformers train fused experts, while files of weights list them one by
-//! one. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of each
-//! expert before its up projection. `experts.down_proj` has the shape [experts, hidden, width].
+//! Recent versions of transformers train fused experts, while files of weights store each expert
+//! separately. `experts.gate_up_proj` has the shape [experts, 2 × width, hidden], with the gate of
+//! each expert before its up projection. `experts.down_proj` has the shape [experts, hidden,
+//! width].
 use super::param_matching::ShapedWeight;
 use crate::catalog::count_elements;
 use std::collections::{BTreeMap, HashMap};
@@ -11,7 +12,7 @@ use std::ops::Range;
 
 /// Names of an expert's matrices (gate, up, down), by model family.
 const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// The name of an MoE layer in files of Mixtral, and in the model.
+/// The part of a weight's name that denotes the MoE layer, in files of Mixtral and in the model.
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
 /// The part of a fused tensor that files store under a separate name.
@@ -20,7 +21,7 @@ pub(crate) struct FusedMember {
     /// Name of the tensor in files.
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
-    /// Range of elements in the fused tensor.
+    /// Range of the member's elements in the fused tensor.
     pub(crate) elements: Range<u64>,
 }
 
@@ -38,8 +39,9 @@ pub(crate) struct FusedExperts {
 type LayerMatrices<'a> = BTreeMap<(u64, usize), ShapedWeight<'a>>;
 
 impl FusedExperts {
-    /// Fuses the experts of each layer into two tensors. Returns `None` if no experts are listed
-    /// one by one, some are missing, or their shapes differ.
+    /// Derives the model's weights from the weights in files, by fusing the experts of each layer
+    /// into two tensors. Returns `None` if the files have no separate experts, or if experts are
+    /// missing or differ in shape.
     pub(crate) fn detect(weights: &[ShapedWeight<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
@@ -81,8 +83,8 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight of the model, which consists of `parts`. Returns `None` if the number of
-    /// elements overflows.
+    /// Adds a weight of the model, which consists of the weights `parts` in files. Returns `None`
+    /// if the number of elements overflows.
     fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<ShapedWeight<'_>>) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
@@ -97,13 +99,13 @@ impl FusedExperts {
         Some(())
     }
 
-    /// Returns the members of a weight of the model, or `None` if files store it under the same
-    /// name.
+    /// Returns the members of the model's weight `name`, or `None` if files store the weight under
+    /// the same name.
     pub(crate) fn members(&self, name: &str) -> Option<&[FusedMember]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
-    /// Iterates over the names under which files store a weight of the model.
+    /// Iterates over the names under which files store the model's weight `name`.
     pub(crate) fn stored_names<'a>(&'a self, name: &'a str) -> impl Iterator<Item = String> + 'a {
         let members = self.members(name);
         let unchanged = members.is_none().then(|| name.to_owned());
@@ -112,7 +114,8 @@ impl FusedExperts {
 }
 
 /// Parses the name of an expert's matrix. Returns the name that the layer's experts have in the
-/// model, the number of the expert, and the index into a row of [`MATRIX_NAMES`].
+/// model, the number of the expert, and the index into a row of [`MATRIX_NAMES`]. Returns `None`
+/// for other names.
 fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
@@ -125,7 +128,8 @@ fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
 mod tests {
     use super::*;
 
-    /// Lists the weights of one layer as files name them, one by one.
+    /// Lists the names and shapes of one layer's weights as files store them, with separate
+    /// experts.
     fn list_weights(matrices: [&str; 3], module: &str, experts: u64) -> Vec<(String, Vec<u64>)> {
         let mut weights = vec![
             (format!("model.layers.0.{module}.gate.weight"), vec![experts, 4]),
@@ -139,7 +143,7 @@ mod tests {
         weights
     }
 
-    /// Fuses the experts of listed weights.
+    /// Calls [`FusedExperts::detect`] with owned names and shapes.
     fn fuse_experts(weights: &[(String, Vec<u64>)]) -> Option<FusedExperts> {
         FusedExperts::detect(&weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>())
     }

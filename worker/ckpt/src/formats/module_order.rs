@@ -1,14 +1,14 @@
 //! The order in which models of known families register their parameters. Files of weights are
 //! sorted by name, while optimizers number parameters in the order of registration.
 //!
-//! Tested against the models of transformers (scripts/golden/orders.py). Names may match several
-//! families: Mixtral registers the gate before the experts, Qwen3-MoE after them. Shapes then
-//! decide.
+//! A test compares the orders with the models of transformers (scripts/golden/orders.py). Names may
+//! match several families, since Mixtral registers the gate before the experts, and Qwen3-MoE after
+//! the experts. The shapes of the optimizer states then decide.
 use std::collections::HashMap;
 
 /// The modules of each family in the order of registration. `*` stands for a number. The name of a
-/// parameter is that of a module, optionally with `.weight` or `.bias`. Modules that a model lacks
-/// are skipped.
+/// parameter is the name of a module, optionally with `.weight` or `.bias`. Modules that a model
+/// lacks are skipped.
 const FAMILIES: &[&[&str]] = &[
     // Llama, Mistral, Qwen2, Qwen3, Gemma, Phi-3, Mixtral and similar
     &[
@@ -122,8 +122,8 @@ const FAMILIES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names in the registration order of every known family that has all of them. Returns
-/// one list per distinct order, and no list if no family matches.
+/// Sorts the names of parameters in the registration order of every known family that has all of
+/// these parameters. Returns one list per distinct order, and no list if no family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILIES.iter().map(|family| ModulePositions::new(family)) {
@@ -144,9 +144,9 @@ type RegistrationKey = [u64; 6];
 
 /// Positions of the modules in the registration order of one family.
 struct ModulePositions {
-    /// Position of each module.
+    /// Position of each module, by its name with `*` for numbers.
     modules: HashMap<&'static str, u64>,
-    /// Position of the first module with each prefix that ends before a `*`.
+    /// For each prefix that ends before a `*`, the position of the first module with this prefix.
     stems: HashMap<&'static str, u64>,
 }
 
@@ -163,7 +163,8 @@ impl ModulePositions {
         positions
     }
 
-    /// Computes the sort key of a parameter, or returns `None` if the family has no such module.
+    /// Computes the sort key of the parameter `name`. Returns `None` if the family does not have
+    /// the parameter's module.
     fn compute_sort_key(&self, name: &str) -> Option<RegistrationKey> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),
@@ -220,8 +221,8 @@ mod tests {
         assert!(sort_in_registration_orders(&["model.embed_tokens.weight", "mine.weight"]).is_empty());
     }
 
-    /// Compares the order with that of transformers for a model of every family. If the names match
-    /// two families, one of the two orders must equal it.
+    /// Compares the order with the order of transformers for a model of every family. If the names
+    /// match two families, one of the two orders must equal the order of transformers.
     #[test]
     fn registration_orders_equal_those_of_transformers() {
         let golden: serde_json::Map<String, serde_json::Value> =

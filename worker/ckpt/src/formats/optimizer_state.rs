@@ -1,5 +1,5 @@
-//! Reads the `state_dict` of an optimizer: `{state: {parameter: {key: tensor}}, param_groups: [{…,
-//! params}]}`. Parameters are numbers (torch) or names (full FSDP states).
+//! Reads the `state_dict` of an optimizer, which has the form `{state: {parameter: {key: tensor}},
+//! param_groups: [{…, params}]}`. Parameters are numbers (torch) or names (full FSDP states).
 use super::fused_experts::{FusedExperts, FusedMember};
 use super::param_matching::{self, MatchError};
 use super::torch_error::TorchFileError;
@@ -22,7 +22,7 @@ use std::collections::{BTreeSet, HashMap};
 pub(crate) enum ParamId {
     /// The number that torch gives to the parameter.
     Number(u64),
-    /// The name of the parameter, which FSDP writes.
+    /// The name of the parameter, which FSDP writes instead of a number.
     Name(String),
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct ParamState {
     pub(crate) step: Option<StepValue>,
 }
 
-/// The step of a parameter: a number, or a tensor with one element.
+/// The step of a parameter as a file stores it, which is a number or a tensor with one element.
 pub(crate) enum StepValue {
     Number(f64),
     Tensor(TensorView),
@@ -56,13 +56,13 @@ pub enum OptimizerStateError {
     /// A parameter has two states.
     #[error("{0} has two states")]
     DuplicateState(String),
-    /// A group is not a dict, or has no list of parameters.
+    /// A parameter group is not a dict, or has no list of parameters.
     #[error("a parameter group is not a dict with params")]
     InvalidGroup,
-    /// A parameter is in two groups.
+    /// A parameter is in two parameter groups.
     #[error("{0} is in two parameter groups")]
     InTwoGroups(String),
-    /// A parameter with a state is in no group.
+    /// A parameter with a state is in no parameter group.
     #[error("{0} has a state but is in no parameter group")]
     InNoGroup(String),
     /// The state of a parameter is not a dict with string keys.
@@ -71,12 +71,12 @@ pub enum OptimizerStateError {
     /// A tensor of a state is invalid.
     #[error("{key}: {error}")]
     Tensor {
-        /// Key of the state.
+        /// Key of the state, such as `exp_avg`.
         key: String,
         /// Why the tensor is rejected.
         error: TorchFileError,
     },
-    /// A state has another number of elements than its weight.
+    /// An optimizer state has another number of elements than its weight.
     #[error("{role} of {weight} has the shape {shape:?}, expected {expected} elements")]
     Elements {
         /// Role of the state.
@@ -85,7 +85,7 @@ pub enum OptimizerStateError {
         weight: String,
         /// Shape of the state.
         shape: Vec<u64>,
-        /// Elements of the weight.
+        /// Number of elements of the weight.
         expected: u64,
     },
     /// The step of a weight is not a whole number.
@@ -113,7 +113,7 @@ pub(crate) struct OptimizerStateDict {
 }
 
 impl OptimizerStateDict {
-    /// Reads the `state_dict` at `root`.
+    /// Reads the `state_dict` at `root`, without the data of tensors.
     ///
     /// # Errors
     /// Fails if the dict has another structure, or a parameter with a state is not in exactly one
@@ -154,7 +154,7 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Reads the state of one parameter. Keys of unknown states are added to `unknown`.
+    /// Reads the state of one parameter. Adds the keys of unknown tensors to `self.unknown`.
     fn read_state(
         &mut self,
         file: &TorchFile,
@@ -179,13 +179,14 @@ impl OptimizerStateDict {
         Ok(state)
     }
 
-    /// Returns the shape of the first state of each parameter, by group.
+    /// Returns the shape of the first state tensor of each parameter, by group.
     pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
         let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Returns the names of the parameters of each group: the recorded ones, or those that
+    /// Returns the names of the parameters of each group. Recorded names are checked against
+    /// `weights`. Numbered parameters get the names that
     /// [`param_matching::match_states_to_weights`] finds. `in_order` states whether `weights` are
     /// in the order of the model.
     pub(crate) fn name_parameters(
@@ -205,7 +206,8 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Checks that the recorded names are those of weights with the same shapes.
+    /// Returns the recorded names. Fails if a name is not in `weights`, or if the weight's shape
+    /// differs from the shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
@@ -227,7 +229,7 @@ impl OptimizerStateDict {
 }
 
 impl ParamId {
-    /// Returns the name of the parameter, or its number in words, for messages.
+    /// Returns the name of the parameter, or text such as `parameter 3`, for messages.
     fn label(&self) -> String {
         match self {
             ParamId::Number(n) => format!("parameter {n}"),
@@ -236,17 +238,17 @@ impl ParamId {
     }
 }
 
-/// Parses a key of `state` or an item of `params`. Returns `None` if it is neither a number nor
-/// text.
+/// Parses a key of `state` or an item of `params`. Returns `None` if the value is neither a
+/// non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
     value.as_count().map(ParamId::Number).or_else(|| value.as_str().map(|s| ParamId::Name(s.to_owned())))
 }
 
-/// Names of the parameters of each group.
+/// Names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// Reads the optimizer file `name`, and adds its states to the weights of the builder. States that
-/// cannot be assigned to weights are skipped with a notice.
+/// Reads the optimizer file `name`, and adds its states, steps and groups to the builder. States
+/// that cannot be assigned to the builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, GLOBALS)?;
     let optimizer =
@@ -267,8 +269,9 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Names the parameters by the listed weights, or by those of a model that fuses the experts of
-/// each layer.
+/// Assigns the names of `weights` to the parameters. If these do not match, assigns the names of a
+/// model that fuses the experts of each layer. Also returns the fused experts, which are empty in
+/// the first case.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[param_matching::ShapedWeight<'_>],
@@ -286,7 +289,8 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Records that the states are skipped, and why. Keeps the hyper-parameters of the groups.
+/// Records a notice that the states in the file `name` are skipped because of `error`. Keeps the
+/// hyper-parameters of the groups.
 fn skip_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -300,7 +304,7 @@ fn skip_states(
 
 /// Adds the states if they match the weights that the reader trains in number, groups, order and
 /// shape. A notice reports the assignment, since the file itself does not identify the weights.
-/// Otherwise the states are skipped; `error` is why they do not match all weights.
+/// Skips the states otherwise. `error` states why the states do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -336,7 +340,8 @@ fn add_trained_states(
     }
 }
 
-/// Adds the states of parameters whose names are known, with their steps and groups.
+/// Adds the states of all parameters to the builder, with their steps and groups. `names` are the
+/// names of the parameters of each group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -375,7 +380,8 @@ fn add_states(
     Ok(())
 }
 
-/// Returns the tensors that a state consists of: one, or one per expert if the weight is fused.
+/// Returns the tensors of the state `role` of `weight`, which is stored in `view`. There is one
+/// tensor, or one per stored member if the weight is fused.
 fn make_state_tensors(
     weight: &str,
     role: TensorRole,

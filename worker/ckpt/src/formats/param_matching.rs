@@ -1,20 +1,23 @@
 //! Assigns optimizer states, which torch numbers, to the names of weights.
 //!
 //! The names follow from the order of the model's parameters, the rule by which programs form
-//! parameter groups, and the shapes. The assignment is rejected unless all of them agree.
+//! parameter groups, and the shapes. The assignment is rejected if these contradict each other, or
+//! allow several assignments.
 use super::module_order;
 use std::collections::HashMap;
 
-/// The shape of each state of one parameter group; `None` for a parameter without a state.
+/// The shape of the state of each parameter in one group, or `None` for a parameter without a
+/// state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
 /// Name and shape of a weight.
 pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);
 
-/// A rule that divides weights into two parameter groups: true for the weights of the first group.
+/// A rule that divides weights into two parameter groups. Returns true for a weight of the first
+/// group.
 type GroupRule = fn(&ShapedWeight<'_>) -> bool;
 
-/// The rules that programs use. The first group of each has weight decay.
+/// The rules by which programs form two parameter groups. The first group has weight decay.
 const RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
 /// Why optimizer states cannot be assigned to weights.
@@ -24,9 +27,9 @@ pub enum MatchError {
     /// The number of states differs from the number of weights.
     #[error("states of {states} weights, but the model has {weights} (some may be frozen)")]
     Count {
-        /// States in all groups.
+        /// Number of states in all groups.
         states: usize,
-        /// Weights of the model.
+        /// Number of weights of the model.
         weights: usize,
     },
     /// There are more than two groups, so no known rule formed them.
@@ -40,9 +43,9 @@ pub enum MatchError {
     GroupSize {
         /// Index of the group.
         group: usize,
-        /// States in the group.
+        /// Number of states in the group.
         states: usize,
-        /// Weights that the rule selects.
+        /// Number of weights that the rule selects.
         expected: usize,
     },
     /// A state has another shape than the weight at its position.
@@ -50,7 +53,7 @@ pub enum MatchError {
     StateShape {
         /// Index of the group.
         group: usize,
-        /// Index in the group.
+        /// Index of the state in the group.
         index: usize,
         /// Shape of the state.
         found: Vec<u64>,
@@ -62,7 +65,7 @@ pub enum MatchError {
     /// The groups match the weights in several ways.
     #[error("the parameter groups match the weights in more than one way")]
     Ambiguous,
-    /// The order of the model's weights is unknown, and several weights have one shape.
+    /// The order of the model's weights is unknown, and several weights have the same shape.
     #[error("the order of the model's weights is unknown, and shapes alone do not distinguish them")]
     UnknownOrder,
     /// No weight has the shape of a state.
@@ -81,35 +84,36 @@ pub enum MatchError {
         /// Shape of the weight.
         expected: Vec<u64>,
     },
-    /// Neither the listed weights match, nor those with fused experts.
+    /// The states match neither the listed weights, nor the weights with fused experts.
     #[error("{listed}; with the experts of a layer as one weight, {fused}")]
     Fused {
-        /// Why the listed weights do not match.
+        /// Why the states do not match the listed weights.
         listed: Box<MatchError>,
-        /// Why the weights with fused experts do not match.
+        /// Why the states do not match the weights with fused experts.
         fused: Box<MatchError>,
     },
-    /// Neither all weights match, nor the trained ones.
+    /// The states match neither all weights, nor only the trained weights.
     #[error("{all_weights}; with only the weights that are trained here, {trained}")]
     Trained {
-        /// Why all weights do not match.
+        /// Why the states do not match all weights.
         all_weights: Box<MatchError>,
-        /// Why the trained weights do not match.
+        /// Why the states do not match the trained weights.
         trained: Box<MatchError>,
     },
 }
 
-/// Names of the parameters of each group.
+/// Names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// The weights of each group, as one rule forms them.
+/// The weights of each parameter group, as one rule forms the groups.
 type Grouping<'a> = Vec<Vec<ShapedWeight<'a>>>;
 
-/// Finds the name of each state, by group. `in_order` states whether `weights` are in the order of
-/// the model.
+/// Finds the weight of each state, and returns the names of the weights by group. `in_order` states
+/// whether `weights` are in the order of the model.
 ///
 /// # Errors
-/// Fails if no order and rule match the shapes, or several of them give different names.
+/// Fails if no combination of an order and a rule matches the shapes, or if several combinations
+/// give different names.
 pub(crate) fn match_states_to_weights(
     groups: &[StateShapes],
     weights: &[ShapedWeight<'_>],
@@ -145,7 +149,8 @@ pub(crate) fn match_states_to_weights(
     }
 }
 
-/// Lists the ways in which programs divide weights into this number of groups.
+/// Lists the ways in which programs divide the weights `sequence` into `groups` parameter groups.
+/// Fails for more than two groups.
 fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<Grouping<'_>>, MatchError> {
     match groups {
         1 => Ok(vec![vec![sequence]]),
@@ -160,8 +165,9 @@ fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<
     }
 }
 
-/// Returns the names of the states, by group, if their shapes match those of `candidate`. Unless
-/// the weights are in the order of the model (`in_order`), shapes alone identify them.
+/// Returns the names of the states, by group. Fails if the shapes of the states do not match the
+/// weights of `candidate`. With `in_order`, positions and shapes identify the weights, and only
+/// shapes otherwise.
 fn match_candidate(
     groups: &[StateShapes],
     candidate: &[Vec<ShapedWeight<'_>>],
@@ -180,8 +186,8 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Returns the names of the weights if each state has the shape of the weight at its position.
-/// `group` is the index of the group, for errors.
+/// Returns the names of the weights. Fails if a state has another shape than the weight at its
+/// position. `group` is the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,
@@ -199,7 +205,8 @@ fn match_by_position(
 /// Returns the name of the only weight with the shape of each state.
 ///
 /// # Errors
-/// Fails if two weights have one shape, a state has no shape, or no weight has its shape.
+/// Fails if two weights have the same shape, a state has no shape, or no weight has the shape of a
+/// state.
 fn match_by_shape(states: &StateShapes, weights: &[ShapedWeight<'_>]) -> Result<Vec<String>, MatchError> {
     let mut by_shape: HashMap<&[u64], &str> = HashMap::new();
     for (name, shape) in weights {
@@ -217,7 +224,8 @@ fn match_by_shape(states: &StateShapes, weights: &[ShapedWeight<'_>]) -> Result<
     states.iter().map(name).collect()
 }
 
-/// Returns true if HF Trainer applies weight decay to the weight: unless it is a bias or a norm.
+/// Returns true if HF Trainer applies weight decay to the weight. HF Trainer excludes biases and
+/// norms, by their names.
 fn is_decayed_by_name((name, _): &ShapedWeight<'_>) -> bool {
     let lower = name.to_lowercase();
     let norm = |part: &str| {
@@ -231,7 +239,7 @@ fn is_decayed_by_name((name, _): &ShapedWeight<'_>) -> bool {
 }
 
 /// Returns true for weights with at least two dimensions. Many programs apply weight decay only to
-/// them.
+/// such weights.
 fn is_matrix((_, shape): &ShapedWeight<'_>) -> bool {
     shape.len() >= 2
 }
@@ -264,8 +272,8 @@ mod tests {
         assert_eq!(match_states_to_weights(&one, &WEIGHTS, false).expect("fits")[0][2], "model.norm.weight");
     }
 
-    /// Matches the states of each model family with one group and with two. The listed names are
-    /// sorted, so they are not in the order of the model.
+    /// Matches the states of a model of each family, with one group and with two groups, and checks
+    /// the names. The weights are sorted by name, and not in the order of the model.
     #[test]
     fn states_of_every_family_match_their_names() {
         let models: serde_json::Map<String, serde_json::Value> =

@@ -21,8 +21,9 @@ impl fmt::Display for Placeholder {
     }
 }
 
-/// Recognizes a placeholder by the first bytes of a file of `size` bytes. Returns `None` for other
-/// files, and if the bytes cannot be read.
+/// Recognizes a placeholder by the first bytes of a file of `size` bytes. `read_at(offset, buffer)`
+/// must fill the buffer with the bytes at the offset. Returns `None` for other files, and if the
+/// bytes cannot be read.
 pub(crate) fn detect_placeholder(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,

@@ -1,5 +1,5 @@
-//! Reads and writes safetensors: the header length (8 bytes, little-endian), a JSON header, then
-//! the bytes of the tensors without gaps.
+//! Reads and writes headers of safetensors files. A file has the header length (8 bytes,
+//! little-endian), a JSON header, and the bytes of the tensors without gaps.
 use super::placeholder::{self, Placeholder};
 use crate::catalog::{InvalidTensorName, TensorRole, check_tensor_name, count_elements};
 use crate::dtype::Dtype;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-/// Limit on the size of the header in bytes, which equals that of the safetensors library.
+/// Limit on the size of the header in bytes, equal to the limit of the safetensors library.
 pub const HEADER_MAX: u64 = 100_000_000;
 
 /// The description of one tensor in a safetensors file.
@@ -17,11 +17,11 @@ pub const HEADER_MAX: u64 = 100_000_000;
 pub struct SafetensorsEntry {
     /// Name of the tensor.
     pub name: String,
-    /// Element type.
+    /// Dtype of the elements.
     pub dtype: Dtype,
-    /// Dimensions.
+    /// Size of each dimension.
     pub shape: Vec<u64>,
-    /// Byte range in the file. The header stores offsets relative to its own end instead.
+    /// Byte range in the file. The header stores offsets relative to the end of the header instead.
     pub bytes: Range<u64>,
 }
 
@@ -30,7 +30,7 @@ pub struct SafetensorsEntry {
 pub struct SafetensorsHeader {
     /// The tensors, sorted by their byte ranges.
     pub entries: Vec<SafetensorsEntry>,
-    /// The `__metadata__` of the file.
+    /// The text values in `__metadata__` of the file, by key.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -49,7 +49,7 @@ pub enum SafetensorsError {
     HeaderLength {
         /// The header length that the file states.
         claimed: u64,
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// The file is a placeholder, not a safetensors file.
@@ -83,27 +83,27 @@ pub enum SafetensorsError {
         end: u64,
         /// Bytes of the file after the header.
         data: u64,
-        /// Element type.
+        /// Dtype of the elements.
         dtype: Dtype,
-        /// Dimensions.
+        /// Size of each dimension.
         shape: Vec<u64>,
     },
-    /// There is a gap or an overlap before a tensor.
+    /// A tensor does not begin where the previous tensor or the header ends.
     #[error("tensor {tensor} begins at byte {found}, expected {expected}: a gap or an overlap")]
     Gap {
         /// Name of the tensor.
         tensor: String,
         /// Offset of the tensor in the file.
         found: u64,
-        /// End of the tensor before it.
+        /// Offset in the file at which the previous tensor or the header ends.
         expected: u64,
     },
     /// The tensors end before the file does.
     #[error("the tensors end at byte {end}, the file at byte {size}")]
     TrailingData {
-        /// End of the last tensor.
+        /// Offset in the file at which the last tensor ends.
         end: u64,
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// The header of a file to be written would exceed the limit.
@@ -130,8 +130,7 @@ type Result<T> = std::result::Result<T, SafetensorsError>;
 /// the bytes at the offset.
 ///
 /// # Errors
-/// [`SafetensorsError`] if the header is invalid or does not describe exactly the bytes of the
-/// file.
+/// Fails if the header is invalid, or does not describe exactly the bytes of the file.
 pub fn read_header(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -172,8 +171,9 @@ struct RawEntry {
 }
 
 impl RawHeader {
-    /// Checks every entry against the file. `data` is the offset of the first byte after the
-    /// header, and `size` the size of the file in bytes.
+    /// Converts the entries, and fails if they do not describe exactly the bytes of the file.
+    /// `data` is the offset of the first byte after the header, and `size` the file's size in
+    /// bytes.
     fn validate(self, data: u64, size: u64) -> Result<SafetensorsHeader> {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
@@ -260,8 +260,8 @@ impl PlannedTensor<'_> {
     }
 }
 
-/// Encodes the beginning of a file with these consecutive tensors: header length, JSON, and padding
-/// to 8 bytes.
+/// Encodes the beginning of a file with these consecutive tensors. The result is the header length
+/// and the JSON header, padded to a multiple of 8 bytes.
 ///
 /// # Errors
 /// Fails if the header exceeds [`HEADER_MAX`].
@@ -296,14 +296,15 @@ pub(crate) fn encode_header(metadata: &[(&str, String)], tensors: &[PlannedTenso
     Ok(bytes)
 }
 
-/// Encodes the beginning of a rank's shard in a native checkpoint.
+/// Encodes the header of a rank's shard in a native checkpoint. `world` is the number of ranks.
 pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor<'_>]) -> Result<Vec<u8>> {
     let metadata =
         [("format", "launch shard".to_owned()), ("rank", rank.to_string()), ("world", world.to_string())];
     encode_header(&metadata, pieces)
 }
 
-/// Returns the name of a piece in a native shard: `role/name@start`.
+/// Returns the name `role/name@start` of a piece in a native shard. `start` is the index of the
+/// piece's first element in the tensor.
 pub(crate) fn piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }
@@ -313,7 +314,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads the header of a file in memory.
+    /// Reads the header of a safetensors file in memory.
     fn parse_file(file: &[u8]) -> Result<SafetensorsHeader> {
         read_header(file.len() as u64, |at, out| {
             let at = at as usize;

@@ -26,9 +26,9 @@ pub enum TorchFileError {
     MemberTooLarge {
         /// Name of the member.
         member: String,
-        /// Size of the member.
+        /// Size of the member in bytes.
         bytes: u64,
-        /// The limit, bytes.
+        /// The limit in bytes.
         limit: u64,
     },
     /// The content of a member differs from its CRC-32.
@@ -50,7 +50,7 @@ pub enum TorchFileError {
     OutsideStorage {
         /// Shape of the tensor.
         shape: Vec<u64>,
-        /// Elements between neighbours, per dimension.
+        /// Distance of neighbouring elements in each dimension, in elements.
         strides: Vec<u64>,
         /// Index in the storage of the tensor's first element.
         offset: u64,
@@ -65,11 +65,11 @@ pub enum TorchFileError {
     StorageSize {
         /// Key of the storage.
         key: String,
-        /// Elements in the description.
+        /// Number of elements in the description.
         elements: u64,
-        /// Element type.
+        /// Dtype in the description.
         dtype: Dtype,
-        /// Bytes of the member.
+        /// Size of the storage's zip member in bytes.
         bytes: u64,
     },
     /// A legacy file has another version than 1001.
@@ -84,21 +84,21 @@ pub enum TorchFileError {
     /// A legacy file has too many storages.
     #[error("the file has more than {limit} storages")]
     TooManyStorages {
-        /// The limit.
+        /// The largest accepted number of storages.
         limit: usize,
     },
     /// A legacy file continues after its last storage.
     #[error("the storages end at byte {end}, the file at byte {size}")]
     TrailingData {
-        /// End of the last storage.
+        /// Offset in the file at which the last storage ends.
         end: u64,
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// A legacy file ends within a pickle or storage.
     #[error("the file is truncated in {part}")]
     Truncated {
-        /// The part that is incomplete: `a pickle`, or a storage by name.
+        /// The incomplete part, such as `a pickle` or `storage 3`.
         part: String,
     },
     /// A storage of a legacy file has another number of elements than its description.
@@ -106,7 +106,7 @@ pub enum TorchFileError {
     StorageElements {
         /// Key of the storage.
         key: String,
-        /// Elements in the description.
+        /// Number of elements in the description.
         expected: u64,
         /// Number of elements that is recorded before the data.
         found: u64,
@@ -123,8 +123,8 @@ pub enum TorchFileError {
 }
 
 impl TorchFileError {
-    /// Returns true if a pickle names a class or function that is not allowed. Other values of the
-    /// same checkpoint may still be readable.
+    /// Returns true if the pickle names a class or function that is not allowed. Other files of the
+    /// checkpoint may still be readable.
     pub(crate) fn is_forbidden_global(&self) -> bool {
         matches!(self, TorchFileError::Pickle(error) if error.is_forbidden_global())
     }

@@ -1,7 +1,7 @@
-//! [`TorchFile`]: reads files of `torch.save`, which are a zip container with a pickle of the
-//! values and one member per storage, or have the legacy format.
+//! [`TorchFile`]: reads files of `torch.save`. Such a file is a zip container with a pickle of the
+//! values and one member per storage, or has the legacy format.
 //!
-//! Tensors become byte ranges of the file; their data are not read here.
+//! Tensors become byte ranges of the file. This module does not read the data of tensors.
 use super::torch_error::TorchFileError;
 use super::torch_legacy;
 use super::zip::{self, ZipMember};
@@ -15,7 +15,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Globals that describe tensors. Every file may name them.
+/// Classes and functions that describe tensors. The pickle of every torch file may name them.
 pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor",
@@ -52,7 +52,8 @@ pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Globals of plain values that programs save in addition to tensors. They are never called.
+/// Classes and functions of plain values that programs save in addition to tensors. These functions
+/// are never called.
 pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -79,12 +80,12 @@ pub(crate) const PLAIN_GLOBALS: &[&str] = &[
 ];
 /// Files of up to this many bytes are read into memory as a whole.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
-/// Limit on the dimensions of a tensor.
+/// Limit on the number of dimensions of a tensor.
 const DIMENSIONS_MAX: usize = 16;
 
 /// The values in a torch file, and the byte ranges of its storages.
 pub(crate) struct TorchFile {
-    /// Size of the file, bytes.
+    /// Size of the file in bytes.
     pub(crate) size: u64,
     /// The directory inside of the zip container, which torch names after the file that it writes.
     /// Empty for the legacy format.
@@ -101,7 +102,7 @@ pub(crate) struct TorchFile {
 pub(crate) struct TensorView {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// Elements between neighbours, per dimension.
+    /// Distance of neighbouring elements in each dimension, in elements.
     pub(crate) strides: Vec<u64>,
     /// Index of the member that is the storage.
     pub(crate) member: usize,
@@ -110,7 +111,8 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// Returns a scalar at the start of the first member, which stands in until the view is known.
+    /// Returns a view of a scalar at the start of the first member, as the initial value of a
+    /// variable.
     pub(crate) fn scalar_placeholder() -> TensorView {
         TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
     }
@@ -120,13 +122,13 @@ impl TensorView {
         count_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Returns the location of the elements in the file. Tensors with equal locations share their
-    /// elements.
+    /// Returns the member, the offset, the shape and the strides. Tensors of one file with equal
+    /// locations share their elements.
     pub(crate) fn location(&self) -> (usize, u64, &[u64], &[u64]) {
         (self.member, self.offset, &self.shape, &self.strides)
     }
 
-    /// Returns true if the elements are consecutive in the storage.
+    /// Returns true if the elements are consecutive in the storage, in row-major order.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         self.shape.iter().zip(&self.strides).rev().all(|(&size, &stride)| {
@@ -153,7 +155,8 @@ impl TorchFile {
             .map_err(|why| CkptError::damaged(directory.path(), name, why))
     }
 
-    /// Reads the values of a torch file that is the byte range `bytes` of another file.
+    /// Reads the values of a torch file that is the byte range `bytes` of `file`. The byte ranges
+    /// of the members become relative to `file`.
     pub(crate) fn open_range(
         file: &File,
         bytes: Range<u64>,
@@ -174,7 +177,8 @@ impl TorchFile {
     }
 
     /// Reads the values of a torch file of `size` bytes. `read_at(offset, buffer)` must fill the
-    /// buffer with the bytes at the offset.
+    /// buffer with the bytes at the offset. `globals` lists the classes and functions that the
+    /// pickle may name.
     pub(crate) fn parse(
         size: u64,
         mut read_at: impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -206,7 +210,7 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Creates a torch file from its parts. The members in the directory `data` are its storages.
+    /// Makes a [`TorchFile`] of its parts. The members in the directory `data` are the storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));
@@ -214,7 +218,7 @@ impl TorchFile {
         TorchFile { size, root, storages, tree, members }
     }
 
-    /// Returns the saved value.
+    /// Returns the value that was given to `torch.save`.
     pub(crate) fn value(&self) -> PickleView<'_> {
         self.tree.root_value()
     }
@@ -223,7 +227,7 @@ impl TorchFile {
     /// tensor.
     ///
     /// # Errors
-    /// Fails if the description is invalid, or reaches beyond the storage.
+    /// Fails if the description is invalid, or the tensor reaches beyond its storage.
     pub(crate) fn parse_tensor(&self, value: PickleView<'_>) -> Result<Option<TensorView>> {
         let Some((function, args, _)) = value.as_object() else { return Ok(None) };
         let args = args.as_items();
@@ -249,7 +253,7 @@ impl TorchFile {
     }
 
     /// Parses the arguments `(storage, offset, size, stride, …)` of a function that rebuilds a
-    /// tensor. `dtype` is the tensor's dtype if its storage has none.
+    /// tensor. `dtype` is the tensor's dtype if the storage is untyped, and `None` otherwise.
     fn parse_rebuild_arguments(&self, args: PickleItems<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
             let value = args.get(i).ok_or(UNKNOWN_FORM)?;
@@ -285,7 +289,8 @@ impl TorchFile {
 
     /// Parses `('storage', class, key, device, elements[, view])`, where a view is `(key, first
     /// element, elements)`. Returns the dtype, the index of the storage's member, and the range of
-    /// elements that the tensor may use. `untyped` is the dtype for a storage that has none.
+    /// elements that the tensor may use. `untyped` is the dtype of the tensor if the storage is
+    /// untyped, and `None` otherwise.
     fn resolve_storage(
         &self,
         id: PickleItems<'_>,
@@ -325,7 +330,7 @@ impl TorchFile {
     }
 }
 
-/// The class of storages without a dtype. Tensors in them have their own dtype.
+/// The class of storages without a dtype. The description of a tensor states the dtype instead.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
 /// Copies the bytes of `content` from offset `at` on into `out`. Fails if `content` is too short.
@@ -340,7 +345,7 @@ fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> 
     }
 }
 
-/// Returns the dtype that a global such as `torch.float32` names.
+/// Returns the dtype that a global such as `torch.float32` names, or `None` for other globals.
 pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
     use Dtype::*;
     let dtypes = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
@@ -363,7 +368,7 @@ type Result<T> = std::result::Result<T, TorchFileError>;
 /// The error for a tensor whose description has an unknown form.
 const UNKNOWN_FORM: TorchFileError = TorchFileError::UnknownTensorForm;
 
-/// Returns the dtype of a storage class; U8 for storages without a dtype.
+/// Returns the dtype of a storage class, U8 for untyped storages, and `None` for other classes.
 fn storage_dtype(class: &str) -> Option<Dtype> {
     Some(match class {
         "torch.BFloat16Storage" => Dtype::BF16,
@@ -381,7 +386,8 @@ fn storage_dtype(class: &str) -> Option<Dtype> {
     })
 }
 
-/// Reads a member of at most `max` bytes and checks its CRC-32.
+/// Reads the content of a member. Fails if the member has more than `max` bytes, or does not match
+/// its CRC-32.
 fn read_member(
     member: &ZipMember,
     max: u64,
@@ -403,8 +409,8 @@ fn read_member(
 mod tests {
     use super::*;
 
-    /// Returns a pickle of `_rebuild_tensor_v2` on the float storage `0` of `stored` elements. All
-    /// numbers must be below 256.
+    /// Returns a pickle of one tensor, which calls `_rebuild_tensor_v2` with the float storage `0`
+    /// of `stored` elements.
     fn tensor_pickle(stored: u8, offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8> {
         let mut p =
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
@@ -420,7 +426,7 @@ mod tests {
         p
     }
 
-    /// Packs a pickle and the bytes of one storage into a container, and reads it.
+    /// Packs a pickle and the bytes of one storage into a torch file, and reads the file.
     fn open_container(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
         let file = zip::pack_zip(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
         parse_bytes(&file)
@@ -438,7 +444,7 @@ mod tests {
         )
     }
 
-    /// Reads the tensor that a pickle describes, on a storage with the bytes `data`.
+    /// Returns the view of the tensor that a pickle describes. The storage has the bytes `data`.
     fn parse_view(pickle: &[u8], data: &[u8]) -> Result<TensorView> {
         let file = open_container(pickle, data)?;
         let view = file.parse_tensor(file.value())?;

@@ -1,34 +1,36 @@
-//! Reads the format of `torch.save` before PyTorch 1.6 (and with
-//! `_use_new_zipfile_serialization=False`): consecutive pickles, then the storages, each after its
-//! length. The format has no checksums.
+//! Reads the format of `torch.save` before PyTorch 1.6, which
+//! `_use_new_zipfile_serialization=False` still selects. A file has consecutive pickles and then
+//! the storages, each after its number of elements. The format has no checksums.
 use super::torch_error::TorchFileError;
 use super::zip::ZipMember;
 use crate::pickle::{self, PickleTree, PickleView};
 use std::collections::HashMap;
 
-/// The first bytes of a legacy file: a pickle of the magic number.
+/// The first bytes of a legacy file, which are a pickle of the magic number.
 pub(crate) const MAGIC: &[u8] =
     &[0x80, 0x02, 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e];
-/// The only version of the format.
+/// The only version of the legacy format.
 const FORMAT_VERSION: i64 = 1001;
-/// Bytes that are read first to parse a pickle, whose length is not known before.
+/// Bytes that are read first to parse a pickle. Longer pickles need further reads, since the file
+/// does not state their length.
 const FIRST_READ_BYTES: u64 = 64 << 10;
-/// Limit on the number of storages.
+/// Limit on the number of storages of a file.
 const STORAGES_MAX: usize = 1 << 20;
 
 /// The values of a legacy file, and the byte ranges of its storages.
 pub(super) struct LegacyFile {
     pub(super) tree: PickleTree,
-    /// The storages as members without CRC-32s.
+    /// The storages, as members without CRC-32s.
     pub(super) members: Vec<ZipMember>,
 }
 
 /// Result of reading a legacy file.
 type Result<T> = std::result::Result<T, TorchFileError>;
 
-/// Reads a file of `size` bytes that begins with [`MAGIC`]. `read_at(offset, buffer)` must fill the
-/// buffer with the bytes at the offset. `width(class)` must return the bytes per element of a
-/// storage class.
+/// Reads the values of a file of `size` bytes that begins with [`MAGIC`], and locates the storages.
+/// `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals` lists the
+/// classes and functions that the pickles may name. `width(class)` must return the bytes per
+/// element of a storage class.
 pub(super) fn parse_legacy_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -90,8 +92,9 @@ fn locate_storage(
     Ok(ZipMember { name: format!("data/{key}"), data: start..end, crc: None })
 }
 
-/// Lists the storages that the pickled values refer to, by key. Each has its number of elements and
-/// its size in bytes. `width(class)` must return the bytes per element of a storage class.
+/// Lists the storages that the pickled values refer to, by key. The value of each key is the
+/// storage's number of elements and its size in bytes. `width(class)` must return the bytes per
+/// element of a storage class.
 fn list_described_storages(
     tree: &PickleTree,
     width: impl Fn(&str) -> Option<u64>,
@@ -114,7 +117,7 @@ fn list_described_storages(
     Ok(found)
 }
 
-/// Reads the pickle at offset `at`, and moves `at` to its end.
+/// Reads the pickle at offset `at` of a file of `size` bytes, and moves `at` to the pickle's end.
 fn read_next_pickle(
     at: &mut u64,
     size: u64,

@@ -1,8 +1,8 @@
-//! [`TorchWriter`]: writes files as `torch.save` does: a zip container of stored (uncompressed)
-//! members, each aligned to 64 bytes, with CRC-32s in the central directory.
+//! [`TorchWriter`]: writes files in the format of `torch.save`. A file is a zip container of stored
+//! (uncompressed) members, each aligned to 64 bytes, with CRC-32s in the central directory.
 //!
-//! Storages are streamed to the disk. The CRC-32 and size of a member are written after its bytes,
-//! in a data descriptor, since they are not known before.
+//! Storages are streamed to the disk. The CRC-32 and size of a member are known only after its
+//! bytes were written, and follow the bytes in a data descriptor.
 use crate::disk::{DiskBufferPool, FileWriter, IoMode};
 use crate::error::{CkptError, Result};
 use crate::pickle::{self, PythonObject};
@@ -10,14 +10,14 @@ use std::path::PathBuf;
 
 /// Alignment of each member's data in the file, in bytes.
 const ALIGNMENT: u64 = 64;
-/// Sizes and offsets from this number of bytes on need zip64 fields.
+/// Sizes and offsets of at least this number of bytes need zip64 fields.
 const ZIP64_MIN: u64 = u32::MAX as u64;
 /// Bytes of a member's local header, without the name and the extra field.
 const LOCAL_HEADER_BYTES: u64 = 30;
-/// Flags of every member: it has a data descriptor, and its name is UTF-8.
+/// Flags of every member, which state that a data descriptor follows and that the name is UTF-8.
 const MEMBER_FLAGS: u16 = 0x0808;
-/// Minimum size in bytes of a file that is written with direct I/O. Smaller files are not faster
-/// with it.
+/// Minimum size in bytes of a file that is written with direct I/O. Direct I/O does not make
+/// smaller files faster.
 const DIRECT_FILE_MIN: u64 = 1 << 20;
 
 /// A completed member, as the central directory lists it.
@@ -39,14 +39,15 @@ pub(crate) struct TorchWriter {
     members: Vec<WrittenMember>,
     /// Number of storages begun so far.
     storages: usize,
-    /// The open member: its name, the offset of its header, its bytes so far, and their CRC-32.
+    /// Name of the open member, offset of its header, number of bytes written so far, and the
+    /// CRC-32 of these bytes. `None` between members.
     open: Option<(String, u64, u64, crc32fast::Hasher)>,
 }
 
 impl TorchWriter {
-    /// Creates a file of about `size` bytes, and writes everything except the storages of `value`.
-    /// `root` is the directory inside of the container, which torch names after the file without
-    /// its extension.
+    /// Creates a file of about `size` bytes, and writes the pickle of `value` and the other members
+    /// before the storages. The caller then writes the storages of `value`. `root` is the directory
+    /// inside of the container, which torch names after the file without its extension.
     ///
     /// # Errors
     /// Fails if the path exists, or `value` cannot be pickled.
@@ -66,7 +67,8 @@ impl TorchWriter {
         Ok(writer)
     }
 
-    /// Creates a file without members, for [`TorchWriter::begin_member`].
+    /// Creates a file without members, of about `size` bytes when it is complete. The caller adds
+    /// all members with [`TorchWriter::begin_member`].
     pub(crate) fn create_empty(
         path: PathBuf,
         root: &str,
@@ -78,14 +80,14 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    /// Appends bytes to the file, outside of any member's content.
+    /// Appends bytes to the file, without adding them to the CRC-32 or the size of the open member.
     fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
 
-    /// Writes a whole member.
+    /// Writes the whole member `name` with the content `bytes`.
     fn write_member(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.begin_member(name)?;
         self.write(bytes)?;
@@ -139,7 +141,8 @@ impl TorchWriter {
         self.write_bytes(bytes)
     }
 
-    /// Ends the open member, and writes its CRC-32 and size in a data descriptor.
+    /// Ends the open member, and writes its CRC-32 and size in a data descriptor. Fails if no
+    /// member is open.
     pub(crate) fn end_member(&mut self) -> Result<()> {
         let Some((name, at, size, hasher)) = self.open.take() else {
             return Err(CkptError::internal("no zip member is open"));
@@ -182,7 +185,7 @@ impl TorchWriter {
     }
 }
 
-/// Computes a CRC-32 over the names, sizes and CRC-32s of members.
+/// Computes the digest of a file's members, a CRC-32 over their names, sizes and CRC-32s in order.
 pub(crate) fn digest_members<'m>(members: impl Iterator<Item = (&'m str, u64, u32)>) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     for (name, size, crc) in members {
@@ -229,8 +232,9 @@ fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
     out.extend(extra);
 }
 
-/// Encodes the records after the central directory, which has `length` bytes at offset `start` and
-/// `count` entries. The zip64 records are included only if they are needed.
+/// Encodes the end records, which follow the central directory. The directory has `length` bytes at
+/// offset `start` and `count` entries. Includes zip64 records only if `start` or `count` needs
+/// them.
 fn encode_end_records(start: u64, length: u64, count: u64) -> Vec<u8> {
     let mut out = Vec::new();
     if start >= ZIP64_MIN || count >= u64::from(u16::MAX) {

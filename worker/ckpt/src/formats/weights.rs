@@ -1,5 +1,5 @@
-//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, in one file or in
-//! shards with an index.
+//! Reads weights in the Hugging Face layout, which is safetensors or `pytorch_model.bin`, in one
+//! file or in shards with an index.
 use super::safetensors;
 use super::torch_file::TensorView;
 use super::zip::ZipMember;
@@ -27,7 +27,8 @@ const INDEX_MAX: u64 = 64 << 20;
 pub(crate) const WEIGHTS_FILES: [&str; 5] =
     [SAFETENSORS_FILE, "model.safetensors.index.json", TORCH_FILE, "pytorch_model.bin.index.json", FSDP_FILE];
 
-/// Adds the weights in the builder's directory. Returns false if the directory has none.
+/// Adds the weights in the builder's directory to the builder. Of several weights files, uses the
+/// first in [`WEIGHTS_FILES`]. Returns false if the directory has no weights file.
 pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let mut present = Vec::new();
     for name in WEIGHTS_FILES {
@@ -47,7 +48,8 @@ pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<boo
     Ok(true)
 }
 
-/// Adds the weights in a single file.
+/// Adds the weights in the file `name` to the builder. Files without the suffix `.safetensors` are
+/// read as torch files.
 pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     match name.ends_with(".safetensors") {
         true => add_safetensors(builder, name, None),
@@ -58,7 +60,7 @@ pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &s
 /// The content of an index file.
 #[derive(Deserialize)]
 struct WeightIndex {
-    /// The file of each tensor.
+    /// Name of the file that has each tensor, by tensor name.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -100,8 +102,9 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     Ok(())
 }
 
-/// Checks that a shard has every tensor that the index lists for it (`expected`). Adds a notice
-/// about tensors that the index does not list.
+/// Fails if the shard `file` lacks a tensor in `expected`, the tensors that the index lists for
+/// this shard. Adds a notice about tensors that the index does not list. Does nothing without an
+/// index.
 fn check_indexed_tensors(
     builder: &mut ExternalCheckpointBuilder,
     file: &str,
@@ -121,7 +124,8 @@ fn check_indexed_tensors(
     Ok(())
 }
 
-/// Adds the tensors of a safetensors file. `expected` are the tensors that the index lists for it.
+/// Adds the tensors of the safetensors file `name` to the builder. `expected` are the tensors that
+/// the index lists for this file, or `None` without an index.
 fn add_safetensors(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -148,12 +152,13 @@ fn add_safetensors(
     Ok(())
 }
 
-/// Computes the strides of a contiguous tensor, in elements.
+/// Computes the strides of a contiguous row-major tensor, in elements.
 fn compute_contiguous_strides(shape: &[u64]) -> Vec<u64> {
     (0..shape.len()).map(|i| shape[i + 1..].iter().fold(1u64, |n, &d| n.saturating_mul(d))).collect()
 }
 
-/// Adds the tensors of a torch file. `expected` are the tensors that the index lists for it.
+/// Adds the tensors of the torch file `name` to the builder. `expected` are the tensors that the
+/// index lists for this file, or `None` without an index.
 fn add_bin(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -180,8 +185,8 @@ fn add_bin(
     Ok(())
 }
 
-/// Adds the tensors of the file with index `file`. Tensors with equal locations are tied to the
-/// first tensor there.
+/// Adds the tensors `found` of the file with index `file` to the builder. A tensor at the location
+/// of an earlier tensor is recorded as tied to the earlier tensor instead.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
@@ -202,7 +207,7 @@ fn is_trainable(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2)
 }
 
-/// Returns the number in a value, whether an integer or a float. Returns `None` for other values.
+/// Returns the number in an integer or float. Returns `None` for other values.
 pub(crate) fn parse_number(value: PickleView<'_>) -> Option<f64> {
     value.as_int().map(|i| i as f64).or_else(|| value.to_json().as_f64())
 }

@@ -1,5 +1,5 @@
-//! Reads zip containers as torch writes them: stored (uncompressed) members, zip64 sizes, and
-//! CRC-32s in the central directory.
+//! Reads zip containers that torch writes. Such containers have stored (uncompressed) members,
+//! zip64 sizes, and CRC-32s in the central directory.
 use super::placeholder::{self, Placeholder};
 use crate::error::ReadFailure;
 use std::io;
@@ -13,7 +13,7 @@ const COMMENT_MAX: u64 = u16::MAX as u64;
 const END_RECORD_BYTES: u64 = 22;
 /// Bytes of the record that locates the zip64 end record.
 const ZIP64_LOCATOR_BYTES: u64 = 20;
-/// Bytes of an entry of the central directory, without name, extra field and comment.
+/// Bytes of an entry of the central directory, without the name, the extra field and the comment.
 const DIRECTORY_ENTRY_BYTES: usize = 46;
 /// Bytes of a member's local header, without the name and the extra field.
 const LOCAL_HEADER_BYTES: usize = 30;
@@ -49,15 +49,15 @@ pub enum ZipError {
     /// The central directory is larger than the limit.
     #[error("the zip directory has {bytes} bytes, more than the limit of {DIRECTORY_MAX}")]
     DirectoryTooLarge {
-        /// Size of the central directory.
+        /// Size of the central directory in bytes.
         bytes: u64,
     },
     /// The central directory does not end where the end record begins.
     #[error("the zip directory should be {bytes} bytes at {start}, which is not where the end record is")]
     DirectoryMisplaced {
-        /// Size of the central directory.
+        /// Size of the central directory in bytes.
         bytes: u64,
-        /// Offset of the central directory.
+        /// Offset of the central directory in the file.
         start: u64,
     },
     /// An entry of the central directory is damaged.
@@ -66,7 +66,7 @@ pub enum ZipError {
     /// The central directory has another number of entries than the end record states.
     #[error("the zip directory has {found} members, the end record {recorded}")]
     MemberCount {
-        /// Entries found.
+        /// Number of entries in the central directory.
         found: usize,
         /// Number of entries in the end record.
         recorded: u64,
@@ -74,9 +74,9 @@ pub enum ZipError {
     /// Two members share bytes.
     #[error("zip members {first:?} and {second:?} overlap")]
     Overlap {
-        /// One member.
+        /// Name of the member that begins first.
         first: String,
-        /// The other member.
+        /// Name of the other member.
         second: String,
     },
     /// Two members have the same name.
@@ -128,13 +128,16 @@ impl From<io::Error> for ZipError {
     }
 }
 
-/// Result of reading a container.
+/// Result of reading a zip container.
 type Result<T> = std::result::Result<T, ZipError>;
 
 /// Reads the central directory of a zip container of `size` bytes. `read_at(offset, buffer)` must
 /// fill the buffer with the bytes at the offset. Returns the members, sorted by the offsets of
-/// their contents. Fails if members overlap, are outside of the container, or have unsafe or equal
-/// names.
+/// their contents.
+///
+/// # Errors
+/// Fails if the directory is invalid, or if members overlap, are outside of the container, are
+/// compressed or encrypted, or have unsafe or equal names.
 pub(crate) fn read_members(
     size: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<()>,
@@ -168,17 +171,17 @@ pub(crate) fn read_members(
     Ok(members)
 }
 
-/// Reads a little-endian u16 at a byte offset; 0 if `bytes` is too short.
+/// Reads the little-endian u16 at byte offset `at`. Returns 0 if `bytes` is too short.
 fn read_u16_zero_padded(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
 }
 
-/// Reads a little-endian u32 at a byte offset; missing bytes are 0.
+/// Reads the little-endian u32 at byte offset `at`. Missing 16-bit halves count as 0.
 fn read_u32_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u16_zero_padded(bytes, at) | read_u16_zero_padded(bytes, at + 2) << 16
 }
 
-/// Reads a little-endian u64 at a byte offset; missing bytes are 0.
+/// Reads the little-endian u64 at byte offset `at`. Missing 16-bit quarters count as 0.
 fn read_u64_zero_padded(bytes: &[u8], at: usize) -> u64 {
     read_u32_zero_padded(bytes, at) | read_u32_zero_padded(bytes, at + 4) << 32
 }
@@ -237,8 +240,9 @@ fn locate_directory(
     }
 }
 
-/// Parses one entry of the central directory. Returns the member and the length of the entry in
-/// bytes. The `data` of the member begin at its local header; [`locate_data`] finds the content.
+/// Parses the entry of the central directory at the beginning of `bytes`. Returns the member and
+/// the entry's length in bytes. The member's `data` begin at the local header. [`locate_data`] then
+/// finds the content.
 fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
@@ -279,7 +283,8 @@ fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     Ok((ZipMember { name: name.to_owned(), data, crc: Some(read_u32_zero_padded(bytes, 16) as u32) }, used))
 }
 
-/// Returns the 64-bit numbers in the zip64 extra field. Empty if there is no such field.
+/// Returns the 64-bit numbers in the zip64 field of a member's extra fields. Returns an empty list
+/// if there is no zip64 field.
 fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     while extra.len() >= 4 {
         let (id, len) = (read_u16_zero_padded(extra, 0), read_u16_zero_padded(extra, 2) as usize);
@@ -292,7 +297,7 @@ fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     Vec::new()
 }
 
-/// Rejects names that are unsafe as paths or in messages.
+/// Fails if the name of a member is unsafe as a path or in messages.
 fn check_member_name(name: &str) -> Result<()> {
     let outside = name.starts_with('/')
         || name.contains(['\\', '\0'])
@@ -304,8 +309,8 @@ fn check_member_name(name: &str) -> Result<()> {
     }
 }
 
-/// Returns the byte range of a member's content, which follows its local header. The content must
-/// end before the offset `limit`.
+/// Returns the byte range of a member's content, which follows the member's local header. Fails if
+/// the header does not match the member, or if the content ends after the offset `limit`.
 fn locate_data(
     member: &ZipMember,
     limit: u64,
@@ -334,7 +339,7 @@ fn locate_data(
     }
 }
 
-/// Makes a container with these members, for tests.
+/// Returns the bytes of a zip container with these names and contents of members, for tests.
 #[cfg(test)]
 pub(crate) fn pack_zip(members: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut file, mut directory) = (Vec::new(), Vec::new());
@@ -373,7 +378,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads the members of a container, and asserts that no read reaches beyond its end.
+    /// Reads the members of a container in memory, and asserts that no read reaches beyond the end
+    /// of the container.
     fn parse_container(file: &[u8]) -> Result<Vec<ZipMember>> {
         read_members(file.len() as u64, |at, out| {
             let end = at as usize + out.len();
@@ -383,7 +389,7 @@ mod tests {
         })
     }
 
-    /// Makes a container with three members.
+    /// Returns the bytes of a valid container with three members.
     fn make_valid_container() -> Vec<u8> {
         pack_zip(&[("a/data.pkl", b"N."), ("a/data/0", b"12345678"), ("a/version", b"3\n")])
     }
@@ -440,8 +446,8 @@ mod tests {
         assert_eq!(twice, ZipError::Duplicate("a".into()));
     }
 
-    /// Two entries that share the bytes of one member would let a small file expand into a large
-    /// one.
+    /// Checks that two directory entries with the bytes of one member are rejected, since such
+    /// entries let a small file expand into a large one.
     #[test]
     fn overlapping_members_are_rejected() {
         let mut file = pack_zip(&[("a", b"12345678"), ("a", b"x")]);

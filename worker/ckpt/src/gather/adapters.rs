@@ -1,5 +1,5 @@
-//! Views of a checkpoint with low-rank adapters: only the adapters, for a PEFT directory, or the
-//! model with the adapters merged.
+//! Views of a checkpoint with low-rank adapters. One view has only the adapters, for a PEFT
+//! directory. The other view is the model with merged adapters.
 use crate::catalog::{TensorInfo, TensorRole, TextFile};
 use crate::dtype::Dtype;
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
@@ -21,8 +21,9 @@ pub(super) struct AdapterView<'a> {
     pub(super) stem: &'static str,
 }
 
-/// Opens the tensors to gather from a checkpoint with adapters: the model with merged adapters if
-/// `merge` is true, only the adapters otherwise. Returns `None` if the checkpoint has no adapters.
+/// Opens a view of the tensors to gather from a checkpoint with adapters. The view is the model
+/// with merged adapters if `merge` is true, and has only the adapters otherwise. Returns `None` if
+/// the checkpoint has no adapters.
 ///
 /// # Errors
 /// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not
@@ -124,17 +125,18 @@ impl TensorSource for AdapterOnlySource<'_> {
     }
 }
 
-/// A source of the model's weights, which adds the adapters to their matrices on every read.
+/// A source of the model's weights. Every read of an adapted matrix adds the adapter to its
+/// elements.
 struct MergedAdapterSource<'a> {
     inner: &'a dyn TensorSource,
-    /// The shape of each adapter by the name of its matrix.
+    /// The shape of each adapter, by the name of the matrix that it adapts.
     adapters: HashMap<String, AdapterShape>,
     scale: f32,
     /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
     transposed: bool,
 }
 
-/// The shape of one matrix's adapter: A is `[rank, in_features]`, B is `[out_features, rank]`.
+/// The shape of the adapter of one matrix: A is `[rank, in_features]`, B is `[out_features, rank]`.
 struct AdapterShape {
     rank: usize,
     in_features: usize,
@@ -142,7 +144,8 @@ struct AdapterShape {
 }
 
 impl<'a> MergedAdapterSource<'a> {
-    /// Collects the adapters, and checks that the shape of each matches its matrix.
+    /// Collects the adapters of `inner`. Fails if the shape of an adapter does not match its matrix
+    /// or the rank in `config`.
     fn new(inner: &'a dyn TensorSource, config: &AdapterConfig) -> Result<Self> {
         let tensors = inner.tensors();
         let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight);
@@ -172,8 +175,9 @@ impl<'a> MergedAdapterSource<'a> {
         Ok(MergedAdapterSource { inner, adapters, scale, transposed })
     }
 
-    /// Reads the adapter of the matrix `name` and adds its matmul, scaled, to `values`: the
-    /// elements of the matrix from element `start`.
+    /// Reads the adapter of the matrix `name`, and adds `scale` × B · A to `values`, which are
+    /// elements of the matrix from element `start` on. Transposes B · A if the matrix is `[in,
+    /// out]`.
     fn add_adapter(&self, name: &str, ad: &AdapterShape, start: u64, values: &mut [f32]) -> Result<()> {
         let [a_name, b_name] = lora_matrix_names(name).unwrap_or_default();
         let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out_features * ad.rank]);
@@ -206,8 +210,9 @@ impl<'a> MergedAdapterSource<'a> {
     }
 }
 
-/// Adds `scale` × (`left` · `right`) to `values`, the columns `range` of one row. `left` is that
-/// row of the left matrix, `right` the right matrix with `columns` columns. Overwrites `sums`.
+/// Adds `scale` × (`left` · `right`) to `values`, which are the columns `range` of one row of the
+/// result. `left` is the same row of the left matrix, and `right` is the right matrix with
+/// `columns` columns. Overwrites `sums`.
 fn add_matmul_row(
     values: &mut [f32],
     sums: &mut [f32],

@@ -1,4 +1,4 @@
-//! The output directory of a gather: hidden until it is complete.
+//! The output directory of a gather, which has a hidden name until all files are complete.
 use super::{GATHER_RECORD_FILE, GATHER_RECORD_FORMAT};
 use crate::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
@@ -26,8 +26,8 @@ impl GatherOutput {
     /// tensors.
     ///
     /// # Errors
-    /// Fails if `out` can't be replaced, another gather is writing to it, or there is too little
-    /// space.
+    /// Fails if `out` can't be replaced, another gather is writing to `out`, or the file system has
+    /// too little free space.
     pub(super) fn create(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<GatherOutput> {
         let (parent, name) = resolve_output_path(source, out, force, &GATHER_MARKER)?;
         let hidden = format!(".{name}.gathering-");
@@ -46,8 +46,8 @@ impl GatherOutput {
 
 impl Drop for GatherOutput {
     fn drop(&mut self) {
-        // after success, the hidden name belongs to the replaced directory; a failure is harmless,
-        // since the next gather removes the directory
+        // after success, the hidden name belongs to the replaced directory. A failure is harmless,
+        // since the next gather removes the directory.
         let _ = disk::remove_tree(&self.dir);
     }
 }
@@ -85,8 +85,9 @@ pub(crate) fn resolve_output_path(
     Ok((parent, name))
 }
 
-/// Removes the hidden directories of interrupted gathers from `parent`; `hidden` is the prefix of
-/// their names. Returns [`CkptError::DirectoryBusy`] if a running gather holds the lock of one.
+/// Removes the hidden directories of interrupted gathers, whose names begin with `hidden`, from
+/// `parent`. Fails with [`CkptError::DirectoryBusy`] if a running gather has locked such a
+/// directory.
 fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     for name in Directory::open(parent)?.list_names()? {
         let path = parent.join(&name);
@@ -107,9 +108,9 @@ fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
 pub(crate) struct OutputMarker {
     /// Name of a JSON file in the directory that lists all other files.
     pub(crate) file: &'static str,
-    /// Value of the key `format` in that file.
+    /// Value of the key `format` in the JSON file.
     pub(crate) format: &'static str,
-    /// The operation, for messages.
+    /// The command that wrote the directory, as messages show it.
     pub(crate) operation: &'static str,
 }
 
@@ -119,8 +120,9 @@ const GATHER_MARKER: OutputMarker = OutputMarker {
     operation: "`launch ckpt gather`",
 };
 
-/// Returns [`CkptError::OutputRejected`] unless the directory `out` may be replaced: it is empty,
-/// or `force` is true and the operation of the marker wrote every file in it.
+/// Fails with [`CkptError::OutputRejected`] if the directory `out` may not be replaced. An empty
+/// directory may be replaced. Other directories may be replaced if `force` is true and the
+/// operation of the marker wrote every file.
 pub(crate) fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {

@@ -1,5 +1,5 @@
 //! The order in which transformers' `save_pretrained` writes tensors. A gather uses this order, so
-//! that its shards begin at the tensors at which those of transformers begin.
+//! that each shard begins at the same tensor as a shard of transformers.
 //!
 //! Tensors are in the order of modules in the model's code. Models whose fused experts transformers
 //! 5 splits are an exception: all tensors are sorted by name, and matrices that were one tensor
@@ -24,8 +24,8 @@ const LAYER_MODULES: [&str; 13] = [
     "post_feedforward_layernorm.",
 ];
 
-/// Splits a tensor's name after the prefix of its layer, such as `model.layers.3.`; `None` if the
-/// tensor is in no layer.
+/// Splits a tensor's name after the prefix of its layer, such as `model.layers.3.`. Returns `None`
+/// if the tensor is in no layer.
 fn split_layer_prefix(name: &str) -> Option<(&str, &str)> {
     let number = name.find(".layers.")? + ".layers.".len();
     let end = number + name[number..].find('.')? + 1;
@@ -67,8 +67,9 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
     }
 }
 
-/// Computes the key by which the tensors of a mixture of experts are sorted: the name of the
-/// tensor, or of the fused tensor that an expert's matrix comes from; then matrix and expert.
+/// Computes the key by which the tensors of a mixture of experts are sorted. The key begins with
+/// the name of the tensor, or of the fused tensor from which an expert's matrix comes. The index in
+/// [`EXPERT_MATRICES`] and the number of the expert follow.
 fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
     let (fused, which, number) = match parse_expert_matrix(name) {
         Some((before, number, which)) => (before, which, number),

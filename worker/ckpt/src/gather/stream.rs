@@ -1,5 +1,5 @@
 //! Streams weights from a checkpoint into files. Several threads read ahead, and the calling thread
-//! converts the elements and passes them to the writer.
+//! converts the elements and writes the files.
 use super::{GatherPlan, GatheredFile};
 use crate::disk::{FileWriter, IoMode};
 use crate::dtype::Dtype;
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Number of windows that circulate between the reading threads and the converting thread.
 const WINDOW_COUNT: usize = 6;
-/// Number of threads that read. The disk serves one of them while another verifies what it read.
+/// Number of threads that read. The disk serves one thread while another one verifies its bytes.
 const READER_COUNT: usize = 3;
 
 /// A window: consecutive elements of one file, from one or more tensors.
@@ -28,8 +28,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Adds to `names` the tensors of this window that have NaN or infinite values; `values` are
-    /// the elements of the window.
+    /// Adds the names of tensors with NaN or infinite values in this window to `names`. `values`
+    /// are the elements of the window.
     fn collect_non_finite_names(&self, plan: &GatherPlan, values: &[f32], names: &mut BTreeSet<String>) {
         let mut rest = values;
         for (tensor, range) in &self.spans {
@@ -43,11 +43,13 @@ impl GatherWindow {
     }
 }
 
-/// What a reading thread sends: the number of a window, and its elements or an error.
+/// A message from a reading thread: the number of a window, and the window with its elements or an
+/// error.
 type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
-/// Writes the weight files of the plan into `dir`. Returns the files, and the names of tensors with
-/// NaN or infinite values. Calls `progress` with the number of written bytes and the total number.
+/// Writes the weight files of `plan` to the directory `dir`. Returns the files, and the names of
+/// tensors with NaN or infinite values. Calls `progress` with the number of written bytes and the
+/// total number.
 pub(super) fn write_weights(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
@@ -105,7 +107,7 @@ pub(super) fn write_weights(
 
 /// Locks a mutex, also after a thread panicked while it held the lock.
 fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // a reader that panicked ends the gather when it is joined
+    // joining a reader that panicked ends the gather
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -120,7 +122,7 @@ impl OrderedWindows {
     /// Waits for the next window in order, and returns it with its elements.
     ///
     /// # Errors
-    /// The error of reading that window, or that the reading threads ended early.
+    /// Fails if reading this window failed, or the reading threads ended early.
     fn receive_next(&mut self) -> Result<(GatherWindow, Vec<f32>)> {
         loop {
             if let Some(read) = self.early_windows.remove(&self.next_window) {
@@ -160,7 +162,7 @@ fn read_window(
     Ok((window, buffer))
 }
 
-/// Converts elements to the dtype of the plan and writes them. Reuses its buffers.
+/// A converter from F32 to the dtype of the plan, with buffers that all windows reuse.
 #[derive(Default)]
 struct NarrowingWriter {
     bf16: Vec<bf16>,
@@ -168,10 +170,12 @@ struct NarrowingWriter {
 }
 
 impl NarrowingWriter {
-    /// Converts the elements of a window and writes them.
+    /// Converts the elements `values` of a window to the dtype of `plan`, and passes the bytes to
+    /// `writer`.
     ///
     /// # Errors
-    /// [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.
+    /// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the
+    /// dtype. Also fails if writing fails.
     fn write_window(
         &mut self,
         plan: &GatherPlan,
@@ -217,7 +221,8 @@ impl NarrowingWriter {
     }
 }
 
-/// Finds the index of the first finite value that became infinite by the conversion.
+/// Finds the index of the first finite value in `wide` that is infinite in `narrow`, the result of
+/// the conversion.
 fn find_overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
     wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
 }

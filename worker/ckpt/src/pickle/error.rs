@@ -30,7 +30,7 @@ pub enum PickleError {
         at: usize,
         /// Bytes that the opcode needs.
         claimed: usize,
-        /// Bytes that are left.
+        /// Bytes of the input that are left at `at`.
         left: usize,
     },
     /// The name of a class or function has no line end.
@@ -59,12 +59,12 @@ pub enum PickleError {
         /// The protocol in the pickle.
         protocol: u8,
     },
-    /// A limit on memory is exceeded.
+    /// The pickle exceeds a limit on a count, which bounds the memory of the parser.
     #[error("the pickle makes more than {limit} {what}")]
     Limit {
         /// What is limited: `values`, `marks` or `memo entries`.
         what: &'static str,
-        /// The limit that is exceeded.
+        /// The largest accepted count.
         limit: usize,
     },
     /// Values are nested too deeply.
@@ -120,7 +120,7 @@ impl PickleError {
     }
 }
 
-/// Formats an opcode as a number, with the name that Python's `pickletools` gives it.
+/// Formats an opcode in hexadecimal, with its name in Python's `pickletools` if the name is known.
 fn format_opcode(opcode: u8) -> String {
     let name = match opcode {
         b'i' => "INST",

@@ -23,7 +23,9 @@ pub(crate) fn parse_pickle(input: &[u8], globals: &[&[&'static str]]) -> Result<
     Ok(tree)
 }
 
-/// Parses the pickle at the beginning of `input`. Returns its values and its length in bytes.
+/// Parses the pickle at the beginning of `input`, which may have more bytes after the pickle.
+/// Returns the values of the pickle and its length in bytes. `globals` lists the classes and
+/// functions that the pickle may name, as `module.name`.
 pub(crate) fn parse_first_pickle(input: &[u8], globals: &[&[&'static str]]) -> Result<(PickleTree, usize)> {
     let mut machine = PickleMachine {
         input,
@@ -140,7 +142,7 @@ impl<'a> PickleMachine<'a> {
         usize::try_from(u64::from_le_bytes(wide)).map_err(|_| PickleError::SizeOverflow)
     }
 
-    /// Pushes a value to the stack. Fails if the number of values has reached the limit.
+    /// Pushes a value to the stack. Fails if the pickle has pushed more than [`VALUES_MAX`] values.
     fn push(&mut self, value: PickleValue) -> Result<()> {
         self.pushed += 1;
         if self.pushed > VALUES_MAX {
@@ -164,7 +166,7 @@ impl<'a> PickleMachine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    /// Pops a value. Fails if there is no value above the last mark.
+    /// Pops a value from the stack. Fails if the stack has no value above the last mark.
     fn pop(&mut self) -> Result<PickleValue> {
         match self.stack.len() > self.last_mark_height() {
             true => self.stack.pop().ok_or(PickleError::StackUnderflow),
@@ -180,7 +182,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Returns the node on top of the stack without popping it.
+    /// Returns the node on top of the stack without popping it. Fails if the value on top is not a
+    /// node.
     fn peek_node(&mut self) -> Result<&mut PickleNode> {
         match self.peek()? {
             PickleValue::Node(id) => self.nodes.get_mut(id as usize).ok_or(PickleError::StackUnderflow),
@@ -188,7 +191,7 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pushes a mark. Fails if the number of marks has reached the limit.
+    /// Records a mark at the current height of the stack. Fails if there are [`VALUES_MAX`] marks.
     fn push_mark(&mut self) -> Result<()> {
         if self.marks.len() >= VALUES_MAX {
             return Err(PickleError::Limit { what: "marks", limit: VALUES_MAX });
@@ -197,13 +200,13 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Pops the last mark and every value above it.
+    /// Pops the last mark and every value above it. Returns the values in the order of the stack.
     fn pop_mark(&mut self) -> Result<Vec<PickleValue>> {
         let mark = self.marks.pop().ok_or(PickleError::StackUnderflow)?;
         Ok(self.stack.split_off(mark))
     }
 
-    /// Rejects protocols newer than 5.
+    /// Takes the protocol number from the input. Fails if the protocol is newer than 5.
     fn check_protocol(&mut self) -> Result<()> {
         match self.take_bytes(1)?[0] {
             0..=5 => Ok(()),
@@ -211,7 +214,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Rejects a frame that is longer than the rest of the input.
+    /// Takes the length of a frame from the input. Fails if the frame is longer than the rest of
+    /// the input.
     fn check_frame(&mut self) -> Result<()> {
         let (len, left) = (self.take_size(8)?, self.input.len() - self.at);
         match len <= left {
@@ -220,13 +224,15 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pushes an integer of `width` bytes. Signed integers have 4 bytes.
+    /// Takes a little-endian integer of `width` bytes from the input and pushes it. With `signed`,
+    /// `width` must be 4.
     fn push_int(&mut self, width: usize, signed: bool) -> Result<()> {
         let n = self.take_size(width)? as i64;
         self.push(PickleValue::Int(if signed { i64::from(n as u32 as i32) } else { n }))
     }
 
-    /// Pushes a signed integer of any length. Its own length has `width` bytes.
+    /// Takes a signed integer of any length from the input and pushes it. The input states the
+    /// length in `width` bytes. The value of an integer beyond 64 bits is dropped.
     fn push_long(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         let digits = self.take_bytes(len)?;
@@ -239,14 +245,14 @@ impl<'a> PickleMachine<'a> {
         self.push(PickleValue::Int(i64::from_le_bytes(wide)))
     }
 
-    /// Pushes a big-endian f64.
+    /// Takes a big-endian f64 from the input and pushes it.
     fn push_float(&mut self) -> Result<()> {
         let mut wide = [0u8; 8];
         wide.copy_from_slice(self.take_bytes(8)?);
         self.push(PickleValue::Float(f64::from_be_bytes(wide)))
     }
 
-    /// Pushes UTF-8 text, whose length has `width` bytes.
+    /// Takes UTF-8 text from the input and pushes it. The input states the length in `width` bytes.
     fn push_text(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         let text = std::str::from_utf8(self.take_bytes(len)?)
@@ -254,7 +260,8 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Str(text.into()))
     }
 
-    /// Skips a byte string, whose length has `width` bytes, and pushes a node without its content.
+    /// Skips a byte string in the input and pushes a node without the content. The input states
+    /// the length in `width` bytes.
     fn push_bytes(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         self.take_bytes(len)?;
@@ -291,7 +298,7 @@ impl<'a> PickleMachine<'a> {
         self.append_values(&[value])
     }
 
-    /// Pops the values above the last mark and appends them to the list or set below.
+    /// Pops the values above the last mark and appends them to the list or set below the mark.
     fn append_marked_items(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.append_values(&values)
@@ -315,7 +322,7 @@ impl<'a> PickleMachine<'a> {
         self.insert_pairs(&[key, value])
     }
 
-    /// Pops the keys and values above the last mark and sets the items of the dict below.
+    /// Pops the keys and values above the last mark and sets the items of the dict below the mark.
     fn set_marked_items(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.insert_pairs(&values)
@@ -379,7 +386,7 @@ impl<'a> PickleMachine<'a> {
         self.push_global(&module, &name)
     }
 
-    /// Pushes a class or function.
+    /// Pushes the class or function `module.name`.
     ///
     /// # Errors
     /// Fails with [`PickleError::ForbiddenGlobal`] if `globals` does not list the name.
@@ -397,7 +404,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops the arguments and the global of a call. The arguments must be a tuple.
+    /// Pops the arguments and the callee of a call. Returns the callee's name and the arguments.
+    /// Fails if the callee is not a class or function, or the arguments are not a tuple.
     fn pop_call(&mut self) -> Result<(&'static str, PickleValue)> {
         let (args, class) = (self.pop()?, self.pop()?);
         let tuple =
@@ -411,7 +419,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops a call and pushes an object that records it. A call of `OrderedDict` becomes a dict.
+    /// Pops a class or function and its arguments, and pushes an object that records the call. A
+    /// call of `OrderedDict` becomes a dict.
     fn push_call_result(&mut self) -> Result<()> {
         let (class, args) = self.pop_call()?;
         match class {
@@ -455,7 +464,7 @@ impl<'a> PickleMachine<'a> {
     }
 
     /// Pops the arguments and the class of a `__new__` call, and pushes an object that records the
-    /// call. Keyword arguments, which newer protocols add, must be empty.
+    /// call. With `with_keywords`, first pops keyword arguments. Fails if these are not empty.
     fn push_new_object(&mut self, with_keywords: bool) -> Result<()> {
         if with_keywords {
             let keywords = self.pop()?;
@@ -471,8 +480,8 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops a value and records it as the state of the object below. The state of a dict is
-    /// dropped.
+    /// Pops a value and records it as the state of the object below the value. If a dict is below
+    /// the value, the value is dropped.
     fn set_object_state(&mut self) -> Result<()> {
         let given = self.pop()?;
         match self.peek_node()? {
@@ -487,7 +496,7 @@ impl<'a> PickleMachine<'a> {
     }
 }
 
-/// Groups alternating keys and values into pairs.
+/// Groups alternating keys and values into pairs. Fails if the last key has no value.
 fn pair_up(values: &[PickleValue]) -> Result<Vec<(PickleValue, PickleValue)>> {
     let (pairs, rest) = values.as_chunks::<2>();
     match rest.is_empty() {

@@ -23,15 +23,15 @@ pub(crate) const BYTES_MAX: u64 = 64 << 20;
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the entries of the memo, in which a pickle stores values that it uses again.
 pub(crate) const MEMO_MAX: usize = 4 << 20;
-/// Limit on the nesting of values.
+/// Limit on the nesting of values, in levels.
 pub(crate) const DEPTH_MAX: u32 = 128;
-/// Limit on the number of values that one conversion to JSON shows.
+/// Limit on the number of values that one conversion to JSON includes.
 const JSON_MAX: usize = 100_000;
 
 /// Index of a [`PickleNode`] in its [`PickleTree`].
 pub(crate) type NodeIndex = u32;
 
-/// A value of a pickle. Values that do not fit into a machine word are in a [`PickleNode`].
+/// A value of a pickle. A value that does not fit into a machine word refers to a [`PickleNode`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum PickleValue {
     None,
@@ -55,7 +55,7 @@ pub(crate) enum PickleNode {
     Set(Vec<PickleValue>),
     /// A class or function, as `module.name`.
     Global(&'static str),
-    /// The result of calling a global with arguments. The call is only recorded, never made.
+    /// The result of calling a class or function. The call is only recorded, never made.
     Object {
         class: &'static str,
         args: PickleValue,
@@ -73,12 +73,12 @@ pub(crate) struct PickleTree {
 }
 
 impl PickleTree {
-    /// Returns the pickled value.
+    /// Returns a view of the value that was pickled, which contains all other values.
     pub(crate) fn root_value(&self) -> PickleView<'_> {
         PickleView { tree: self, value: self.root }
     }
 
-    /// Iterates over the references to data outside of the pickle.
+    /// Iterates over the ids by which the pickle refers to data outside of the pickle.
     pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = PickleView<'_>> {
         self.nodes.iter().filter_map(|node| match node {
             PickleNode::Persistent(value) => Some(PickleView { tree: self, value: *value }),
@@ -86,11 +86,11 @@ impl PickleTree {
         })
     }
 
-    /// Rejects a value that contains itself, and nesting beyond [`DEPTH_MAX`].
+    /// Fails if a value contains itself, or values are nested deeper than [`DEPTH_MAX`] levels.
     fn check_nesting(&self) -> Result<(), PickleError> {
-        /// Height of a node that was not visited yet.
+        /// Marks a node that was not visited yet, in place of its height.
         const UNVISITED: u32 = 0;
-        /// Height of a node on the path from the root to the current node.
+        /// Marks a node on the path from the root to the current node, in place of its height.
         const ON_PATH: u32 = u32::MAX;
         let mut heights = vec![UNVISITED; self.nodes.len()];
         let PickleValue::Node(root) = self.root else { return Ok(()) };
@@ -152,7 +152,7 @@ impl<'t> PickleView<'t> {
         PickleView { value, ..self }
     }
 
-    /// Returns the node of the value, or `None` if the value fits into a word.
+    /// Returns the node of the value, or `None` if the value fits into a machine word.
     fn node(self) -> Option<&'t PickleNode> {
         match self.value {
             PickleValue::Node(id) => self.tree.nodes.get(id as usize),
@@ -165,7 +165,7 @@ impl<'t> PickleView<'t> {
         self.value == PickleValue::None
     }
 
-    /// Returns the value as an integer of at most 64 bits.
+    /// Returns the value as an integer, or `None` if the value is not an integer of 64 bits.
     pub(crate) fn as_int(self) -> Option<i64> {
         match self.value {
             PickleValue::Int(i) => Some(i),
@@ -173,7 +173,7 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value as a float. Integers are not converted.
+    /// Returns the value as a float, or `None` for other types. Integers are not converted.
     pub(crate) fn as_float(self) -> Option<f64> {
         match self.value {
             PickleValue::Float(f) => Some(f),
@@ -181,12 +181,13 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value as a size, count or index: a non-negative integer.
+    /// Returns the value as a size, count or index, or `None` if the value is not a non-negative
+    /// integer.
     pub(crate) fn as_count(self) -> Option<u64> {
         self.as_int().and_then(|i| u64::try_from(i).ok())
     }
 
-    /// Returns the value as a bool.
+    /// Returns the value as a bool, or `None` for other types.
     #[cfg(test)]
     fn as_bool(self) -> Option<bool> {
         match self.value {
@@ -195,7 +196,7 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value as text.
+    /// Returns the text of a `str`, or `None` for other types.
     pub(crate) fn as_str(self) -> Option<&'t str> {
         match self.node()? {
             PickleNode::Str(s) => Some(s),
@@ -203,7 +204,7 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the `module.name` of a class or function.
+    /// Returns the `module.name` of a class or function, or `None` for other types.
     pub(crate) fn as_global(self) -> Option<&'static str> {
         match self.node()? {
             PickleNode::Global(name) => Some(name),
@@ -211,7 +212,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns what a persistent reference refers to: in torch files, the description of a storage.
+    /// Returns the id of a reference to data outside of the pickle, or `None` for other types. In
+    /// torch files, the id describes a storage.
     pub(crate) fn as_persistent_id(self) -> Option<PickleView<'t>> {
         match self.node()? {
             PickleNode::Persistent(v) => Some(self.with_value(*v)),
@@ -219,7 +221,7 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the items of a list or tuple.
+    /// Returns the items of a list or tuple, or `None` for other types.
     pub(crate) fn as_items(self) -> Option<PickleItems<'t>> {
         match self.node()? {
             PickleNode::List(values) | PickleNode::Tuple(values) => {
@@ -229,7 +231,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Iterates over the keys and values of a dict, in insertion order.
+    /// Iterates over the keys and values of a dict in insertion order. Returns `None` for other
+    /// types.
     pub(crate) fn as_pairs(self) -> Option<impl Iterator<Item = (PickleView<'t>, PickleView<'t>)>> {
         match self.node()? {
             PickleNode::Dict(pairs) => {
@@ -239,10 +242,10 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value of the string key `key` of a dict. The last duplicate wins, as in Python.
+    /// Returns the value of the string key `key` of a dict, or `None` if the key is missing or the
+    /// value is not a dict. The last of several equal keys wins, as in Python.
     pub(crate) fn get(self, key: &str) -> Option<PickleView<'t>> {
         match self.node()? {
-            // the last duplicate wins, as in Python
             PickleNode::Dict(p) => p
                 .iter()
                 .rev()
@@ -252,7 +255,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value of the integer key `key` of a dict.
+    /// Returns the value of the integer key `key` of a dict, or `None` if the key is missing or the
+    /// value is not a dict.
     pub(crate) fn get_by_int(self, key: i64) -> Option<PickleView<'t>> {
         match self.node()? {
             PickleNode::Dict(p) => {
@@ -262,7 +266,8 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the class or function, the arguments, and the state of an object.
+    /// Returns the class or function, the arguments, and the state of an object that a call made,
+    /// or `None` for other types.
     pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
         match self.node()? {
             PickleNode::Object { class, args, state } => {
@@ -279,7 +284,8 @@ impl<'t> PickleView<'t> {
         self.to_json_limited(&mut left)
     }
 
-    /// Converts the value to JSON, and subtracts the number of converted values from `left`.
+    /// Converts the value to JSON, and subtracts the number of converted values from `left`. Values
+    /// beyond `left` become null or are left out.
     fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;
@@ -328,12 +334,12 @@ impl<'t> PickleItems<'t> {
         self.values.len()
     }
 
-    /// Returns the `i`-th item.
+    /// Returns the item with index `i`, or `None` if there are fewer items.
     pub(crate) fn get(self, i: usize) -> Option<PickleView<'t>> {
         self.values.get(i).map(|&value| PickleView { tree: self.tree, value })
     }
 
-    /// Iterates over the items.
+    /// Iterates over the items in order.
     pub(crate) fn iter(self) -> impl Iterator<Item = PickleView<'t>> {
         self.values.iter().map(move |&value| PickleView { tree: self.tree, value })
     }

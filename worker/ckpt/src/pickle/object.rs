@@ -39,7 +39,7 @@ pub enum PythonObject {
         /// Positional arguments.
         args: Vec<PythonObject>,
     },
-    /// An instance that `__new__` makes without arguments, with the attributes that it gets
+    /// An instance that `__new__` makes without arguments, and the state that the instance gets
     /// afterwards.
     Instance {
         /// The class as `module.name`.
@@ -49,7 +49,7 @@ pub enum PythonObject {
     },
     /// A tensor in a storage of the same file.
     Tensor(StoredTensor),
-    /// A small tensor with its elements.
+    /// A small tensor whose elements are in memory instead of in a storage.
     Literal {
         /// Dtype of the elements.
         dtype: Dtype,
@@ -71,7 +71,8 @@ pub struct StoredTensor {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Classes whose instances `__new__` makes without arguments. All other classes are called.
+/// Classes that pickles instantiate with `__new__` without arguments. Objects of all other classes
+/// become recorded calls.
 const NEW_WITHOUT_ARGS_CLASSES: [&str; 3] = [
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -79,32 +80,32 @@ const NEW_WITHOUT_ARGS_CLASSES: [&str; 3] = [
 ];
 
 impl PythonObject {
-    /// Makes a `str`.
+    /// Converts text to a Python `str`.
     pub(crate) fn from_text(text: impl Into<String>) -> PythonObject {
         PythonObject::Str(text.into())
     }
 
-    /// Makes an `int` from a count below 2^63.
+    /// Converts a count below 2^63 to a Python `int`.
     pub(crate) fn from_count(n: u64) -> PythonObject {
         PythonObject::Int(n as i64)
     }
 
-    /// Makes a `dict` with string keys.
+    /// Makes a Python `dict` of pairs of a string key and a value.
     pub(crate) fn dict_from_pairs<K: Into<String>>(
         pairs: impl IntoIterator<Item = (K, PythonObject)>,
     ) -> PythonObject {
         PythonObject::Dict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Makes an `OrderedDict` with string keys.
+    /// Makes a Python `OrderedDict` of pairs of a string key and a value.
     pub(crate) fn ordered_dict_from_pairs<K: Into<String>>(
         pairs: impl IntoIterator<Item = (K, PythonObject)>,
     ) -> PythonObject {
         PythonObject::OrderedDict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Returns the value of a string key of a dict. `None` if the key is missing or the object is
-    /// no dict.
+    /// Returns the value of the string key `key` of a dict, or `None` if the key is missing or the
+    /// object is not a dict.
     pub(crate) fn get(&self, key: &str) -> Option<&PythonObject> {
         match self {
             PythonObject::Dict(pairs) | PythonObject::OrderedDict(pairs) => pairs
@@ -116,7 +117,7 @@ impl PythonObject {
         }
     }
 
-    /// Sets the value of a string key of a dict. Does nothing if the object is no dict.
+    /// Sets the value of the string key `key` of a dict. Does nothing if the object is not a dict.
     pub(crate) fn set(&mut self, key: &str, value: PythonObject) {
         if let PythonObject::Dict(pairs) | PythonObject::OrderedDict(pairs) = self {
             match pairs.iter_mut().find(|(k, _)| matches!(k, PythonObject::Str(s) if s == key)) {
@@ -126,7 +127,8 @@ impl PythonObject {
         }
     }
 
-    /// Converts from JSON. Arrays become lists.
+    /// Converts JSON to a Python value. Arrays become lists. Numbers that fit in an i64 become
+    /// `int`, and other numbers become `float`.
     pub(crate) fn from_json(value: &Json) -> PythonObject {
         match value {
             Json::Null => PythonObject::None,
@@ -143,8 +145,8 @@ impl PythonObject {
         }
     }
 
-    /// Converts to JSON for display and for manifests. Objects that JSON cannot represent become
-    /// null or the name of their class.
+    /// Converts the value to JSON for display and for manifests. Tensors become null, and recorded
+    /// calls become the name of the function or class.
     pub(crate) fn to_json(&self) -> Json {
         let array = |v: &[PythonObject]| v.iter().map(PythonObject::to_json).collect();
         match self {
@@ -172,9 +174,9 @@ impl PythonObject {
 
 impl PickleView<'_> {
     /// Copies the value into a [`PythonObject`], and subtracts the number of copied values from
-    /// `left`. `tensor` converts a tensor. Returns `None` if a part was dropped on reading (bytes,
-    /// integers beyond 64 bits) or is not a plain value, or if more than `left` values would be
-    /// copied.
+    /// `left`. `tensor` converts the objects that represent tensors. Returns `None` if a part was
+    /// dropped on reading (bytes, integers beyond 64 bits), if a part cannot be converted, or if
+    /// more than `left` values would be copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,

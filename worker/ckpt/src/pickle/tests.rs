@@ -4,17 +4,17 @@ use proptest::prelude::*;
 
 const GLOBALS: &[&[&str]] = &[&["collections.OrderedDict", "torch.Size"]];
 
-/// Parses a pickle that must be rejected, and returns the error.
+/// Parses a pickle that must be rejected, and returns the error. Panics if the pickle is accepted.
 fn expect_rejection(input: &[u8]) -> PickleError {
     parse_pickle(input, GLOBALS).expect_err("rejected")
 }
 
-/// Returns the error for a pickle that names a forbidden class or function.
+/// Returns the error that the parser must report for a pickle with the forbidden global `name`.
 fn forbidden_global_error(name: &str) -> PickleError {
     PickleError::ForbiddenGlobal { name: name.into() }
 }
 
-/// Returns the error for a pickle with an unsupported opcode.
+/// Returns the error that the parser must report for a pickle with an unsupported opcode.
 fn unsupported_opcode_error(opcode: char) -> PickleError {
     PickleError::UnsupportedOpcode { opcode: opcode as u8 }
 }
@@ -174,7 +174,7 @@ proptest! {
     }
 }
 
-/// Reads the `data.pkl` of a torch file of the golden checkpoints.
+/// Returns the member `data.pkl` of a torch file. `path` is relative to `tests/golden`.
 fn read_golden_pickle(path: &str) -> Vec<u8> {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path);
     let file = std::fs::read(path).expect("there");

@@ -108,7 +108,7 @@ fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes a list.
+/// Writes a list, whose items are appended in batches of [`BATCH_ITEMS`].
 fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     out.push(b']');
     for batch in items.chunks(BATCH_ITEMS) {
@@ -121,7 +121,7 @@ fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     Ok(())
 }
 
-/// Writes a tuple.
+/// Writes a tuple. Tuples of up to three items have a short opcode without a mark.
 fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     if items.len() > 3 {
         out.push(b'(');
@@ -139,7 +139,7 @@ fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     Ok(())
 }
 
-/// Sets the items of the dict that was written last.
+/// Writes the opcodes that set the items of the dict on top of the stack.
 fn write_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
     for batch in pairs.chunks(BATCH_ITEMS) {
         out.push(b'(');
@@ -219,6 +219,7 @@ mod tests {
     ]];
 
     /// Encodes a value, parses the pickle, and converts the result back to a [`PythonObject`].
+    /// Returns `None` if the result cannot be converted.
     fn encode_and_parse(value: &PythonObject) -> Option<PythonObject> {
         let bytes = encode_pickle(value).expect("encode");
         let tree = parse_pickle(&bytes, GLOBALS).expect("decode");
@@ -226,7 +227,7 @@ mod tests {
         tree.root_value().to_object(&mut left, &|_| None)
     }
 
-    /// Generates nested values without tensors.
+    /// Returns a proptest strategy that generates nested values without tensors.
     fn plain_value_strategy() -> impl Strategy<Value = PythonObject> {
         let leaf = prop_oneof![
             Just(PythonObject::None),

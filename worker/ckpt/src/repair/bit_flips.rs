@@ -1,5 +1,5 @@
-//! Repairs single flipped bits in members of torch files, which the CRC-32 of the member
-//! identifies.
+//! Repairs single flipped bits in the members of torch files. The CRC-32 of a member identifies the
+//! flipped bit.
 use super::RepairDir;
 use crate::disk::Directory;
 use crate::error::{CkptError, Result};
@@ -14,8 +14,8 @@ const POLYNOMIAL: u32 = 0xEDB8_8320;
 const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
 /// Finds the single flipped bit of a message of `len` bytes. `difference` is the XOR of the CRC-32s
-/// before and after the flip. Returns the index of the byte and the mask of the bit; `None` if no
-/// single bit explains the difference.
+/// before and after the flip. Returns the index of the byte and the mask of the bit. Returns `None`
+/// if no single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -28,8 +28,8 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Repairs single flipped bits in the members of the torch file `name`, and reports each repair.
-/// Leaves other damage unchanged.
+/// Repairs a single flipped bit in each member of the torch file `name` in the copy, and reports
+/// each repair. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage unchanged.
 pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
     let directory = Directory::open(&repair_dir.dir)?;
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
@@ -67,7 +67,8 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
     Ok(())
 }
 
-/// Formats the line about a repaired bit, with the probability that other damage looks like it.
+/// Formats the line for the user about a repaired bit, with the probability that other damage looks
+/// like a single flipped bit. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let len = member.data.end - member.data.start;
     let chance = 8.0 * len as f64 / (1u64 << 32) as f64 * 1e6;

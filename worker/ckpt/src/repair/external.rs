@@ -1,4 +1,5 @@
-//! Repairs external checkpoints: the newest one that can be completed, and its RNG state files.
+//! Repairs external checkpoints: flipped bits, DeepSpeed's files, weights and RNG state files. Of
+//! several checkpoints, repairs the newest one that can be completed.
 use super::{
     RepairDir, RepairLoss, bit_flips, format_reason, join_subpath, list_files_recursively, model_files,
     universal, weights,
@@ -16,8 +17,9 @@ const DEPTH_MAX: u32 = 4;
 /// File name extensions of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs a directory that is one checkpoint or contains several. Of several, repairs the newest
-/// that can be completed, removes newer ones from the copy, and keeps older ones unchanged.
+/// Repairs a copy that is one checkpoint or contains several numbered checkpoints. Of several,
+/// repairs the newest one that can be completed, removes newer ones from the copy, and keeps older
+/// ones unchanged.
 pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = list_numbered_checkpoints(&Directory::open(&repair_dir.dir)?)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -59,7 +61,7 @@ fn list_numbered_checkpoints(directory: &Directory) -> Result<Vec<String>> {
     Ok(found.into_iter().map(|(_, name)| name).collect())
 }
 
-/// Returns whether the directory at `path` is a DeepSpeed checkpoint: it has `latest`,
+/// Returns whether the directory at `path` is a DeepSpeed checkpoint, which contains `latest`,
 /// `latest_universal` or a tag.
 fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
     let directory = Directory::open(path)?;
@@ -68,8 +70,11 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
         || !deepspeed::list_tags(path)?.is_empty())
 }
 
-/// Opens the external checkpoint at `path`, and verifies every byte and that all values are finite.
-/// The error is the list of reasons why the checkpoint isn't sound, as lines for the user.
+/// Opens the external checkpoint at `path` and verifies that it is sound: every byte is intact, and
+/// all values are finite.
+///
+/// # Errors
+/// Fails if the checkpoint isn't sound, with the list of reasons as lines for the user.
 pub(super) fn open_if_sound(path: &Path) -> std::result::Result<ExternalCheckpoint, Vec<String>> {
     let line = |e: crate::error::CkptError| vec![format_reason(&e)];
     let Some(found) = external::open_checkpoint(path).map_err(line)? else {
@@ -85,7 +90,9 @@ pub(super) fn open_if_sound(path: &Path) -> std::result::Result<ExternalCheckpoi
     }
 }
 
-/// Repairs the checkpoint in the subdirectory `directory` of the copy. Reports repairs and losses.
+/// Repairs the checkpoint in the subdirectory `directory` of the copy: flipped bits, DeepSpeed's
+/// tags, universal checkpoints, weights and RNG state files. Reports repairs and losses in
+/// `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
     list_files_recursively(&repair_dir.dir, directory, DEPTH_MAX, &mut files)?;
@@ -98,8 +105,8 @@ fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     repair_rng_files(repair_dir, directory)
 }
 
-/// Repairs the newest DeepSpeed tag that can be completed, and points `latest` to it. Reports newer
-/// tags as lost.
+/// Repairs the newest DeepSpeed tag that can be completed in the subdirectory `directory` of the
+/// copy. Points `latest` to this tag, and reports newer tags as lost.
 fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let tags = deepspeed::list_tags(&path)?;
@@ -135,7 +142,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     Ok(())
 }
 
-/// Creates the RNG state files of ranks that have none, if the number of ranks is known.
+/// Creates the RNG state files of ranks that lack such a file, if the number of ranks is known.
+/// Reports the created files.
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless

@@ -1,9 +1,9 @@
-//! Repairs checkpoints: rebuilds files that can be derived from the remaining ones, and reports
-//! losses.
+//! Repairs checkpoints: rebuilds files that can be derived from the remaining files, and reports
+//! files that are lost.
 //!
-//! All work happens in a hidden copy made of hard links (the [`RepairDir`]), in which files are
-//! replaced and never modified. The copy gets its final name when it is complete. The original
-//! stays unchanged.
+//! All work happens in a hidden copy made of hard links (the [`RepairDir`]). A repair replaces
+//! files of the copy and never modifies a hard link, so the original stays unchanged. The complete
+//! copy gets its final name at the end.
 mod bit_flips;
 mod external;
 mod model_files;
@@ -29,17 +29,18 @@ use std::path::{Path, PathBuf};
 /// Options of [`repair_checkpoints`]: where the result is written.
 #[derive(Clone, Debug, Default)]
 pub struct RepairOptions {
-    /// The directory to create. By default `NAME.repaired` next to the original `NAME`.
+    /// The directory to create. `None` means `NAME.repaired` next to the original `NAME`.
     pub out: Option<PathBuf>,
-    /// Give the result the name of the original, and keep the original as `NAME.before-repair`.
+    /// Whether to give the result the name of the original, and keep the original as
+    /// `NAME.before-repair`.
     pub in_place: bool,
 }
 
 /// The result of a repair.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
-    /// The directory with the result, which is the original if it needed no repair. `None` if
-    /// nothing could be repaired.
+    /// The directory with the result. If the original needed no repair, the path of the original.
+    /// `None` if nothing could be repaired, or an incomplete repair did not replace the original.
     pub path: Option<PathBuf>,
     /// The new path of the original, if the result replaced it.
     pub kept: Option<PathBuf>,
@@ -55,11 +56,12 @@ pub struct RepairReport {
 
 /// A file or checkpoint that a repair could not rebuild.
 struct RepairLoss {
-    /// The file or checkpoint that is lost; empty if the reasons name it.
+    /// Path of the lost file or checkpoint. Empty if the reasons name the file.
     subject: String,
-    /// Lines about what is missing or damaged.
+    /// Lines about missing or damaged parts.
     reasons: Vec<String>,
-    /// Why the subject could not be rebuilt; may be empty.
+    /// Text in parentheses after the reasons, such as why the subject could not be rebuilt. May be
+    /// empty.
     remark: String,
 }
 
@@ -87,11 +89,11 @@ impl fmt::Display for RepairLoss {
     }
 }
 
-/// The hidden copy in which a checkpoint is repaired, and the report so far.
+/// The hidden copy in which a checkpoint is repaired, and the results of the repair so far.
 struct RepairDir {
     /// The directory to repair, which is never modified.
     original: PathBuf,
-    /// The hidden copy of that directory.
+    /// The hidden copy of the original directory.
     dir: PathBuf,
     /// Name of the newest complete checkpoint, if the directory contains several.
     newest: Option<String>,
@@ -127,14 +129,14 @@ impl RepairDir {
     }
 
     /// Returns the path of a directory next to the copy, for intermediate results. Does not create
-    /// the directory. Dropping the returned value removes it.
+    /// the directory. Dropping the returned value removes the directory.
     fn temp_dir(&self) -> TempDir {
         let mut name = self.dir.file_name().unwrap_or_default().to_owned();
         name.push(".aside");
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the paths of the hidden copy in these lines by those of the original.
+    /// Replaces the path and the name of the hidden copy in `lines` by those of the original.
     fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -153,8 +155,8 @@ impl Drop for TempDir {
     }
 }
 
-/// Joins a name to the path of a subdirectory of the copy; `directory` is empty for the copy
-/// itself.
+/// Joins `directory`, the path of a subdirectory of the copy, and `name`. An empty `directory`
+/// means the copy itself.
 fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
@@ -164,7 +166,7 @@ fn join_subpath(directory: &str, name: &str) -> String {
 ///
 /// # Errors
 /// Fails if `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
-/// error; the report lists it.
+/// error. The report lists all losses.
 pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<RepairReport> {
     let missing = || CkptError::NotFound { path: path.to_owned() };
     if !path.is_dir() {
@@ -208,8 +210,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Publishes the copy if the repair changed something, and completes the report. An incomplete
-/// repair does not replace the original.
+/// Publishes the copy as `target` if the repair changed something, and completes `report`. An
+/// incomplete repair does not replace the original.
 fn publish_result(
     repair_dir: &RepairDir,
     target: &Path,
@@ -235,8 +237,8 @@ fn publish_result(
 /// original.
 ///
 /// # Errors
-/// Fails if the path, or the path under which the original would be kept, exists, or if the path is
-/// inside of the original.
+/// Fails if the path of the result exists or is inside of the original. With `in_place`, also fails
+/// if `NAME.before-repair` exists.
 fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> Result<PathBuf> {
     let sibling = |suffix: &str| original.with_file_name(format!("{name}.{suffix}"));
     let target = match &options.out {
@@ -255,9 +257,9 @@ fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> R
     Ok(target)
 }
 
-/// Renames the result to its final path and, with `in_place`, the original to `NAME.before-repair`.
-/// At every moment both directories are complete under a visible name. Returns the new path of the
-/// original, if it has one.
+/// Renames the result to `target`. With `in_place`, renames the result further to `original`, and
+/// the original to `NAME.before-repair`. At every moment both directories are complete under a
+/// visible name. Returns the new path of the original if the original was renamed.
 fn rename_result(
     result: &Path,
     target: &Path,
@@ -276,8 +278,8 @@ fn rename_result(
     Ok(Some(kept))
 }
 
-/// Verifies the copy, and adds its problems and non-finite values to the losses. Returns whether
-/// the copy is sound.
+/// Verifies the copy, and adds damage and non-finite values to the losses of the repair. Returns
+/// whether the copy is sound.
 fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
@@ -311,8 +313,8 @@ fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<Stri
     Ok(lines)
 }
 
-/// Formats the reason in an error. If the error is about damage or a missing part of a checkpoint,
-/// leaves out the path of the checkpoint.
+/// Formats an error as the reason of a loss. If the error is about damage or a missing part of a
+/// checkpoint, leaves out the path of the checkpoint.
 fn format_reason(error: &CkptError) -> String {
     match error {
         CkptError::Damaged { damage, .. } => damage.to_string(),
@@ -332,7 +334,8 @@ fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     }
 }
 
-/// Adds a loss to those of the repair, unless other losses have all its reasons.
+/// Adds `loss` to the losses of the repair. Does nothing if other losses already contain all of its
+/// reasons.
 fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {

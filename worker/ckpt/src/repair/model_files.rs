@@ -10,8 +10,9 @@ use crate::external::ExternalCheckpoint;
 use crate::formats::deepspeed::{self, lost_model_files};
 use crate::tensor_source::TensorSource;
 
-/// Rebuilds the lost model files of a tag from those of other ranks, or else from a universal
-/// checkpoint. Does nothing if no model file is lost.
+/// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Takes the
+/// files of other ranks, or else a universal checkpoint of the same state. Does nothing if no model
+/// file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -29,7 +30,7 @@ pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Resul
 }
 
 /// Rebuilds lost model files of a tag of stage 3 as copies of another rank's model file. At stage 3
-/// all ranks have equal model files, unless weights are frozen.
+/// all ranks have equal model files if no weights are frozen.
 fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
     let path = repair_dir.dir.join(tag);
     for donor in lost_model_files::find_replacements(&path)? {
@@ -42,8 +43,8 @@ fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<
     Ok(())
 }
 
-/// Finds the sound universal checkpoints with the name of the tag, next to the tag and in sibling
-/// directories.
+/// Finds the sound universal checkpoints that are named after the tag `tag`, next to the tag and in
+/// sibling directories.
 fn find_universal_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let name = repair_dir.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = list_candidate_paths(repair_dir, tag, &format!("{name}{UNIVERSAL_SUFFIX}"))?;
@@ -97,7 +98,7 @@ fn copy_model_files_from_universal(
     Ok(false)
 }
 
-/// Returns whether the repaired tag is sound, and all its tensors are bit-equal to those of
+/// Returns whether the repaired tag is sound, and every tensor is bit-equal to the tensor in
 /// `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
     let Ok(repaired) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return false };

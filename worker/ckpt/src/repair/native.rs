@@ -10,8 +10,8 @@ use crate::parity;
 use crate::verify::verify_checkpoints;
 
 /// Repairs the copy of a native checkpoint, or of a directory of native checkpoints. In a
-/// directory, removes the checkpoints that can't be completed, and points `latest` to the newest
-/// complete one.
+/// directory, removes the checkpoints that can't be completed, points `latest` to the newest
+/// complete checkpoint, and repairs the gathered weights of the run.
 pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     if disk::exists(&repair_dir.dir.join(MANIFEST_FILE)) {
         return repair_step(repair_dir, "").map(drop);
@@ -42,8 +42,8 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Repairs the checkpoint in a subdirectory of the copy. Returns whether the checkpoint is sound
-/// after the repair. If not, adds the reasons to the losses.
+/// Repairs the native checkpoint in the subdirectory `directory` of the copy from parity. Returns
+/// whether the checkpoint is sound after the repair. If not, adds the reasons to the losses.
 fn repair_step(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     let path = repair_dir.dir.join(directory);
     let report = verify_checkpoints(&path)?;

@@ -1,4 +1,4 @@
-//! Repairs universal checkpoints from the ZeRO checkpoints from which they were converted.
+//! Repairs universal checkpoints from ZeRO checkpoints of the same training state.
 use super::{RepairDir, RepairLoss, external, join_subpath, list_files_recursively};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::disk::{self, Directory, exists};
@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 pub(super) const UNIVERSAL_SUFFIX: &str = "_universal";
 /// Maximum number of sibling directories that are searched for a ZeRO checkpoint.
 const SIBLINGS_MAX: usize = 64;
-/// Names of the files whose tensors show whether two universal checkpoints are of the same state.
+/// Names of the files that are compared to decide whether two universal checkpoints have the same
+/// training state.
 const TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
 /// Repairs the newest universal checkpoint that can be completed in the subdirectory `directory` of
-/// the copy, and points `latest_universal` to it.
+/// the copy, and points `latest_universal` to this checkpoint.
 pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -53,8 +54,8 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
     Ok(())
 }
 
-/// Repairs the universal checkpoint `tag` if it isn't sound. Returns whether it is sound
-/// afterwards. If not, reports it as lost.
+/// Repairs the universal checkpoint `tag` if needed. Returns whether the checkpoint is sound
+/// afterwards. Reports a checkpoint that isn't sound as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     let Err(why) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
@@ -72,8 +73,8 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     Ok(false)
 }
 
-/// Finds the sound ZeRO checkpoints with the name of the tag, next to the tag and in sibling
-/// directories.
+/// Finds the sound ZeRO checkpoints with the name of the universal checkpoint `tag` without
+/// [`UNIVERSAL_SUFFIX`], next to `tag` and in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let at = repair_dir.original.join(tag);
     let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -83,8 +84,9 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     Ok(places.iter().filter_map(|p| external::open_if_sound(p).ok()).collect())
 }
 
-/// Lists the paths at which a directory `name` that belongs to the tag may be: next to the tag, and
-/// in the siblings of the directory with the tag. The paths may not exist.
+/// Lists the paths at which a directory `name` that belongs to the tag `tag` may be. One path is
+/// next to the tag. The others are in the directories next to the one that contains the tag. The
+/// paths may not exist.
 pub(super) fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -99,8 +101,8 @@ pub(super) fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str
 }
 
 /// Converts `source` to a universal checkpoint, and copies the files that the universal checkpoint
-/// `tag` lacks from the result. Returns false, and copies nothing, if the remaining files are of
-/// another state or no file is missing.
+/// `tag` lacks from the result. Copies nothing and returns false if the remaining files belong to
+/// another training state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()
@@ -129,7 +131,7 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
             (Some(_), None) => return Ok(false),
         }
     }
-    // a kind of file that this checkpoint never had isn't lost
+    // a file is lost only if the checkpoint has files of this name for other parameters
     lost.retain(|n| kinds.contains(n.rsplit('/').next().unwrap_or(n)) || n.ends_with("optimizer_state.pt"));
     if equal == 0 || lost.is_empty() {
         return Ok(false);
@@ -146,8 +148,8 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
     Ok(true)
 }
 
-/// Reads the sizes and CRCs of the storages of a torch file, by name. Returns `None` if the file is
-/// missing or damaged.
+/// Reads the sizes in bytes and the CRC-32s of the storages of a torch file, by the name of the
+/// storage. Returns `None` if the file is missing or damaged.
 fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
     let known = crate::external::builder::GLOBALS;

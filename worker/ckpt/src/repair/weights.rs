@@ -16,13 +16,14 @@ use std::os::unix::fs::FileExt;
 const RUN_WEIGHTS_DIR: &str = "weights";
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
-/// The reason that is reported for a gather if there are no weights.
+/// The reason that the report gives for gathering weights that are missing.
 const MISSING_REASON: &str = "the weights are missing";
 /// Maximum size of an index that is read, in bytes.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
-/// Maximum number of shards.
+/// Maximum number of safetensors files among which weights are divided.
 const SHARDS_MAX: u64 = 100_000;
-/// Names of files with weights in other layouts. If one exists, safetensors files aren't missing.
+/// Names of files with weights in other layouts. A directory with such a file needs no safetensors
+/// file.
 const OTHER_WEIGHT_FILES: [&str; 4] =
     ["pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_model.bin"];
 
@@ -30,17 +31,17 @@ const OTHER_WEIGHT_FILES: [&str; 4] =
 enum WeightsCondition {
     /// All weight files exist and have valid headers, and the index is right.
     Sound,
-    /// All shards exist, but the index is missing or wrong. The fields are its correct content: the
-    /// file by tensor name, and the total size in bytes.
+    /// All shards exist, but the index is missing or wrong. The fields are the content of a correct
+    /// index: the file by tensor name, and the total size in bytes.
     IndexInvalid(BTreeMap<String, String>, u64),
-    /// The weights are damaged or incomplete for this reason.
+    /// The weights are damaged or incomplete. The field is the reason as text.
     Broken(String),
-    /// There are no weights.
+    /// The directory has no safetensors weights.
     None,
 }
 
-/// Repairs the weights in the subdirectory `directory` of the copy: rebuilds the index, or gathers
-/// the weights from the DeepSpeed state in that directory. Reports a loss if neither is possible.
+/// Repairs the weights in the subdirectory `directory` of the copy. Rebuilds the index, or gathers
+/// the weights from the DeepSpeed state in `directory`. Reports a loss if there is no such state.
 pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -70,7 +71,8 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index with this content to the subdirectory `directory` of the copy, and reports it.
+/// Writes an index to the subdirectory `directory` of the copy, and reports the index as rebuilt.
+/// `map` is the file by tensor name, and `bytes` the total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -87,8 +89,8 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs the directory `weights` of a run: rebuilds its index, or gathers the weights again from
-/// the checkpoint `newest`. Does nothing if there is no such directory.
+/// Repairs the directory `weights` of a run: rebuilds the index, or gathers the weights again from
+/// the checkpoint `newest`. Does nothing if the copy has no directory `weights`.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -168,7 +170,7 @@ fn regather_weights(
 }
 
 /// Parses the name of a shard, such as `model-00001-of-00003.safetensors`. Returns the number of
-/// the shard and the number of shards; `None` for other names.
+/// the shard and the number of shards. Returns `None` for other names.
 fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     let (number, count) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     Some((number.parse().ok()?, count.parse().ok()?))
@@ -217,14 +219,15 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
     }
 }
 
-/// Reads the header of a safetensors file in `directory`.
+/// Reads the header of the safetensors file `name` in `directory`. Fails if the header is damaged.
 fn read_safetensors_header(directory: &Directory, name: &str) -> Result<safetensors::SafetensorsHeader> {
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
     safetensors::read_header(size, |at, out| file.read_exact_at(out, at))
         .map_err(|why| CkptError::damaged(directory.path(), name, why))
 }
 
-/// Reads the weight map of the index. Returns `None` if there is no valid index.
+/// Reads the index in `directory`, and returns the file by tensor name. Returns `None` if there is
+/// no valid index.
 fn read_weight_map(directory: &Directory) -> Option<BTreeMap<String, String>> {
     let text = directory.read_file(INDEX_FILE, INDEX_BYTES_MAX).ok()?;
     let index: Value = serde_json::from_slice(&text).ok()?;

@@ -12,11 +12,11 @@ use nix::fcntl::OFlag;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Limit on the size of a file, in bytes. A usual file has 14 kB and 16 bytes per GPU.
+/// Limit on the size of an RNG state file, in bytes. A usual file has 14 kB plus 16 bytes per GPU.
 const FILE_MAX: u64 = 16 << 20;
-/// Limit on the GPUs of a rank.
+/// Limit on the number of GPUs whose states one rank may have.
 const DEVICES_MAX: usize = 1024;
-/// Globals that the pickles may name: those of tensors and of NumPy arrays.
+/// Classes and functions that the pickles may name, which describe tensors and NumPy arrays.
 const GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     &[
@@ -28,11 +28,11 @@ const GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Result of decoding, before the path of the file is added to the error.
+/// Result of decoding. The error does not name the file yet.
 type DecodeResult<T> = std::result::Result<T, RngStateError>;
 
-/// Reads and validates the file `name`. The program that wrote it follows from the keys of its
-/// dict.
+/// Reads and validates the RNG state file `name`. Returns the states, and the program whose keys
+/// the file's dict has.
 ///
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.
@@ -83,7 +83,7 @@ pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFo
     Ok((format, states().map_err(damaged)?))
 }
 
-/// Decodes the value of `random.getstate()`.
+/// Decodes a pickled value of Python's `random.getstate()`.
 fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     let unusual = || RngStateError::UnknownLayout { generator: "Python's random" };
     let items = value.as_items().ok_or_else(unusual)?;
@@ -113,7 +113,7 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     })
 }
 
-/// Converts the position of a Mersenne Twister, and rejects one beyond its words.
+/// Converts the position of a Mersenne Twister. Fails if the position is beyond its 624 words.
 fn check_twister_position(position: u64) -> DecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= TWISTER_WORDS => Ok(p),
@@ -121,7 +121,8 @@ fn check_twister_position(position: u64) -> DecodeResult<u32> {
     }
 }
 
-/// Decodes the value of `numpy.random.get_state()`, and returns the module that its array names.
+/// Decodes a pickled value of `numpy.random.get_state()`. Also returns the NumPy module that the
+/// pickled array names.
 fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, NumpyRngState)> {
     let unusual = || RngStateError::UnknownLayout { generator: "NumPy" };
     let items = value.as_items().ok_or_else(unusual)?;
@@ -140,8 +141,9 @@ fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, Numpy
     Ok((names, NumpyRngState { twister: MersenneTwister { words, position }, has_gauss, cached_gaussian }))
 }
 
-/// Decodes a NumPy array of 624 little-endian u32, and returns the module that it names. Pickle
-/// protocol 2 stores the bytes of the array as Latin-1 text.
+/// Decodes a NumPy array of 624 little-endian u32. Also returns the NumPy module that the pickle of
+/// the array names. Returns `None` for any other value. Pickle protocol 2 stores the bytes of the
+/// array as Latin-1 text.
 fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32; TWISTER_WORDS]>)> {
     let (function, _, state) = value.as_object()?;
     let names = match function {
@@ -169,7 +171,7 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
     Some((names, words))
 }
 
-/// Decodes one CUDA state or a list of them. `bytes` returns the content of a tensor.
+/// Decodes one CUDA state or a list of CUDA states. `bytes` returns the content of a tensor.
 fn decode_cuda_states(
     value: PickleView<'_>,
     bytes: impl Fn(PickleView<'_>) -> DecodeResult<Vec<u8>>,
@@ -187,8 +189,8 @@ fn decode_cuda_states(
     }
 }
 
-/// Reads the bytes of a small one-dimensional tensor of u8, and checks them against the CRC-32 of
-/// its zip member.
+/// Returns the bytes of a one-dimensional tensor of at most [`CPU_BYTES`] u8. Fails for any other
+/// value, or if the tensor's zip member does not match its CRC-32.
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;

@@ -4,8 +4,9 @@ use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, 
 /// Alignment of tensor data in the file, in bytes.
 const ALIGNMENT: usize = 64;
 
-/// Encodes a rank's file. `stem` is the file name without its extension, which torch uses as the
-/// name of the directory inside of the zip.
+/// Returns the bytes of the RNG state file of one rank, in the format of the program `writer`.
+/// `stem` is the file name without its extension, which torch uses as the name of the directory
+/// inside of the zip.
 pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngStates) -> Vec<u8> {
     let mut pickle = PickleWriter { out: vec![0x80, 2, b'}', b'('], storages: Vec::new() };
     let [python, numpy, cpu, cuda] = match writer {
@@ -43,16 +44,16 @@ pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngSt
     zip.finish(&pickle.storages)
 }
 
-/// Writes a pickle of protocol 2.
+/// A pickle of protocol 2 under construction.
 pub(super) struct PickleWriter {
     /// The opcodes written so far.
     pub(super) out: Vec<u8>,
-    /// The bytes of each tensor, in the order of the storages.
+    /// The bytes of each tensor written so far. The index is the key of the tensor's storage.
     pub(super) storages: Vec<Vec<u8>>,
 }
 
 impl PickleWriter {
-    /// Writes text.
+    /// Writes text as UTF-8, after its length as a u32.
     pub(super) fn write_text(&mut self, text: &str) {
         self.out.push(b'X');
         self.out.extend((text.len() as u32).to_le_bytes());
@@ -74,18 +75,18 @@ impl PickleWriter {
         }
     }
 
-    /// Writes a float.
+    /// Writes a float as a big-endian f64.
     pub(super) fn write_float(&mut self, x: f64) {
         self.out.push(b'G');
         self.out.extend(x.to_be_bytes());
     }
 
-    /// Writes a reference to a class or function.
+    /// Writes a reference to the class or function `module.name`.
     fn write_global(&mut self, module: &str, name: &str) {
         self.out.extend(format!("c{module}\n{name}\n").as_bytes());
     }
 
-    /// Writes the value of `random.getstate()`.
+    /// Writes a state as the value of Python's `random.getstate()`.
     fn write_python_state(&mut self, state: &PythonRngState) {
         self.write_int(3);
         self.out.push(b'(');
@@ -99,7 +100,8 @@ impl PickleWriter {
         self.out.push(0x87);
     }
 
-    /// Writes the value of `numpy.random.get_state()`, whose array names the module `names`.
+    /// Writes a state as the value of `numpy.random.get_state()`. The pickled array names the NumPy
+    /// module `names`.
     fn write_numpy_state(&mut self, state: &NumpyRngState, names: NumpyModule) {
         self.out.push(b'(');
         self.write_text("MT19937");
@@ -122,7 +124,8 @@ impl PickleWriter {
         self.out.push(b't');
     }
 
-    /// Writes bytes in the form of protocol 2: as Latin-1 text, with a call that encodes the text.
+    /// Writes bytes as Latin-1 text with a call that encodes the text, since protocol 2 has no
+    /// opcode for bytes.
     fn write_latin1_bytes(&mut self, bytes: &[u8]) {
         self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
@@ -131,7 +134,7 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8 that has its own storage.
+    /// Writes a one-dimensional tensor of u8, and adds its bytes as a new storage.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
@@ -150,25 +153,26 @@ impl PickleWriter {
     }
 }
 
-/// Builds a zip with stored (uncompressed) members in torch's layout.
+/// A zip under construction, with stored (uncompressed) members in torch's layout.
 pub(super) struct ZipWriter {
-    /// The directory inside of the zip.
+    /// The directory inside of the zip that contains every member.
     root: String,
-    /// The members written so far.
+    /// The bytes of the members added so far.
     file: Vec<u8>,
-    /// The central directory so far.
+    /// The entries of the central directory for the members added so far.
     directory: Vec<u8>,
-    /// Number of members.
+    /// Number of members added so far.
     count: u16,
 }
 
 impl ZipWriter {
-    /// Begins a zip whose members are in the directory `root`.
+    /// Begins an empty zip, whose members will be in the directory `root` inside of the zip.
     pub(super) fn new(root: &str) -> ZipWriter {
         ZipWriter { root: root.to_owned(), file: Vec::new(), directory: Vec::new(), count: 0 }
     }
 
-    /// Adds a member. With `aligned`, the data begins at a multiple of [`ALIGNMENT`].
+    /// Adds the member `name` with the content `data`. With `aligned`, the content begins at a
+    /// multiple of [`ALIGNMENT`] in the file.
     pub(super) fn add_member(&mut self, name: &str, data: &[u8], aligned: bool) {
         let name = format!("{}/{name}", self.root);
         let at = self.file.len() as u32;
@@ -200,8 +204,8 @@ impl ZipWriter {
         self.count += 1;
     }
 
-    /// Adds the remaining members of a torch file, the `storages` among them, and the central
-    /// directory. Returns the bytes of the file.
+    /// Adds the `storages`, the other members that torch expects, and the central directory.
+    /// Returns the bytes of the file.
     pub(super) fn finish(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
         self.add_member(".format_version", b"1", false);
         self.add_member(".storage_alignment", ALIGNMENT.to_string().as_bytes(), false);

@@ -5,13 +5,14 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Limit on the nesting of directories.
+/// Limit on the nesting of directories, in levels.
 const DEPTH_MAX: u32 = 16;
-/// Limit on the number of files and directories.
+/// Limit on the number of files and directories in one tree.
 const ENTRIES_MAX: usize = 1 << 20;
 
-/// Creates the directory `to` with every entry of `from`, except the top-level entries whose names
-/// satisfy `skip`. The content is durable on return; the entry of `to` in its parent is not.
+/// Creates the directory `to` with links to or copies of every file in `from` and its
+/// subdirectories. Leaves out the top-level entries whose names satisfy `skip`. The content of `to`
+/// is durable on return, but not the entry of `to` in its parent.
 ///
 /// # Errors
 /// Fails if `from` holds a symbolic link or a device, is nested too deep, has too many entries, or
@@ -22,7 +23,7 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
 }
 
 /// Duplicates one directory and its subdirectories, down to `depth` levels. Subtracts the number of
-/// entries from `left`.
+/// entries from `left`, the number of entries that are still allowed.
 fn link_or_copy_subtree(
     from: &Path,
     to: &Path,
@@ -69,16 +70,17 @@ fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
     copied.sync_all().map_err(CkptError::io("fsync", target))
 }
 
-/// A hidden directory in which a result is built. Dropping the value removes the directory, unless
-/// it was renamed to its final name.
+/// A hidden directory in which a result is built before it is renamed to its final name. Dropping
+/// the value removes the directory if `dir` still exists.
 pub(crate) struct ScratchDir {
     /// Path of the directory.
     pub(crate) dir: std::path::PathBuf,
 }
 
 impl ScratchDir {
-    /// Chooses a path in `parent`, which this process must have locked. Removes the scratch
-    /// directories for `name` that killed processes left behind. The caller creates the directory.
+    /// Chooses the path of a scratch directory for `name` in `parent`, which this process must have
+    /// locked. Removes the scratch directories for `name` that killed processes left behind. The
+    /// caller creates the directory.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
         for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {

@@ -1,4 +1,4 @@
-//! Creates RNG state files for ranks whose files were lost, from those of the other ranks.
+//! Creates RNG state files for ranks whose files were lost, from the files of the other ranks.
 use super::decode;
 use super::encode;
 use super::rank_files::{RngFilesError, parse_rank_file_name, rank_file_name};
@@ -15,21 +15,22 @@ const RANKS_MAX: u32 = 1 << 14;
 
 /// The RNG state files that were created.
 pub(crate) struct FilledRngFiles {
-    /// File names, in the order of ranks.
+    /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,
     /// How the states of the other ranks were assigned.
     pub(crate) decision: RngDecision,
 }
 
-/// Creates the files of those of `world` ranks that have none, or replaces an unreadable one. The
-/// other files stay. Returns `None` if no file is lost, or no rank has a file.
+/// Creates an RNG state file for each rank below `world` that has no valid file, and replaces
+/// invalid files. Valid files stay unchanged. Returns `None` if every rank has a valid file, or if
+/// no rank has one.
 ///
 /// The streams are assigned by the rule for a changed number of ranks ([`reconcile_rng_states`]). A
 /// stream that all other ranks share is copied. A stream that differs between ranks is reseeded
 /// with the rank's number, so that no two ranks draw equal numbers.
 ///
 /// # Errors
-/// Fails if `world` exceeds the limit, the files of two programs are mixed, or I/O fails.
+/// Fails if `world` exceeds [`RANKS_MAX`], the files of two programs are mixed, or I/O fails.
 pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<FilledRngFiles>> {
     if world > RANKS_MAX {
         let error = RngFilesError::TooManyRanks { world, limit: RANKS_MAX };

@@ -1,5 +1,5 @@
-//! Prepares a checkpoint of HF Trainer or Accelerate for another number of ranks, as a directory
-//! `launch-wM/NAME` next to it.
+//! Prepares the checkpoint `NAME` of HF Trainer or Accelerate for M ranks, as a directory
+//! `launch-wM/NAME` next to the checkpoint.
 //!
 //! Files that don't depend on the number of ranks become hard links. RNG states are assigned by the
 //! rule in [`super::reconcile`], DeepSpeed's state is resharded, and counters of processes are
@@ -44,16 +44,17 @@ pub enum PrepareDestination {
 /// A checkpoint that is ready for the requested number of ranks.
 #[derive(Clone, Debug)]
 pub struct PreparedCheckpoint {
-    /// The directory to resume from. The original if it fits unchanged.
+    /// The directory to resume from. This is the original checkpoint if it fits unchanged.
     pub path: PathBuf,
-    /// How RNG states were assigned; `None` if there are none, or they fit unchanged.
+    /// How RNG states were assigned to ranks. `None` if the checkpoint has no RNG states, or fits
+    /// unchanged.
     pub decision: Option<RngDecision>,
-    /// Messages for the user about what was done.
+    /// Messages for the user about the changes.
     pub lines: Vec<String>,
 }
 
-/// Assigns the RNG states of a checkpoint to exactly `options.world` ranks, and changes nothing
-/// else.
+/// Writes a copy of a checkpoint whose RNG states are assigned to exactly `options.world` ranks.
+/// All other files are hard links to the original files.
 ///
 /// # Errors
 /// Fails if the checkpoint has no valid RNG states, the rule forbids the assignment, or the
@@ -86,7 +87,7 @@ pub fn prepare_rng(
 ///
 /// # Errors
 /// Fails if the directory isn't a checkpoint of these programs, is damaged, or can't be changed to
-/// that number of ranks.
+/// `options.world` ranks.
 pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<PreparedCheckpoint> {
     let checkpoint = ProgramCheckpoint::open(dir)?;
     let Some(old_world) = checkpoint.world() else {
@@ -121,8 +122,8 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
     rewrite_for_world(dir, &checkpoint, old_world, options, resharded, record)
 }
 
-/// Builds the directory for another number of ranks, or with reseeded RNG states. `resharded` is
-/// DeepSpeed's state if it must be resharded.
+/// Builds the prepared directory for another number of ranks, or with reseeded RNG states.
+/// `resharded` is DeepSpeed's state, or `None` if no state must be resharded.
 fn rewrite_for_world(
     dir: &Path,
     checkpoint: &ProgramCheckpoint,
@@ -185,7 +186,7 @@ fn rewrite_for_world(
 }
 
 /// Finds the newest complete `checkpoint-N` in an output directory of HF Trainer. Also returns a
-/// message for the user about each newer one that is incomplete.
+/// message for the user about each newer checkpoint that was skipped as incomplete.
 ///
 /// # Errors
 /// Fails if the directory exists and can't be listed.
@@ -250,7 +251,7 @@ struct ProgramCheckpoint {
     stored: Option<StoredRngStates>,
     /// DeepSpeed's state; `None` if the checkpoint has none.
     state: Option<ExternalCheckpoint>,
-    /// Optimizer steps done; 0 if no file records them.
+    /// Number of completed optimizer steps, or 0 if no file records the number.
     step: u64,
 }
 
@@ -286,8 +287,8 @@ impl ProgramCheckpoint {
     }
 
     /// Reads the number of optimizer updates in DeepSpeed's state or FSDP's sharded optimizer
-    /// state. Returns `None` if the checkpoint has neither; `optimizer.bin` then records the
-    /// number.
+    /// state. Returns `None` if the checkpoint has neither. The caller then reads the number in
+    /// `optimizer.bin`.
     fn count_updates(&self, dir: &Path) -> Result<Option<u64>> {
         let most = |state: &ExternalCheckpoint| state.facts().steps.values().copied().max();
         if let Some(state) = &self.state {
@@ -306,8 +307,8 @@ impl ProgramCheckpoint {
         Some((path, record))
     }
 
-    /// Assigns the stored RNG states to the ranks of `options`, with the step and generation of
-    /// this checkpoint.
+    /// Assigns the stored RNG states to `options.world` ranks, with the step of this checkpoint and
+    /// the next generation.
     fn reconcile_streams(
         &self,
         stored: &StoredRngStates,
@@ -324,9 +325,9 @@ impl ProgramCheckpoint {
         Ok((ranks, decision))
     }
 
-    /// Returns the generation of the next reconciliation: one more than the highest that is
-    /// recorded in the directory itself or, for earlier steps, in the prepared directories next to
-    /// it.
+    /// Returns the generation of the next reconciliation, which is the highest recorded generation
+    /// plus 1. Reads the record of the checkpoint, and the records of earlier steps in the prepared
+    /// directories next to the checkpoint.
     fn next_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
@@ -345,13 +346,13 @@ impl ProgramCheckpoint {
     }
 }
 
-/// Returns true if the directory has `optimizer.bin`, or weights that FSDP sharded.
+/// Returns true if the directory has `optimizer.bin`, or FSDP's directory of sharded weights.
 fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
     Ok(directory.file_size("optimizer.bin")?.is_some()
         || exists(&directory.path().join("pytorch_model_fsdp_0")))
 }
 
-/// Returns the path of the checkpoint `name` prepared for `world` ranks.
+/// Returns the path in `parent` of the checkpoint `name` prepared for `world` ranks.
 fn sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
@@ -363,8 +364,8 @@ fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
 }
 
 /// Builds a prepared checkpoint in a hidden directory, from links to all entries whose names don't
-/// satisfy `skip` and from the files that `fill` writes. Renames the directory to its final name
-/// when it is complete, and returns the final path.
+/// satisfy `skip` and from the files that `fill` writes. Then renames the directory to its final
+/// name, and returns the final path.
 ///
 /// # Errors
 /// Fails if the destination exists and may not be replaced, another process works in its parent

@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the ranks of a checkpoint.
+/// Limit on the number of ranks of a checkpoint.
 const RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` made the RNG state files of a directory.
 pub const RECORD_FILE: &str = "launch_rng.json";
 /// Limit on the size of a record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
 
-/// How the RNG state files of the ranks contradict each other.
+/// A contradiction between the RNG state files of a checkpoint directory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngFilesError {
@@ -26,17 +26,17 @@ pub enum RngFilesError {
     /// Two files belong to one rank. One of them is stale, from a run with another number of ranks.
     #[error("{other} is of rank {rank}, too; one of them is left from a run with another number of ranks")]
     DuplicateRank {
-        /// The rank.
+        /// The rank to which both files belong.
         rank: u32,
-        /// Name of the other file.
+        /// Name of the file of this rank that was listed first.
         other: String,
     },
     /// The number of ranks exceeds the limit.
     #[error("{world} ranks, more than the limit of {limit}")]
     TooManyRanks {
-        /// Number of ranks.
+        /// Number of ranks according to the checkpoint.
         world: u32,
-        /// The limit.
+        /// The largest accepted number of ranks.
         limit: u32,
     },
     /// `rng_state.pth`, which a run of one process writes, is next to files of several ranks.
@@ -98,15 +98,15 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Returns true for the names of RNG state files and for [`RECORD_FILE`]: the files that depend on
-/// the number of ranks.
+/// Returns true if `name` is the name of an RNG state file or [`RECORD_FILE`]. These files depend
+/// on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RECORD_FILE
 }
 
-/// Reads the RNG states of all ranks. Returns `None` if the directory has no RNG state files.
-/// `world` is the number of ranks if it is known. Otherwise the highest rank in the file names
-/// determines it.
+/// Reads the RNG states of all ranks in the directory `path`. Returns `None` if the directory has
+/// no RNG state files. `world` is the number of ranks, or `None` if it is unknown. The highest rank
+/// in the file names may increase this number.
 ///
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs
@@ -152,7 +152,8 @@ pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRn
     Ok(Some(StoredRngStates { writer, ranks, file_names: names }))
 }
 
-/// Reads the RNG states of all ranks, and computes the digest of every stream.
+/// Reads the RNG states of all ranks in the directory `path`, and computes the digest of every
+/// stream. Returns an empty list if the directory has no RNG state files.
 ///
 /// # Errors
 /// Fails if a file is missing or invalid.
@@ -168,8 +169,9 @@ pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
     Ok(rows.collect())
 }
 
-/// Writes the RNG state file of each rank, and the record, into a directory that has none. The
-/// files are durable on return; their directory entries are not.
+/// Writes the RNG state file of each rank, and the record, into the directory `path`. Fails if a
+/// file of the same name exists. The content of the files is durable on return, but not their
+/// directory entries.
 pub(super) fn write_all_ranks(
     path: &Path,
     writer: RngFormat,
@@ -187,7 +189,7 @@ pub(super) fn write_all_ranks(
     Ok(())
 }
 
-/// The record next to RNG state files that `launch` made.
+/// The record that `launch` stores next to RNG state files that it made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
     /// Always `launch rng record`.
@@ -207,7 +209,7 @@ impl RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }
 
-    /// Reads the record of a directory. Returns `None` if the directory has none.
+    /// Reads the record in the directory `path`. Returns `None` if the directory has no record.
     ///
     /// # Errors
     /// Fails if the record is damaged or of another version.

@@ -70,14 +70,15 @@ pub struct ReconcileOptions {
     pub step: u64,
     /// GPUs that each new rank sees. `None` if the saved states determine the number.
     pub gpus: Option<u32>,
-    /// Known scopes. The scope of any other stream is derived from the states.
+    /// Known scopes, by stream kind. The scope of any other stream is derived from the states.
     pub scopes: BTreeMap<StreamKind, StreamScope>,
     /// The logical owner of each old rank, and of each new rank, for [`StreamScope::PerOwner`].
     pub owners: Option<(Vec<u32>, Vec<u32>)>,
 }
 
 impl ReconcileOptions {
-    /// Makes options for `world` ranks with this policy. All other fields have their defaults.
+    /// Makes options for `world` ranks with the policy `policy`: generation 1, step 0, and no other
+    /// option set.
     pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
         ReconcileOptions {
             world,
@@ -170,7 +171,7 @@ pub enum ReconcileError {
     MissingStream {
         /// The stream that is missing.
         kind: StreamKind,
-        /// The first rank without it.
+        /// The first rank without the stream.
         rank: usize,
     },
     /// A stream was declared as replicated, but its states differ between ranks.
@@ -181,7 +182,7 @@ pub enum ReconcileError {
     NotReplicated {
         /// The stream that differs.
         kind: StreamKind,
-        /// The ranks whose stream differs from that of rank 0.
+        /// The ranks whose stream differs from the stream of rank 0.
         ranks: Vec<usize>,
     },
     /// The policy `strict` forbids a necessary reseed of a stream.
@@ -226,7 +227,7 @@ impl ReconcileError {
         }
     }
 
-    /// Returns what the user can do about this error, or `None` if no advice exists.
+    /// Returns advice for the user about this error, or `None` if no advice exists.
     pub(crate) fn help(&self) -> Option<&'static str> {
         match self {
             ReconcileError::StrictWouldReseed { .. } => {
@@ -237,7 +238,7 @@ impl ReconcileError {
         }
     }
 
-    /// Converts the error to one about the checkpoint at `path`.
+    /// Converts the error to [`CkptError::Unsupported`] for the checkpoint at `path`.
     pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
         CkptError::unsupported(path, self)
     }
@@ -319,9 +320,9 @@ pub fn reconcile_rng_states(
     Ok((new, RngDecision { from_world, world, policy, generation, step, run_seed, streams }))
 }
 
-/// Computes the digest by which the streams of two ranks are compared. Of the CUDA states, only
-/// that of the rank's device counts, since a rank leaves the generators of other devices idle.
-/// Returns `None` if the rank has no such stream.
+/// Computes the digest by which the streams of two ranks are compared. Of the CUDA states, only the
+/// state of the rank's device is hashed, since a rank leaves the generators of other devices idle.
+/// Returns `None` if the rank has no stream of this kind.
 fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
         (StreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
@@ -329,14 +330,14 @@ fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usi
     }
 }
 
-/// Returns the CUDA state of the device that the rank uses: device `rank` modulo the number of
-/// devices.
+/// Returns the CUDA state of the device that the rank uses, which is device `rank` modulo the
+/// number of devices. Returns `None` if there are no devices.
 fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState> {
     let devices = cuda.devices();
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Returns the scope that the options give for a stream, or derives it from the states.
+/// Returns the scope that the options give for a stream, or derives the scope from the states.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -356,8 +357,8 @@ fn decide_stream_scope(
         None if !differing.is_empty() => Ok(StreamScope::PerDataRank),
         None if old.len() > 1 => Ok(StreamScope::Replicated),
         // A single rank doesn't show the scope. torch's generators draw dropout masks, which must
-        // differ between ranks. The others make decisions that all ranks must share, such as a
-        // shuffle of files.
+        // differ between ranks. Python's and NumPy's generators make decisions that all ranks must
+        // share, such as a shuffle of files.
         None => Ok(match kind {
             StreamKind::Python | StreamKind::Numpy => StreamScope::Replicated,
             StreamKind::TorchCpu | StreamKind::TorchCuda => StreamScope::PerDataRank,
@@ -388,7 +389,10 @@ fn decide_stream_mode(
     }
 }
 
-/// Finds the old rank with the stream of the owner of the new rank `rank`.
+/// Finds the first old rank that had the same owner as the new rank `rank`.
+///
+/// # Errors
+/// Fails if the options list no owners, or if no old rank had this owner.
 fn find_old_rank_of_owner(
     from_world: usize,
     rank: usize,
@@ -402,7 +406,8 @@ fn find_old_rank_of_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies a stream to `to` from `from`, the states of the old rank `rank`.
+/// Copies the stream `kind` from `from`, the states of the old rank `rank`, to `to`. Of the CUDA
+/// states, only the state of the old rank's device is copied.
 fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, rank: usize) {
     match kind {
         StreamKind::Python => to.python.clone_from(&from.python),
@@ -415,8 +420,9 @@ fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, r
     }
 }
 
-/// Begins a new stream. All 256 bits of the hash seed a Mersenne Twister (`init_by_array` of its
-/// eight little-endian words). Its first eight bytes are the number that torch reports as the seed.
+/// Begins a new stream `kind` in `states`, seeded from `hash`. All 256 bits of the hash seed a
+/// Mersenne Twister (`init_by_array` of the hash as eight little-endian words). The first eight
+/// bytes of the hash become the seed that torch reports, and the only seed of a CUDA generator.
 fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];

@@ -13,20 +13,20 @@ use crate::tensor_source::TensorSource;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the record in a prepared directory. A later start with the same world size finds the
-/// directory by it.
+/// Name of the record in a prepared directory. A later start with the same world size reuses a
+/// directory with a matching record.
 pub(super) const RECORD_FILE: &str = "launch_prepared.json";
 /// Limit on the size of a record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
-/// Name of the format in a record.
+/// The value of the field `format` in a record.
 const RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// DeepSpeed's file that names the newest tag.
 const LATEST_FILE: &str = "latest";
-/// Elements of a ZeRO-3 sub-group if the config has no `sub_group_size`; equals DeepSpeed's
+/// Elements of a ZeRO-3 sub-group if the config has no `sub_group_size`, equal to DeepSpeed's
 /// default.
 const SUB_GROUP_SIZE: u64 = 1_000_000_000;
 
-/// The record of a prepared directory: the checkpoint it was made from, and the options.
+/// The record of a prepared directory, which states the original checkpoint and the options.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PreparedRecord {
     format: String,
@@ -36,15 +36,16 @@ pub(super) struct PreparedRecord {
     world: u32,
     /// The options of the RNG reconciliation, as text.
     policy: String,
-    /// Fingerprint of the original, which changes when one of its files does.
+    /// Fingerprint of the original checkpoint, which changes when a file of the checkpoint changes.
     source: String,
-    /// One line for the user about what was done.
+    /// One line for the user about the changes that were made.
     #[serde(rename = "line")]
     pub(super) summary: String,
 }
 
 impl PreparedRecord {
-    /// Makes a record for the checkpoint `from` in `dir`, whose fingerprint is computed.
+    /// Makes a record without a summary for the checkpoint named `from` in `dir`. Computes the
+    /// fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (RECORD_FORMAT.to_owned(), compute_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -58,19 +59,20 @@ impl PreparedRecord {
         })
     }
 
-    /// Returns true if `other` has an equal original and equal options, whatever its summary.
+    /// Returns true if both records have equal originals and equal options. The summaries may
+    /// differ.
     pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
 
-    /// Reads the record of a directory. Returns `None` if the directory has no valid one.
+    /// Reads the record of a directory. Returns `None` if the directory has no valid record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
         let text = Directory::open(dir).ok()?.read_file(RECORD_FILE, RECORD_MAX).ok()?;
         let record: PreparedRecord = serde_json::from_slice(&text).ok()?;
         (record.format == RECORD_FORMAT && record.version == 1).then_some(record)
     }
 
-    /// Writes the record durably into a directory that has none.
+    /// Writes the record durably into the directory `dir`. Fails if `dir` has a record.
     pub(super) fn write(&self, dir: &Path) -> Result<()> {
         let mut text = serde_json::to_vec_pretty(self).map_err(CkptError::invalid_save)?;
         text.push(b'\n');
@@ -78,14 +80,15 @@ impl PreparedRecord {
     }
 }
 
-/// Returns true if `world` ranks can resume only after resharding. ZeRO stages 1 to 3 are sharded
-/// by rank; stage 0 keeps everything in one file.
+/// Returns true if `world` ranks can resume only after resharding. The state of ZeRO stages 1 to 3
+/// is sharded by rank, while stage 0 stores everything in one file.
 pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
     facts.stage != Some(0) && facts.world.is_some_and(|w| w != world)
 }
 
-/// Rejects a directory that DeepSpeed's engine would not load, because no `latest` names its tag.
+/// Fails if the directory has neither `latest` nor `latest_universal`. DeepSpeed's engine loads
+/// only a tag that one of these files names.
 pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
     match exists(&dir.join(LATEST_FILE)) || exists(&dir.join("latest_universal")) {
         true => Ok(()),
@@ -99,13 +102,13 @@ pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<(
     }
 }
 
-/// Returns true if resharding replaces the entry `name` of the original.
+/// Returns true if resharding replaces the entry `name` of the original checkpoint's directory.
 pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool {
     name == state.facts().tag || [LATEST_FILE, "latest_universal", RECORD_FILE].contains(&name)
 }
 
-/// Writes the state for `world` ranks into the directory `into`. Returns a line for the user about
-/// what was done.
+/// Writes DeepSpeed's state, resharded for `world` ranks, into the directory `into`. Returns a
+/// summary in one line for the user.
 pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into: &Path) -> Result<String> {
     let sub_group_size = read_sub_group_size(&state.read_passthrough()?);
     let to = ConvertOptions::new(ConvertTarget::DeepSpeed);
@@ -125,8 +128,8 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
     Ok(summary)
 }
 
-/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config. The engine
-/// that loads the result uses the same config.
+/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or
+/// DeepSpeed's default. The engine that loads the result uses the same config.
 fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
     let config =
         passthrough.model_entries.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);

@@ -32,29 +32,29 @@ pub enum RescaleError {
         "{SCHEDULER_FILE} counts steps per process, and {steps} steps of {world} processes overflow the counter"
     )]
     Overflow {
-        /// Optimizer steps.
+        /// Optimizer steps that the run has done.
         steps: u64,
         /// Number of processes that resume.
         world: u32,
     },
-    /// The counter isn't where pickles of torch's schedulers have it.
+    /// The pickle stores the counter elsewhere than pickles of torch's schedulers do.
     #[error("{SCHEDULER_FILE} counts steps per process, but its pickle has an unknown layout")]
     UnknownPickle,
 }
 
-/// A scheduler file for another number of processes.
+/// A scheduler file that was rescaled to another number of processes.
 pub(super) struct RescaledScheduler {
     /// Name of the file.
     pub(super) name: &'static str,
-    /// Content of the file.
+    /// Content of the rescaled file.
     pub(super) bytes: Vec<u8>,
     /// One line for the user about the change.
     pub(super) summary: String,
 }
 
-/// Rescales the scheduler file from `old` to `world` processes. Returns `None` if there is no such
-/// file, or its counter isn't optimizer steps × `old`. `done` is the number of optimizer updates;
-/// if it is `None`, the number is read from `optimizer.bin`.
+/// Rescales the scheduler file from `old` to `world` processes. Returns `None` if the file does not
+/// exist, the numbers of processes are equal, or the counter isn't optimizer steps × `old`. `done`
+/// is the number of optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
 ///
 /// # Errors
 /// Fails if the file is damaged, or its counter can't be rescaled.
@@ -101,7 +101,7 @@ pub(super) fn rescale_scheduler(
 }
 
 /// Reads the step counter of the first parameter in `optimizer.bin`. Returns `None` if the file has
-/// no whole step.
+/// no step counter, or if the counter is not a whole number.
 fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
     let file = TorchFile::open(directory, OPTIMIZER_FILE, &[TENSOR_GLOBALS])?;
     let first = file.value().get("state").and_then(PickleView::as_pairs).and_then(|mut p| p.next());
@@ -127,10 +127,10 @@ fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
     Ok((step >= 0.0 && step.fract() == 0.0).then_some(step as u64))
 }
 
-/// Reads the pickle of the scheduler file.
+/// Returns the bytes of the pickle in the scheduler file.
 ///
 /// # Errors
-/// Fails if the file contains tensors, which a scheduler doesn't have.
+/// Fails if the file has no pickle, contains tensors, or is larger than [`SCHEDULER_MAX`].
 fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
     let damaged = |why: &str| CkptError::damaged(directory.path(), SCHEDULER_FILE, why);
     let pickle = file.members.iter().find(|m| m.name == format!("{}/data.pkl", file.root));
@@ -145,8 +145,8 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
         .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// Returns the pickle with the integer under `key` replaced by `after`. Returns `None` unless `key`
-/// occurs exactly once, with the value `before`.
+/// Returns the pickle with the integer under `key` replaced by `after`. Returns `None` if `key`
+/// does not occur exactly once, or has another value than `before`.
 fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

@@ -1,5 +1,5 @@
-//! RNG states of one rank: of Python's generator, of NumPy's, and of torch's on the CPU and each
-//! GPU.
+//! RNG states of one rank, which are the states of Python's generator, NumPy's generator, and
+//! torch's generators on the CPU and each GPU.
 use crate::error::{CkptError, ReadFailure};
 use crate::formats::torch_error::TorchFileError;
 use crate::hash::Hash;
@@ -11,12 +11,12 @@ use std::path::Path;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngStateError {
-    /// The file is larger than any RNG state file, so it isn't read.
+    /// The file is larger than any RNG state file, and is not read.
     #[error("the file has {bytes} bytes, more than the limit of {limit} bytes")]
     FileTooLarge {
-        /// Size of the file.
+        /// Size of the file in bytes.
         bytes: u64,
-        /// The limit, bytes.
+        /// The limit in bytes.
         limit: u64,
     },
     /// The pickled value is not a dict.
@@ -49,7 +49,7 @@ pub enum RngStateError {
     /// NumPy's global generator uses another algorithm than MT19937.
     #[error("the state of NumPy's generator is not one of MT19937")]
     NumpyGenerator,
-    /// A Mersenne Twister claims more used words than it has.
+    /// A Mersenne Twister claims more used words than its 624 words.
     #[error("position {position} is outside of a Mersenne Twister of {TWISTER_WORDS} words")]
     TwisterPosition {
         /// The position in the file, in words.
@@ -87,10 +87,10 @@ pub enum RngStateError {
         /// The offset in the file.
         offset: i64,
     },
-    /// The list of CUDA states is longer than any host has GPUs.
+    /// The list of CUDA states is longer than the number of GPUs that any host has.
     #[error("the file has states of more than {limit} GPUs")]
     TooManyGpus {
-        /// The limit.
+        /// The largest accepted number of GPUs.
         limit: usize,
     },
     /// The bytes of a tensor don't match the CRC-32 of the zip container.
@@ -138,7 +138,7 @@ pub enum StreamKind {
 }
 
 impl StreamKind {
-    /// Every kind, in the order of the files.
+    /// Every kind, in the order in which RNG state files store the streams.
     pub const ALL: [StreamKind; 4] =
         [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
 
@@ -160,7 +160,7 @@ impl fmt::Display for StreamKind {
     }
 }
 
-/// State of a Mersenne Twister: its words, and how many of them are used.
+/// State of a Mersenne Twister, which consists of its words and the number of used words.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MersenneTwister {
     pub(crate) words: Box<[u32; TWISTER_WORDS]>,
@@ -223,7 +223,8 @@ impl fmt::Debug for MersenneTwister {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PythonRngState {
     pub(crate) twister: MersenneTwister,
-    /// The cached second number of a pair of normally distributed numbers.
+    /// The second number of a pair of normally distributed numbers, which `gauss()` returns next.
+    /// `None` if no number is cached.
     pub(crate) gauss_next: Option<f64>,
 }
 
@@ -231,9 +232,9 @@ pub struct PythonRngState {
 #[derive(Clone, Debug, PartialEq)]
 pub struct NumpyRngState {
     pub(crate) twister: MersenneTwister,
-    /// `cached_gaussian` is valid.
+    /// True if `cached_gaussian` is valid.
     pub(crate) has_gauss: bool,
-    /// The cached second number of a pair of normally distributed numbers.
+    /// The second number of a pair of normally distributed numbers, which NumPy returns next.
     pub(crate) cached_gaussian: f64,
 }
 
@@ -248,7 +249,8 @@ impl fmt::Debug for TorchCpuState {
 }
 
 impl TorchCpuState {
-    /// Validates an untrusted state: the fields that torch checks, and that each word has 32 bits.
+    /// Makes a state of untrusted bytes. Fails if the size is wrong, the position fields contradict
+    /// each other, or a word has more than 32 bits.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
         let bytes: Box<[u8; CPU_BYTES]> = bytes
             .to_vec()
@@ -266,7 +268,7 @@ impl TorchCpuState {
         }
     }
 
-    /// Reads the little-endian u64 at a byte offset.
+    /// Reads the little-endian u64 at a byte offset of the state.
     fn read_u64_at(&self, offset: usize) -> u64 {
         let mut word = [0u8; 8];
         word.copy_from_slice(&self.0[offset..offset + 8]);
@@ -278,8 +280,8 @@ impl TorchCpuState {
         self.read_u64_at(0)
     }
 
-    /// Makes the state of a generator with these words that has drawn no number yet. `seed` is the
-    /// seed that torch reports.
+    /// Makes the state of a generator with the words of `twister` that has drawn no number yet.
+    /// `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
         let mut bytes = Box::new([0u8; CPU_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -297,7 +299,8 @@ impl TorchCpuState {
 pub struct TorchCudaState(pub(crate) [u8; CUDA_BYTES]);
 
 impl TorchCudaState {
-    /// Validates an untrusted state: the Philox offset must be a non-negative multiple of 4.
+    /// Makes a state of untrusted bytes. Fails if the size is wrong, or the Philox offset is not a
+    /// non-negative multiple of 4.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCudaState, RngStateError> {
         let bytes = bytes.try_into().map_err(|_| RngStateError::CudaStateSize { bytes: bytes.len() })?;
         let state = TorchCudaState(bytes);
@@ -328,7 +331,7 @@ pub enum TorchCudaStates {
 }
 
 impl TorchCudaStates {
-    /// Returns the states by device.
+    /// Returns the states in the order of the devices.
     pub fn devices(&self) -> &[TorchCudaState] {
         match self {
             TorchCudaStates::SingleDevice(state) => std::slice::from_ref(state),
@@ -338,7 +341,7 @@ impl TorchCudaStates {
 }
 
 /// The NumPy module that a pickled array names. NumPy 2 renamed the module. A rewritten file keeps
-/// the name, since each major version of NumPy reads its own name without a warning.
+/// the name, so that the NumPy version of the original file reads the file without a warning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumpyModule {
     /// `numpy.core`, written by NumPy 1.
@@ -348,7 +351,7 @@ pub enum NumpyModule {
 }
 
 impl NumpyModule {
-    /// Returns the full name of the module.
+    /// Returns the full name of the module, as pickles state it.
     pub(crate) fn module_name(self) -> &'static str {
         match self {
             NumpyModule::Core => "numpy.core.multiarray",
@@ -380,7 +383,7 @@ pub struct RankRngStates {
     pub cpu: TorchCpuState,
     /// States of torch's CUDA generators; `None` in a run without GPUs.
     pub cuda: Option<TorchCudaStates>,
-    /// The step counter of Accelerate, which HF Trainer's files don't have.
+    /// The step counter of Accelerate. `None` in HF Trainer's files, which have no such counter.
     pub step: Option<i64>,
 }
 

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
 
-/// Makes RNG states that depend only on `n`.
+/// Makes the RNG states of one rank, without CUDA states. The states depend only on `n`.
 fn make_states(n: u32) -> RankRngStates {
     let twister = |kind: u32| MersenneTwister { position: n % 625, ..MersenneTwister::from_key(&[kind, n]) };
     RankRngStates {
@@ -31,7 +31,7 @@ fn make_states(n: u32) -> RankRngStates {
     }
 }
 
-/// Writes one RNG state file per rank.
+/// Writes one RNG state file per rank into `dir`, in the format of `writer`.
 fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankRngStates]) {
     for (rank, states) in (0u32..).zip(ranks) {
         let name = rank_files::rank_file_name(writer, rank, ranks.len() as u32);
@@ -61,8 +61,8 @@ fn encoded_states_decode_to_equal_states() {
     }
 }
 
-/// Compares with the numbers that the reference implementation prints after `init_by_array({0x123,
-/// 0x234, 0x345, 0x456})`.
+/// Compares the first three random numbers with the output of the reference implementation after
+/// `init_by_array({0x123, 0x234, 0x345, 0x456})`.
 #[test]
 fn twisters_are_seeded_like_the_reference_implementation() {
     let key = [0x123, 0x234, 0x345, 0x456];
@@ -242,7 +242,8 @@ fn prepared_directories_never_replace_other_directories() {
     assert_eq!(names, ["checkpoint-6"], "no temporary directories remain");
 }
 
-/// The number of steps comes from FSDP's sharded optimizer state.
+/// Prepares a golden checkpoint of Accelerate with sharded FSDP for 4 ranks, and compares the
+/// messages with a snapshot. FSDP's sharded optimizer state determines the number of steps.
 #[test]
 fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let golden =
@@ -255,7 +256,8 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
-/// The scheduler has counted three steps of two processes.
+/// Rescales a scheduler that has counted three steps of two processes to 400 processes. Then checks
+/// that a scheduler with one count per step stays unchanged.
 #[test]
 fn a_scheduler_that_counts_processes_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");

@@ -19,7 +19,8 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[7, 5]), ("empty", &[0]), ("b", &[900_001])];
 
-/// Computes the elements of a weight as bits of BF16 numbers.
+/// Computes `count` elements of the weight `name` as bits of BF16 numbers: the values of
+/// [`compute_values`], rounded.
 fn compute_bf16_values(name: &str, facts: &RunFacts, count: u64) -> Vec<u16> {
     compute_values(TensorRole::Weight, name, facts, count)
         .iter()
@@ -31,7 +32,8 @@ fn widen_to_f32(halves: &[u16]) -> Vec<f32> {
     halves.iter().map(|h| bf16::from_bits(*h).to_f32()).collect()
 }
 
-/// Saves a checkpoint of `facts.world` ranks with BF16 weights and F32 moments of AdamW.
+/// Saves a checkpoint of `facts.world` ranks with BF16 weights and F32 moments of AdamW to the
+/// checkpoint directory `root`, and opens the checkpoint.
 fn save_bf16_checkpoint(root: &Path, facts: &RunFacts) -> Checkpoint {
     let staging = StagingDir::create(root, facts.step, 0).expect("begun");
     let mut reports = Vec::new();
@@ -66,7 +68,8 @@ fn save_bf16_checkpoint(root: &Path, facts: &RunFacts) -> Checkpoint {
     Checkpoint::open(&commit_save(staging, facts.clone(), reports).expect("complete").path).expect("complete")
 }
 
-/// Asserts that the checkpoint contains exactly what [`save_bf16_checkpoint`] wrote.
+/// Asserts that the checkpoint contains exactly the tensors that [`save_bf16_checkpoint`] wrote for
+/// `facts`.
 fn assert_contains_bf16(checkpoint: &Checkpoint, facts: &RunFacts) {
     for t in checkpoint.tensors() {
         let mut out = vec![f32::NAN; t.element_count() as usize];
@@ -177,8 +180,8 @@ fn only_weights_may_be_bf16_and_each_has_one_dtype() {
     insta::assert_snapshot!("bf16_moment", moment);
 }
 
-/// The forged shard and manifest match every hash, but the shard's header has a dtype other than
-/// the manifest's, of equal size.
+/// Verifies a forged checkpoint that matches every hash. The header of the shard gives the dtype
+/// I16 where the manifest gives BF16, which has the same size.
 #[test]
 fn verify_detects_another_dtype_in_a_shard_header() {
     let dir = make_memory_dir();

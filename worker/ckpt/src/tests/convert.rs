@@ -50,12 +50,13 @@ impl TensorSource for MemorySource {
     }
 }
 
-/// Makes `n` numbers that BF16 and F16 represent exactly.
+/// Computes `n` numbers from `seed`, all of which BF16 and F16 represent exactly.
 fn make_half_exact_values(seed: u64, n: u64) -> Vec<f32> {
     (0..n).map(|i| ((i * 31 + seed * 17) % 251) as f32 / 8.0 - 13.0).collect()
 }
 
-/// Makes a source with parameter groups of these shapes, frozen weights, and a buffer of dtype F16.
+/// Makes a source at `path` with a buffer of dtype F16. `groups` has the shapes of the weights of
+/// each parameter group, and `frozen` the shapes of the frozen weights.
 fn make_memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]) -> MemorySource {
     let (state, passthrough) = (TrainingState::default(), PassthroughState::default());
     let mut made = MemorySource { path: path.to_owned(), tensors: Vec::new(), state, passthrough };
@@ -74,7 +75,7 @@ fn make_memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]
                 add(&name, role, Dtype::F32, shape);
             }
             group.names.push(name);
-            // the second group was added to the optimizer later
+            // as if the second group had been added to the optimizer one step later
             group.steps.push(Some(if g == 1 { 3.0 } else { 4.0 }));
         }
         group.options = vec![
@@ -98,7 +99,7 @@ fn make_convert_options(to: ConvertTarget, stage: u8, world: u32) -> ConvertOpti
     ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) }
 }
 
-/// Opens the checkpoint at `path`, of any format.
+/// Opens the checkpoint at `path`, of any format. Panics if opening fails.
 fn open_source(path: &Path) -> Box<dyn TensorSource> {
     match open_checkpoint(path).expect("a checkpoint") {
         OpenedCheckpoint::Native(newest) => Box::new(newest.checkpoint),
@@ -106,8 +107,8 @@ fn open_source(path: &Path) -> Box<dyn TensorSource> {
     }
 }
 
-/// Asserts that two sources have bit-equal tensors, and equal ties and update counts. With
-/// `dtypes`, also asserts equal dtypes, hyper-parameters and schedulers.
+/// Asserts that two sources have bit-equal tensors, and equal ties and update counts. If `dtypes`
+/// is true, also asserts equal dtypes, hyper-parameters and schedulers.
 fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     let key = |t: &TensorInfo| (t.role, t.name.clone(), t.shape.clone(), dtypes.then_some(t.dtype));
     let sorted = |s: &dyn TensorSource| {
@@ -142,7 +143,7 @@ fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     }
 }
 
-/// Reads the names of each group's weights, with the update count of each weight.
+/// Returns the names of the weights of each parameter group, with the update count of each weight.
 fn read_updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f64>)>> {
     let (state, passthrough) = (source.training_state(), source.read_passthrough().expect("known"));
     let native = state.groups.iter().map(|g| ParamGroup::from_info(g, &state.steps));
@@ -150,7 +151,7 @@ fn read_updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f
     groups.into_iter().map(|g| g.names.into_iter().zip(g.steps).collect()).collect()
 }
 
-/// Generates shapes of one to five tensors.
+/// Generates the shapes of one to five tensors, with zero to three dimensions each.
 fn generate_shapes() -> impl Strategy<Value = Vec<Vec<u64>>> {
     proptest::collection::vec(proptest::collection::vec(1u64..9, 0..4), 1..6)
 }
@@ -185,7 +186,7 @@ proptest! {
     }
 }
 
-/// Returns the [`ConvertError`] that `error` contains. Panics if `error` is of another kind.
+/// Returns the [`ConvertError`] that `error` contains. Panics if `error` contains no such error.
 pub(super) fn expect_convert_error(error: &CkptError) -> &ConvertError {
     match error {
         CkptError::Unsupported { feature: UnsupportedFeature::Convert(error), .. } => error,
@@ -272,8 +273,8 @@ fn golden_checkpoints_of_every_layout_convert_to_every_target() {
     }
 }
 
-/// The source's groups list no names. Each weight keeps its update count, whether there is a single
-/// group or its group is unknown.
+/// Converts sources whose parameter groups list no names. Each weight must keep its update count,
+/// both with a single group and with several groups, of which the weight's group is unknown.
 #[test]
 fn updates_stay_with_their_weights_where_groups_have_no_names() {
     for (groups, to) in
@@ -294,7 +295,8 @@ fn updates_stay_with_their_weights_where_groups_have_no_names() {
     }
 }
 
-/// A conversion must not invent the number of consumed samples.
+/// Checks for every target that a conversion keeps the number of consumed samples, and does not
+/// invent a number if the source has none.
 #[test]
 fn the_sample_count_is_kept_or_absent() {
     let dir = make_memory_dir();
@@ -311,8 +313,8 @@ fn the_sample_count_is_kept_or_absent() {
     }
 }
 
-/// A native checkpoint, and a DeepSpeed checkpoint that is converted from it, keep the FP16 loss
-/// scale. DeepSpeed's step count includes skipped steps.
+/// Checks that a native checkpoint, and a DeepSpeed checkpoint converted from the native one, keep
+/// the FP16 loss scale. DeepSpeed's step count includes skipped steps.
 #[test]
 fn the_loss_scale_and_skipped_steps_are_kept() {
     let dir = make_memory_dir();
@@ -451,8 +453,8 @@ fn files_finished_before_a_kill_are_verified_and_reused() {
     assert_eq!(other.reused, 0);
 }
 
-/// The child process of `files_finished_before_a_kill_are_verified_and_reused`. It kills itself
-/// before it publishes the directory. Does nothing outside of a child process.
+/// The child process of `files_finished_before_a_kill_are_verified_and_reused`. Kills itself before
+/// the conversion publishes its directory. Does nothing outside of a child process.
 #[test]
 fn child_process_that_is_killed_before_publishing() {
     let Some(dir) = super::read_child_argument() else { return };
@@ -512,8 +514,8 @@ fn a_damaged_source_gives_an_error_and_no_output() {
     assert_eq!(list_entry_names(dir.path()), ["from"]);
 }
 
-/// Copies the weights of a golden checkpoint, and no other file, to a new directory in `dir`.
-/// Returns the path of that directory.
+/// Copies `model.safetensors` of a golden checkpoint, and no other file, to the new directory
+/// `weights` in `dir`. Returns the path of the new directory.
 fn copy_golden_weights(dir: &Path, golden_name: &str) -> PathBuf {
     let weights = dir.join("weights");
     fs::create_dir(&weights).expect("made");
@@ -536,7 +538,8 @@ fn weights_only_are_rejected_by_deepspeed_targets() {
     }
 }
 
-/// A checkpoint that has only weights still has only weights after it is resharded.
+/// Converts weights to a native checkpoint and reshards the result. Both checkpoints must have only
+/// weights, and every conversion must give a notice.
 #[test]
 fn weights_only_become_a_native_checkpoint_of_weights_only() {
     let dir = make_memory_dir();
@@ -575,7 +578,7 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
             assert_eq!(read(&*found), read(&*original), "{}", info.name);
         }
     }
-    // a file of a training state makes it a training state, here one that lost its optimizer
+    // with a file of a training state, the source is a training state that lost its optimizer
     fs::copy(golden_path("hf_ddp").join("checkpoint-3/scheduler.pt"), weights.join("scheduler.pt"))
         .expect("copied");
     fs::copy(
@@ -586,7 +589,8 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
     assert!(!open_source(&weights).has_only_weights());
 }
 
-/// A conversion must not silently leave out optimizer states that it can't read.
+/// Checks for every target that a conversion fails if it can't read the optimizer states, instead
+/// of silently leaving out these states.
 #[test]
 fn an_unreadable_optimizer_is_an_error() {
     let dir = make_memory_dir();
@@ -624,7 +628,7 @@ fn invalid_options_are_rejected() {
     }
 }
 
-/// A source of one weight and its Adam moments. Every element is 1.5, so that a source of any size
+/// A source of one weight and its Adam moments. Every element is 1.5, so that even a large source
 /// needs no memory. The fields are the description of the weight and the path of the source.
 struct ConstantSource(TensorInfo, PathBuf);
 
@@ -648,7 +652,8 @@ impl TensorSource for ConstantSource {
     }
 }
 
-/// Converts a source of 1.0 GB with a memory limit of 64 MiB, in a child process.
+/// Converts a source of 1.0 GB with a memory limit of 64 MiB, in a child process. Asserts that the
+/// peak memory of the child process is below 96 MiB.
 #[test]
 fn memory_stays_within_the_limit_for_any_size() {
     if super::read_child_argument().is_none() {

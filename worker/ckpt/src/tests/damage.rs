@@ -8,10 +8,11 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[2]), ("b", &[3])];
 
-/// Reads every tensor of the checkpoint at `path`, and returns the first error.
+/// Reads every tensor of the checkpoint at `path`, which was saved with `facts`. Returns the first
+/// error.
 ///
 /// # Panics
-/// If a read returns wrong data without an error.
+/// Panics if a read returns wrong data without an error.
 fn read_and_check_tensors(path: &Path, facts: &RunFacts) -> Result<()> {
     let checkpoint = Checkpoint::open(path)?;
     for t in checkpoint.tensors() {
@@ -27,8 +28,8 @@ fn read_and_check_tensors(path: &Path, facts: &RunFacts) -> Result<()> {
     Ok(())
 }
 
-/// Saves two checkpoints, so that a flipped bit in `latest` could select the other one. Returns
-/// path and facts of the newer one.
+/// Saves checkpoints of steps 10 and 11, whose names differ in one bit, so that a flipped bit in
+/// `latest` could select the other checkpoint. Returns path and facts of the newer checkpoint.
 fn save_two_checkpoints(dir: &Path) -> (PathBuf, RunFacts) {
     save_checkpoint(dir, &make_facts(10, 1, WEIGHTS)).expect("saved");
     let facts = make_facts(11, 2, WEIGHTS);

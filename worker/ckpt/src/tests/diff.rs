@@ -1,4 +1,4 @@
-//! Tests comparisons of checkpoints.
+//! Tests that a comparison of two checkpoints reports all differences and no others.
 use super::{make_facts, make_memory_dir, save_checkpoint};
 use crate::catalog::{TensorInfo, TensorRole, TiedWeight};
 use crate::checkpoint::Checkpoint;
@@ -15,8 +15,8 @@ fn make_side<'a>(source: &'a dyn TensorSource, ties: &'a [TiedWeight]) -> DiffSi
     DiffSide { source, ties }
 }
 
-/// A source of a checkpoint's weights, rounded to BF16 and with other names. `rename` returns
-/// `None` for weights to leave out.
+/// A source of a checkpoint's weights, rounded to BF16 and with other names. `rename` returns the
+/// new name of a weight, or `None` to leave out the weight.
 struct RenamedBf16Weights<'a> {
     inner: &'a Checkpoint,
     rename: fn(&str) -> Option<&'static str>,

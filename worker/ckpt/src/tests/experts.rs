@@ -11,8 +11,9 @@ use crate::formats::optimizer_state::{OptimizerStateDict, ParamId};
 use crate::tensor_source::TensorSource;
 use std::path::{Path, PathBuf};
 
-/// For each golden checkpoint: its directory; the names of the matrices gate, up and down; the
-/// module of the experts in a layer; and the numbers of layers, of experts and of rows of gate.
+/// The golden checkpoints of mixtures. The fields are the directory, the names of the matrices
+/// gate, up and down, and the module with the experts of a layer. The last field has the numbers of
+/// layers, experts, and rows of gate.
 const MIXTURES: [(&str, [&str; 3], &str, [usize; 3]); 2] = [
     ("trainer_mixtral", ["w1", "w3", "w2"], "block_sparse_moe", [2, 3, 20]),
     ("trainer_qwen3_moe", ["gate_proj", "up_proj", "down_proj"], "mlp", [1, 4, 12]),
@@ -24,8 +25,8 @@ fn golden_checkpoint_path(name: &str) -> PathBuf {
     golden.join(name).join("checkpoint-3")
 }
 
-/// Reads the optimizer states of `optimizer.pt` without assigning them to weights. Returns a source
-/// whose names are the parameters' numbers, and the shape of each state by number.
+/// Reads `optimizer.pt` without assigning the optimizer states to weights. Returns a source whose
+/// tensor names are the numbers of the parameters, and the shape of each parameter by its number.
 fn read_raw_states(path: &Path) -> (ExternalCheckpoint, Vec<(u64, Vec<u64>)>) {
     let mut builder = ExternalCheckpointBuilder::new(path).expect("a directory");
     let (file, torch) = builder.add_torch_file("optimizer.pt", GLOBALS).expect("a torch file");
@@ -42,8 +43,9 @@ fn read_raw_states(path: &Path) -> (ExternalCheckpoint, Vec<(u64, Vec<u64>)>) {
     (builder.finish().expect("whole"), shapes)
 }
 
-/// In the fused tensor `gate_up`, the rows of gate precede those of up, since transformers computes
-/// gate and up as `linear(x, gate_up[e]).chunk(2)`.
+/// Compares the states of each expert with slices of the fused states. In the fused tensor
+/// `gate_up`, the rows of gate precede the rows of up, since transformers computes both as
+/// `linear(x, gate_up[e]).chunk(2)`.
 #[test]
 fn fused_optimizer_states_are_split_by_expert() {
     for (name, [gate, up, down], module, [layers, experts, width]) in MIXTURES {

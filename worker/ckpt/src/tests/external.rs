@@ -1,5 +1,5 @@
-//! Tests external checkpoints: golden ones are read bit for bit, invented ones test the rules of
-//! the readers, and errors name the damaged file.
+//! Tests external checkpoints. Golden checkpoints are read bit for bit, small constructed
+//! checkpoints test the rules of the readers, and errors name the damaged file.
 use super::{format_error, format_problems, make_memory_dir, replace_dir};
 use crate::catalog::TensorRole;
 use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
@@ -29,7 +29,7 @@ pub(super) fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// Opens the external checkpoint at `path`, and panics if it is a native one.
+/// Opens the external checkpoint at `path`. Panics if the checkpoint is a native one.
 pub(super) fn open_external(path: &Path) -> Result<Box<ExternalCheckpoint>> {
     match open_checkpoint(path)? {
         OpenedCheckpoint::External(checkpoint) => Ok(checkpoint),
@@ -37,15 +37,16 @@ pub(super) fn open_external(path: &Path) -> Result<Box<ExternalCheckpoint>> {
     }
 }
 
-/// Returns the text of the error of opening `path`, for a snapshot. Panics if the checkpoint opens,
-/// or the error is not about the checkpoint.
+/// Tries to open the checkpoint at `path`, and returns the text of the error for a snapshot. Panics
+/// if the checkpoint opens, or the checkpoint is not at fault for the error.
 pub(super) fn expect_open_error(path: &Path) -> String {
     let e = open_external(path).expect_err("rejected");
     assert!(e.is_checkpoint_at_fault(), "{e}");
     format_error(&e, path)
 }
 
-/// Reads all elements of the tensor with this name, or with the name to which it is tied.
+/// Reads all elements of the tensor `name` with the role `role`. If `name` is an alias, reads the
+/// stored weight to which it is tied.
 pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: TensorRole) -> Result<Vec<f32>> {
     let target = checkpoint.facts().ties.iter().find(|t| t.alias == name).map_or(name, |t| &t.target);
     let infos = checkpoint.tensors();
@@ -55,7 +56,8 @@ pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: Ten
     Ok(out)
 }
 
-/// Reads the expected BLAKE3 hashes of a golden checkpoint's F32 tensors, by `role/name`.
+/// Reads the expected BLAKE3 hashes of the F32 tensors of the golden checkpoint `name`, by
+/// `role/name`.
 pub(super) fn read_reference_hashes(name: &str) -> BTreeMap<String, String> {
     let text = fs::read(golden_path(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
@@ -72,7 +74,7 @@ pub(super) fn hash_values(values: &[f32]) -> String {
 }
 
 /// Compares the tensors of a checkpoint with the reference of the golden checkpoint `name`. Returns
-/// `role/name` of those that differ.
+/// `role/name` of each tensor that differs.
 pub(super) fn find_differences(checkpoint: &ExternalCheckpoint, name: &str) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
     for (key, expected) in read_reference_hashes(name) {
@@ -177,8 +179,8 @@ fn gathered_weights_are_those_of_the_reference() {
     }
 }
 
-/// Copies a golden ZeRO checkpoint, so that a test may damage it. Returns the copy, and the path of
-/// the tag in it.
+/// Copies a golden ZeRO checkpoint to a temporary directory, so that a test may damage the copy.
+/// Returns the temporary directory, and the path of the tag in the copy.
 fn copy_golden(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = make_memory_dir();
     let tag = dir.path().join("global_step3");
@@ -200,8 +202,8 @@ fn find_optimizer_file(tag: &Path, rank: u32) -> PathBuf {
     }
 }
 
-/// Rewrites a torch file after `change` was called with the name and the bytes of each member.
-/// Updates the CRCs.
+/// Calls `change` with the name and the bytes of each member of a torch file, and rewrites the file
+/// with the changed bytes and matching CRCs.
 fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
     let file = fs::read(path).expect("there");
     let members = zip::read_members(file.len() as u64, |at, out| {

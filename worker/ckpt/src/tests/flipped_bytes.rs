@@ -11,20 +11,20 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// The masks by which bytes are flipped, with one bit and with several bits.
+/// The masks with which bytes are XORed: one with a single bit, and one with several bits.
 const MASKS: [u8; 2] = [0x01, 0xe6];
 
-/// Everything that a reader gets from a checkpoint, for comparisons.
+/// The facts and tensors that a read of a checkpoint returns, for comparison with another read.
 #[derive(PartialEq)]
 struct CheckpointContents {
     facts: String,
-    /// Tensors with the bits of their values; those of integer tensors are left out.
+    /// Tensors with the bits of their values. Integer tensors have no values here.
     tensors: Vec<(TensorInfo, Vec<u32>)>,
     /// Number of notices, warnings and missing parts.
     remarks: usize,
 }
 
-/// Reads all tensors and facts of a checkpoint.
+/// Reads all floating-point tensors and the facts of a checkpoint.
 fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptError> {
     let facts = found.facts();
     let infos = found.tensors();
@@ -46,7 +46,7 @@ fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptE
     })
 }
 
-/// The position of a byte in a checkpoint, and the bits of that byte to flip.
+/// The position of a byte in a checkpoint, and the mask of the bits to flip.
 struct ByteFlip {
     /// Index of the file in the result of [`read_tree`].
     file: usize,
@@ -55,7 +55,7 @@ struct ByteFlip {
     mask: u8,
 }
 
-/// The number of flips by their effect on a read.
+/// The number of flips after which a read fails, gives other data with a remark, or is unaffected.
 #[derive(Default)]
 struct FlipCounts {
     rejected: AtomicUsize,
@@ -75,8 +75,8 @@ fn is_rng_file(path: &Path) -> bool {
     name.starts_with("rng_state") || name.starts_with("random_states")
 }
 
-/// Lists a flip by each mask of every byte in files with a checksum. Of RNG state files, lists only
-/// every 97th byte.
+/// Lists flips of every byte in files with a checksum, once for each mask. In RNG state files,
+/// lists only flips of every 97th byte.
 fn list_flips(root: &Path) -> Vec<ByteFlip> {
     let mut flips = Vec::new();
     for (file, (path, bytes)) in
@@ -90,8 +90,8 @@ fn list_flips(root: &Path) -> Vec<ByteFlip> {
     flips
 }
 
-/// Selects at most `count` flips pseudo-randomly. The environment variable `CKPT_FLIP_SEED` sets
-/// the seed.
+/// Selects at most `count` flips of the checkpoint at `root` pseudo-randomly. The environment
+/// variable `CKPT_FLIP_SEED` sets the seed.
 fn select_random_flips(root: &Path, count: usize) -> Vec<ByteFlip> {
     let mut seed: u64 = std::env::var("CKPT_FLIP_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
     let mut flips = list_flips(root);
@@ -105,8 +105,8 @@ fn select_random_flips(root: &Path, count: usize) -> Vec<ByteFlip> {
     flips
 }
 
-/// Makes, checks and reverts each flip, in one copy of the checkpoint and one thread per core.
-/// Panics if a flip gives wrong data without an error or a notice.
+/// Makes, checks and reverts each flip. Uses one thread per core, each with a copy of the
+/// checkpoint. Panics if a flip gives wrong data without an error or a notice.
 fn check_each_flip(checkpoint: &Path, flips: &[ByteFlip]) {
     let sound = read_contents(&open_external(checkpoint).expect("whole")).expect("sound");
     let (count, next) = (FlipCounts::default(), AtomicUsize::new(0));
@@ -168,7 +168,7 @@ fn check_flip(root: &Path, sound: &CheckpointContents, path: &Path, count: &Flip
     }
 }
 
-/// Checks the flips that `flips` returns for a copy of a tiny checkpoint.
+/// Copies the tiny checkpoint `name`, and checks the flips that `flips` returns for the copy.
 fn check_flips_of_tiny_checkpoint(name: &str, flips: impl Fn(&Path) -> Vec<ByteFlip>) {
     let (_dir, root) = tiny::copy_tiny_checkpoint(name);
     check_each_flip(&root, &flips(&root));
@@ -188,7 +188,8 @@ fn flipped_bytes_of_trainer_and_fsdp_checkpoints_are_detected() {
     }
 }
 
-/// Checks fewer flips, since these checkpoints have many files, which are all opened for each flip.
+/// Checks 400 random flips per checkpoint. These checkpoints have many files, and each flip takes
+/// long because all files are opened.
 #[test]
 fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
     for name in ["universal", "dcp"] {
@@ -196,8 +197,8 @@ fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
     }
 }
 
-/// Opens checkpoints a million times. The environment variable `CKPT_FLIP_KINDS` selects golden
-/// checkpoints, separated by commas.
+/// Checks a flip of every byte by every mask, for about a million opened checkpoints. The
+/// environment variable `CKPT_FLIP_KINDS` selects tiny checkpoints by name, separated by commas.
 #[test]
 #[ignore = "takes many minutes"]
 fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
@@ -213,7 +214,8 @@ fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
     }
 }
 
-/// Makes half of the flips at the ends of files, which describe the structure of the files.
+/// Checks 200 random flips per checkpoint. Half of the flips are in the first or last 600 bytes of
+/// a file, which describe the structure of the file.
 #[test]
 fn flipped_bytes_of_larger_checkpoints_are_detected() {
     for name in ["fsdp2_sharded", "z0"] {

@@ -10,7 +10,7 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[4]), ("b", &[6])];
 
-/// Returns the text of a manifest with a matching hash.
+/// Writes the matching hash into the text of a manifest, and returns the result.
 fn seal_text(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes[11..75].fill(b'0');
@@ -27,8 +27,8 @@ fn encode_manifest_text(manifest: &Value) -> String {
     format!("{{\"blake3\":\"{}\",{}", "0".repeat(64), &rest[1..])
 }
 
-/// Saves a checkpoint. Returns the temporary directory, the path of the checkpoint, and its
-/// manifest.
+/// Saves a checkpoint of two ranks. Returns the temporary directory, the path of the checkpoint,
+/// and the manifest as JSON.
 fn save_and_read_manifest() -> (TempDir, PathBuf, Value) {
     let dir = make_memory_dir();
     let path = save_checkpoint(dir.path(), &make_facts(1, 2, WEIGHTS)).expect("saved").path;
@@ -198,7 +198,8 @@ fn paths_without_a_checkpoint_are_diagnosed() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
-    /// Random changes with a matching hash are rejected or read, and never panic.
+    /// Changes random characters of a manifest and writes the matching hash. Opening, verifying and
+    /// reading the checkpoint may fail, but must not panic.
     #[test]
     fn random_changes_of_a_manifest_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), "[0-9a-f\\[\\]{},:\"-]"), 1..4)) {
         thread_local!(static SAVED: (TempDir, PathBuf, Value) = save_and_read_manifest());

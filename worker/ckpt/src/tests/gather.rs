@@ -13,8 +13,8 @@ fn make_gather_options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptio
     GatherOptions { dtype, max_shard_size, ..GatherOptions::default() }
 }
 
-/// Reads every tensor of a gathered directory: its entry in the header, the name of its file, and
-/// its bytes.
+/// Reads every tensor of a gathered directory. Returns the header's entry, the name of the file,
+/// and the bytes of each tensor.
 fn read_gathered_tensors(dir: &Path) -> Vec<(SafetensorsEntry, String, Vec<u8>)> {
     let mut tensors = Vec::new();
     for name in list_entry_names(dir).into_iter().filter(|n| n.ends_with(".safetensors")) {
@@ -66,7 +66,7 @@ fn decode_f16(bits: u16) -> f64 {
     }
 }
 
-/// Encodes values as the bytes that a gather must write for this dtype.
+/// Encodes values as the bytes that a gather must write for the dtype `dtype`.
 fn encode_expected(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     let narrow = |decode: fn(u16) -> f64| {
         values.iter().flat_map(|&x| round_to_nearest(x, decode).to_le_bytes()).collect()
@@ -124,7 +124,8 @@ fn weights_are_rounded_to_the_nearest_value() {
     }
 }
 
-/// Saves a checkpoint of one rank with the weight `w` of these elements, after another weight.
+/// Saves a checkpoint of one rank with the weight `before` and the weight `w`, whose elements are
+/// `data`. Opens the checkpoint.
 fn save_values_as_weight(root: &Path, data: &[f32]) -> Checkpoint {
     let facts = make_facts(1, 1, &[("before", &[2]), ("w", &[data.len() as u64])]);
     let staging = StagingDir::create(root, 1, data.len() as u64 * 4).expect("begun");
@@ -270,8 +271,9 @@ fn damage_is_not_gathered() {
     assert_eq!(list_entry_names(dir.path()), ["root"]);
 }
 
-/// The child process of the test below: gathers a large checkpoint, and writes the memory that the
-/// gather took to a file, in KiB. Does nothing outside of a child process.
+/// The child process of `extra_memory_of_a_gather_is_bounded`. Gathers a large checkpoint, and
+/// writes the memory that the gather took, in KiB, to the file `extra`. Does nothing outside of a
+/// child process.
 #[test]
 fn child_process_that_measures_memory() {
     let Some(dir) = read_child_argument() else { return };
@@ -293,7 +295,8 @@ fn child_process_that_measures_memory() {
     fs::write(dir.join("extra"), (kilobytes("VmHWM") - before).to_string()).expect("written");
 }
 
-/// Gathers 300 MB of weights in one tensor, and detects a copy of the tensor in memory.
+/// Gathers 300 MB of weights in one tensor, and asserts that the gather takes at most 160 MB of
+/// memory, less than a copy of the tensor.
 #[test]
 fn extra_memory_of_a_gather_is_bounded() {
     let dir = tempfile::tempdir().expect("a directory");

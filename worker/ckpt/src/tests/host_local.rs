@@ -8,7 +8,8 @@ use crate::host_local::{
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 
 /// Makes two hosts with a checkpoint directory each, and the facts of a save of step 10 with two
-/// ranks per host. Returns the temporary directory first.
+/// ranks per host. Returns the temporary directory, the checkpoint directories, the hosts and the
+/// facts.
 fn make_two_hosts() -> (TempDir, [PathBuf; 2], Vec<StorageHost>, RunFacts) {
     let dir = make_memory_dir();
     let roots = ["a", "b"].map(|n| dir.path().join(n));
@@ -16,8 +17,8 @@ fn make_two_hosts() -> (TempDir, [PathBuf; 2], Vec<StorageHost>, RunFacts) {
     (dir, roots, hosts, make_facts(10, 4, &[("w", &[30, 50]), ("v", &[7])]))
 }
 
-/// Writes the shards of two ranks to each host, and performs the first phase of the commit on both
-/// hosts.
+/// Writes the shards of two ranks to the staging directory of each host, and performs the first
+/// phase of the commit on both hosts.
 fn prepare_on_both_hosts(roots: &[PathBuf; 2], hosts: &[StorageHost], facts: &RunFacts) -> Vec<PreparedSave> {
     let stagings: Vec<StagingDir> =
         roots.iter().map(|r| StagingDir::create(r, facts.step, 1000).expect("begun")).collect();

@@ -13,7 +13,8 @@ fn make_old_facts() -> RunFacts {
     make_facts(10, 2, WEIGHTS)
 }
 
-/// Makes the facts of the checkpoint that the scenario saves.
+/// Makes the facts of the checkpoint that the scenario saves. The scenario is `first`, `next`, or
+/// another name for saving the step of the old checkpoint again.
 fn make_new_facts(scenario: &str) -> RunFacts {
     match scenario {
         "next" => make_facts(20, 2, WEIGHTS),
@@ -22,7 +23,7 @@ fn make_new_facts(scenario: &str) -> RunFacts {
     }
 }
 
-/// Runs the save or gather of the scenario. The child process that is killed calls this function.
+/// Runs the save or gather of the scenario in `root`. Called in the child process that is killed.
 fn run_scenario(scenario: &str, root: &Path) -> Result<()> {
     if scenario == "gather" {
         let source = Checkpoint::open(&root.join("step-00000010"))?;
@@ -35,9 +36,9 @@ fn run_scenario(scenario: &str, root: &Path) -> Result<()> {
     prune_checkpoints(root, 1).map(drop)
 }
 
-/// The child process of the tests below, with the argument `scenario:n:directory`. It is killed at
-/// the fault point `n`; if `n` is 0, it writes the names of all points to a file. Does nothing
-/// outside of a child process.
+/// The child process of [`kill_at_every_point`], with the argument `scenario:n:directory`. Runs the
+/// scenario, and is killed at the fault point `n`. If `n` is 0, writes the names of all points to
+/// the file `points`. Does nothing outside of a child process.
 #[test]
 fn child_process_of_a_killed_save() {
     let Some(argument) = read_child_argument() else { return };
@@ -49,9 +50,9 @@ fn child_process_of_a_killed_save() {
     std::fs::write(dir.join("points"), fault_points::list_passed_points().join("\n")).expect("written");
 }
 
-/// Kills the scenario at each of its fault points. `check(directory)` checks the remaining files,
-/// and returns whether the new state is visible. Panics if the old state is visible after a kill at
-/// a later point than one after which the new state was visible.
+/// Runs the scenario once per fault point, each time in a copy of the directory that `prepare`
+/// fills, and kills it there. `check(root)` checks the remaining files, and returns whether the new
+/// state is visible. Once the new state is visible, it must be visible for every later point.
 fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
     let template = make_memory_dir();
     prepare(&template.path().join("root"));
@@ -89,8 +90,8 @@ fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&
 }
 
 /// Returns whether the new checkpoint is listed. Asserts that every listed checkpoint is complete
-/// and has the old or the new facts, and that the next save works and removes all files of the
-/// interrupted one.
+/// and has the old or the new facts. Also asserts that the next save works and removes all files of
+/// the interrupted save.
 fn is_new_state_visible(scenario: &str, root: &Path) -> bool {
     let (old, new) = (make_old_facts(), make_new_facts(scenario));
     let listed = list_checkpoints(root).expect("listable");

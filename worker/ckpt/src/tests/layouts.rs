@@ -1,5 +1,5 @@
-//! Tests every layout of external checkpoints: golden ones are read bit for bit, damaged ones give
-//! errors.
+//! Tests every layout of external checkpoints. Golden checkpoints are read bit for bit, and damaged
+//! checkpoints give errors.
 use super::convert::expect_convert_error;
 use super::external::{
     expect_open_error, find_differences, golden_path, open_external, read_reference_hashes,
@@ -14,8 +14,8 @@ use diagnostic::codes::checkpoint as codes;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each golden checkpoint: its directory, the subdirectory to open, its kind, its number of
-/// ranks, and the update count of its weights.
+/// The golden checkpoints. The fields are the directory, the subdirectory to open, the kind, the
+/// number of ranks, and the update count of the weights.
 const LAYOUTS: [(&str, &str, &str, u32, u64); 6] = [
     ("hf_ddp", "checkpoint-3", "HF Trainer", 2, 3),
     ("fsdp2_sharded", "", "Accelerate with FSDP, sharded", 2, 3),
@@ -152,7 +152,8 @@ fn verify_of_a_single_file_ignores_its_neighbours() {
     assert_eq!(*diagnosis, Diagnosis::NotAWeightsFile);
 }
 
-/// Both functions report equal errors, also for a dangling `latest` of an external checkpoint.
+/// Checks that [`crate::verify_checkpoints`] and [`crate::open_checkpoint`] give equal errors for
+/// directories without a checkpoint, also for a dangling `latest`.
 #[test]
 fn verify_and_find_give_equal_diagnoses() {
     let dir = make_memory_dir();
@@ -184,7 +185,8 @@ fn every_truncation_of_a_legacy_file_is_detected() {
     insta::assert_snapshot!("layouts_legacy_file_too_long", expect_open_error(dir.path()));
 }
 
-/// Compares numbers of system calls, since times would depend on the machine.
+/// Opens a universal checkpoint of 2511 parameters. Counts read system calls instead of time, which
+/// would depend on the machine.
 #[test]
 fn a_universal_checkpoint_of_10_000_files_takes_a_few_reads_per_file() {
     let dir = make_memory_dir();
@@ -214,7 +216,8 @@ fn a_universal_checkpoint_of_10_000_files_takes_a_few_reads_per_file() {
     }
 }
 
-/// The weights exist, but DeepSpeed's tag directory was lost or not copied.
+/// Opens a checkpoint whose weights exist, but whose DeepSpeed tag directory was not copied.
+/// Verification must report damage, and every conversion must fail.
 #[test]
 fn a_missing_tag_directory_that_latest_names_is_damage() {
     let dir = make_memory_dir();

@@ -34,12 +34,14 @@ use tempfile::TempDir;
 
 const ADAMW: [TensorRole; 3] = [TensorRole::Weight, TensorRole::ExpAvg, TensorRole::ExpAvgSq];
 
-/// Creates a temporary directory, in memory if possible, for tests with many small files.
+/// Creates a temporary directory for tests with many small files: in `/dev/shm` if possible,
+/// otherwise in the default directory.
 fn make_memory_dir() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).expect("a temporary directory")
 }
 
-/// Makes the facts of a run with an invented model that has these weights.
+/// Makes the facts of a run at `step` with `world` ranks. The invented model has the weights
+/// `weights`, given by name and shape.
 fn make_facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> RunFacts {
     let weights = weights.iter().map(|(n, s)| WeightShape { name: (*n).into(), shape: s.to_vec() }).collect();
     RunFacts {
@@ -66,8 +68,8 @@ fn make_facts(step: u64, world: u32, weights: &[(&str, &[u64])]) -> RunFacts {
     }
 }
 
-/// Computes the pseudo-random elements of a tensor from its role and name and the run's seed and
-/// step.
+/// Computes `count` pseudo-random elements of a tensor, which depend on its role and name and on
+/// the run's seed and step.
 fn compute_values(role: TensorRole, name: &str, facts: &RunFacts, count: u64) -> Vec<f32> {
     let key = format!("{role}/{name}/{}/{}", facts.run_seed, facts.step);
     let seed = crate::hash::Hash::digest(key.as_bytes()).0;
@@ -85,8 +87,8 @@ fn count_elements(w: &WeightShape) -> u64 {
     w.shape.iter().product()
 }
 
-/// Writes the shards of all ranks, with weights and both moments of AdamW. Divides each tensor
-/// evenly among the ranks.
+/// Writes the shards of all ranks to `staging`, with weights and both moments of AdamW. Divides
+/// each tensor evenly among the ranks. Returns the reports of all shards.
 fn write_shards(staging: &Path, facts: &RunFacts) -> Result<Vec<ShardReport>> {
     let tensors: Vec<(TensorRole, &WeightShape, Vec<f32>)> = ADAMW
         .into_iter()
@@ -124,7 +126,8 @@ fn save_checkpoint(root: &Path, facts: &RunFacts) -> Result<CommittedCheckpoint>
     save_checkpoint_by(root, facts, ReplaceMethod::AtomicExchange)
 }
 
-/// Saves a complete checkpoint, and replaces an existing one of its step by the method `swap`.
+/// Saves a complete checkpoint of `facts` to the checkpoint directory `root`. Replaces an existing
+/// checkpoint of this step by the method `swap`.
 fn save_checkpoint_by(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Result<CommittedCheckpoint> {
     let total = facts.model.weights.iter().map(|w| count_elements(w) * 12).sum();
     let staging = StagingDir::create(root, facts.step, total)?;
@@ -132,7 +135,8 @@ fn save_checkpoint_by(root: &Path, facts: &RunFacts, swap: ReplaceMethod) -> Res
     commit_save_by(staging, facts.clone(), reports, None, swap)
 }
 
-/// Asserts that the checkpoint contains exactly what [`save_checkpoint`] wrote with these facts.
+/// Asserts that the checkpoint contains exactly the tensors and facts that [`save_checkpoint`]
+/// wrote for `facts`.
 fn assert_contains_saved(checkpoint: &crate::Checkpoint, facts: &RunFacts) {
     assert_eq!(checkpoint.facts(), facts);
     assert_eq!(checkpoint.tensors().count(), facts.model.weights.len() * 3);
@@ -153,7 +157,7 @@ fn list_entry_names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Copies a directory with all files and subdirectories.
+/// Copies the directory `from` with all files and subdirectories to `to`.
 pub(crate) fn copy_tree(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("made");
     for name in list_entry_names(from) {
@@ -165,11 +169,11 @@ pub(crate) fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-/// Name of the environment variable with the argument of a test in a child process.
+/// Name of the environment variable through which [`run_child_test`] passes an argument.
 const CHILD_ARGUMENT_VARIABLE: &str = "CKPT_TEST_CHILD";
 
 /// Runs the test `name` of this binary in a child process, in which [`read_child_argument`] returns
-/// `argument`. Waits until the process ends.
+/// `argument`. Waits until the process ends, and returns its status and output.
 fn run_child_test(name: &str, argument: &str) -> Output {
     let exe = std::env::current_exe().expect("path of this binary");
     let mut command = Command::new(exe);
@@ -177,13 +181,13 @@ fn run_child_test(name: &str, argument: &str) -> Output {
     command.output().expect("a child")
 }
 
-/// Returns the argument that [`run_child_test`] passed to this process; `None` outside of a child
-/// process.
+/// Returns the argument that [`run_child_test`] passed to this process. Returns `None` outside of a
+/// child process.
 fn read_child_argument() -> Option<String> {
     std::env::var(CHILD_ARGUMENT_VARIABLE).ok()
 }
 
-/// Reads all files of a directory tree. Returns their paths and contents.
+/// Reads all files of a directory tree. Returns path and content of each file, sorted by name.
 fn read_tree(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     list_entry_names(dir)
         .into_iter()

@@ -8,8 +8,8 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, Signal, signal};
 
 const SMALL_WEIGHTS: &[(&str, &[u64])] = &[("a", &[10])];
-/// A weight that is saved as 3 × 12 MiB. This is more than one window, so that the writing thread
-/// hits the limit.
+/// A weight of 12 MiB, which is saved with two moments of equal size. Each tensor is larger than
+/// one window, so that the writing thread hits the limit.
 const LARGE_WEIGHTS: &[(&str, &[u64])] = &[("a", &[3 << 20])];
 
 #[test]
@@ -22,12 +22,12 @@ fn insufficient_space_is_detected_before_writing() {
     assert_eq!(list_entry_names(dir.path()), ["latest", "step-00000001"]);
 }
 
-/// The child process of the test below: saves with a limit on the file size. Does nothing outside
-/// of a child process.
+/// The child process of `a_file_size_limit_leaves_the_previous_checkpoint`. Saves with a file size
+/// limit of 9 MiB and asserts that the save fails. Does nothing outside of a child process.
 #[test]
 fn child_process_with_a_file_size_limit() {
     let Some(root) = read_child_argument() else { return };
-    // SAFETY: SIG_IGN installs no handler
+    // SAFETY: SIG_IGN installs no handler that could run during other code
     unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) }.expect("ignored");
     setrlimit(Resource::RLIMIT_FSIZE, 9 << 20, 9 << 20).expect("limited");
     let error = save_checkpoint(Path::new(&root), &make_facts(2, 1, LARGE_WEIGHTS)).expect_err("too large");

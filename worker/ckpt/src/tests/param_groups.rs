@@ -15,9 +15,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// The notice about the golden checkpoint's 12 parameters without a group.
+/// The notice that conversions of [`HYBRID_CHECKPOINT`] give about its 12 parameters without a
+/// group.
 const GROUPS_UNKNOWN: ConvertNotice = ConvertNotice::GroupsUnknown { parameters: 12, groups: 2 };
-/// Name of the golden checkpoint of these tests.
+/// Name of the golden checkpoint of these tests, whose parameter groups list no names.
 const HYBRID_CHECKPOINT: &str = "hybrid";
 
 fn assign_norms_to_group_1(source: &dyn TensorSource) -> BTreeMap<String, usize> {
@@ -33,7 +34,7 @@ fn convert_to(source: &dyn TensorSource, out: &Path, options: &ConvertOptions) -
     convert_checkpoint(source, out, options, |_, _| {})
 }
 
-/// Reads the names and the weight decay of each group.
+/// Returns the names of the weights and the weight decay of each parameter group.
 fn read_groups_and_decay(source: &dyn TensorSource) -> Vec<(Vec<String>, f64)> {
     let decay = |g: &ParamGroupInfo| g.hyper["weight_decay"].as_f64().expect("a number");
     source.training_state().groups.iter().map(|g| (g.names.clone(), decay(g))).collect()
@@ -58,7 +59,8 @@ fn values_and_steps_are_read_and_ungrouped_weights_are_listed() {
     }
 }
 
-/// A native checkpoint stores optimizer states and update counts by name.
+/// Converts the checkpoint to native twice, without assigning groups. A native checkpoint stores
+/// optimizer states and update counts by name, so no state is lost.
 #[test]
 fn a_native_checkpoint_needs_no_groups() {
     let (dir, root) = copy_tiny_checkpoint(HYBRID_CHECKPOINT);
@@ -148,8 +150,8 @@ fn an_assignment_to_a_missing_group_or_of_a_grouped_weight_is_rejected() {
     assert!(matches!(expect_convert_error(&why), ConvertError::GroupNotAssignable { .. }), "{why}");
 }
 
-/// A ZeRO checkpoint stores parameters by position, which is unknown for a model of an unknown
-/// family.
+/// Converts a model of an unknown family, whose order of parameters is unknown. The conversion to
+/// ZeRO must fail, since ZeRO stores parameters by position. The universal format stores names.
 #[test]
 fn an_unknown_parameter_order_is_an_error_for_zero_and_not_for_universal() {
     let (dir, root) = copy_tiny_checkpoint(HYBRID_CHECKPOINT);

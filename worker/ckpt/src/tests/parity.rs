@@ -8,7 +8,8 @@ use crate::stripes::compute_stripe;
 use crate::{RepairOptions, repair_checkpoints, verify_checkpoints};
 use std::fs;
 
-/// Saves a checkpoint with parity. Returns the path of the checkpoint.
+/// Saves a checkpoint of `facts` with parity to the checkpoint directory `root`. Returns the path
+/// of the checkpoint.
 fn save_with_parity(root: &Path, facts: &RunFacts) -> PathBuf {
     let staging = StagingDir::create(root, facts.step, 0).expect("begun");
     let reports = write_shards(staging.path(), facts).expect("written");
@@ -28,7 +29,8 @@ fn assert_same_files(a: &Path, b: &Path) {
     }
 }
 
-/// Makes facts with some MB per rank, so that each shard has several blocks and a partial last one.
+/// Makes facts with some MB per rank, so that each shard has several blocks, of which the last one
+/// is partial.
 fn make_large_facts(world: u32) -> RunFacts {
     make_facts(7, world, &[("a", &[700, 1001]), ("b", &[3]), ("c", &[123_457])])
 }
@@ -184,8 +186,9 @@ fn a_directory_is_repaired_and_latest_names_the_newest_sound_step() {
     assert!(report.sound && report.rebuilt.is_empty() && report.path == Some(root), "{report:?}");
 }
 
-/// The child process of the test below, with the argument `n:directory`: saves with parity, and is
-/// killed at the fault point `n`. Does nothing outside of a child process.
+/// The child process of `a_kill_at_any_fault_point_leaves_a_complete_checkpoint`, with the argument
+/// `n:directory`. Saves with parity, and is killed at the fault point `n`. Does nothing outside of
+/// a child process.
 #[test]
 fn child_process_of_a_killed_save_with_parity() {
     let Some(argument) = read_child_argument() else { return };

@@ -1,4 +1,5 @@
-//! Tests adapter configurations: supported settings are parsed, and errors name unsupported ones.
+//! Tests adapter configurations. Supported settings are parsed, and errors name unsupported
+//! settings.
 use super::format_error;
 use crate::peft::{AdapterConfig, AdapterConfigError, open_adapters};
 use serde_json::{Value, json};

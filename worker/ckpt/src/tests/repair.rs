@@ -21,8 +21,8 @@ fn copy_golden_checkpoint(name: &str) -> (TempDir, PathBuf) {
     (dir, path)
 }
 
-/// Repairs the checkpoint at `path` with default options, and asserts that the original is
-/// unchanged and no temporary files remain.
+/// Repairs the checkpoint at `path` with default options, and returns the report. Asserts that the
+/// original is unchanged and no temporary files remain.
 fn repair_and_check_original(path: &Path) -> RepairReport {
     let before = read_tree(path);
     let report = repair_checkpoints(path, &RepairOptions::default()).expect("no error of the disk");
@@ -46,7 +46,8 @@ fn assert_repaired(report: &RepairReport, reference: &str) -> PathBuf {
     path
 }
 
-/// Compares the lines of a report with a snapshot.
+/// Compares the lines of a report with the snapshot `snapshot`. `path` is the repaired checkpoint,
+/// whose parent directory is replaced by `[dir]`.
 fn assert_report(snapshot: &str, report: &RepairReport, path: &Path) {
     let rebuilt = report.rebuilt.iter().map(|line| format!("rebuilt: {line}"));
     let lost = report.lost.iter().map(|line| format!("lost: {line}"));
@@ -55,7 +56,8 @@ fn assert_report(snapshot: &str, report: &RepairReport, path: &Path) {
     insta::assert_snapshot!(snapshot, replace_dir(&lines.join("\n"), dir));
 }
 
-/// Asserts that the repair failed, and compares its report with a snapshot.
+/// Asserts that the result of the repair is not sound, and compares the report with the snapshot
+/// `snapshot`.
 fn assert_lost(snapshot: &str, report: &RepairReport, path: &Path) {
     assert!(!report.sound, "{report:#?}");
     assert_report(snapshot, report, path);
@@ -181,8 +183,8 @@ fn files_without_redundancy_are_reported_as_lost() {
     assert_lost("stage_2_model_file_removed", &repair_and_check_original(&path), &path);
 }
 
-/// Overwrites elements of the largest storage of a torch file with `values`, and updates the
-/// CRC-32.
+/// Overwrites elements of the largest storage of a torch file with `values`, from element 100 on,
+/// and updates the CRC-32.
 fn overwrite_values(file: &Path, values: &[f32]) {
     use crate::formats::zip;
     let bytes = fs::read(file).expect("read");
@@ -437,7 +439,7 @@ fn a_result_never_replaces_existing_files() {
     assert_eq!(list_entry_names(dir.path()), ["ckpt"]);
 }
 
-/// Converts the ZeRO checkpoint in the directory `path` to a universal one in this directory.
+/// Adds a universal checkpoint to the directory `path`, converted from the ZeRO checkpoint there.
 fn add_universal_checkpoint(path: &Path) {
     let source = open_external(path).expect("whole");
     let made = path.with_file_name("universal");
@@ -477,7 +479,8 @@ fn lost_model_files_are_rebuilt_from_a_universal_checkpoint_of_an_equal_state() 
     }
 }
 
-/// A universal checkpoint of another state is not used, though its shapes match.
+/// Checks that a lost model file is not rebuilt from a universal checkpoint of another state,
+/// though all shapes match.
 #[test]
 fn model_files_are_not_copied_from_another_state() {
     let (_dir, path) = copy_golden_checkpoint("z2_padded");

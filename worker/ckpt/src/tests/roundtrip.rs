@@ -29,8 +29,8 @@ fn generate_case() -> impl Strategy<Value = RoundtripCase> {
         .prop_map(|(world, tensors, reads)| RoundtripCase { world, tensors, reads })
 }
 
-/// For each rank its pieces: index and role of the tensor, index of the first element, and
-/// elements.
+/// The pieces of each rank. The fields are the index and the role of the tensor, the index of the
+/// first element in the tensor, and the elements.
 type PiecesByRank = Vec<Vec<(usize, TensorRole, u64, Vec<f32>)>>;
 
 /// Divides the tensors of a case into pieces, and assigns each piece to a rank.
@@ -93,7 +93,8 @@ proptest! {
     }
 }
 
-/// Saves to a real disk, with several windows per file and odd sizes.
+/// Saves to a real disk, with several windows per file and odd sizes, and reads ranges that cross
+/// blocks, windows and shards.
 #[test]
 fn ranges_across_blocks_windows_and_shards_are_read() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -169,8 +170,8 @@ fn reads_of_missing_tensors_and_ranges_are_rejected() {
     insta::assert_snapshot!("roundtrip_other_model", text);
 }
 
-/// Ranks exchange reports in a binary format that isn't self-describing, so the report must survive
-/// one.
+/// Checks that a shard report is equal after serialization and deserialization, since ranks send
+/// their reports to rank 0.
 #[test]
 fn shard_reports_survive_serialization() {
     let dir = make_memory_dir();

@@ -8,11 +8,11 @@ use std::fs;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[4]), ("b", &[2, 3])];
 
-/// A change to the facts, reports and staging directory of a save before it is committed.
+/// A change to the facts, reports and staging directory of a save before the commit.
 type SaveChange = Box<dyn FnOnce(&mut RunFacts, &mut Vec<ShardReport>, &Path)>;
 
-/// Commits a save after `change` was applied to it. Returns the text of the error. Panics if the
-/// commit succeeds.
+/// Applies `change` to the facts, reports and staging directory of a save of step 2, and commits
+/// the save. Returns the text of the error. Panics if the commit succeeds.
 fn expect_commit_error(change: impl FnOnce(&mut RunFacts, &mut Vec<ShardReport>, &Path)) -> String {
     let dir = make_memory_dir();
     let old = make_facts(1, 2, WEIGHTS);

@@ -1,5 +1,5 @@
-//! Tests tiny golden checkpoints of a model with some 200 parameters. Through every operation, each
-//! value equals the one that the program that saved the checkpoint had.
+//! Tests tiny golden checkpoints of a model with some 200 parameters. Each value is compared with
+//! the value in the program that saved the checkpoint, after every operation.
 use super::external::{golden_path, open_external, read_tensor};
 use super::{copy_tree, make_memory_dir};
 use crate::catalog::TensorRole;
@@ -29,8 +29,8 @@ pub(super) const TINY_CHECKPOINTS: [(&str, &str); 13] = [
     ("trainer", "HF Trainer"),
 ];
 
-/// Copies a tiny checkpoint without its reference. Returns the temporary directory, and the path of
-/// the checkpoint in it.
+/// Copies a tiny checkpoint without its reference to a temporary directory. Returns the temporary
+/// directory, and the path of the copied checkpoint.
 pub(super) fn copy_tiny_checkpoint(name: &str) -> (TempDir, PathBuf) {
     let dir = make_memory_dir();
     let root = dir.path().join(name);
@@ -40,8 +40,8 @@ pub(super) fn copy_tiny_checkpoint(name: &str) -> (TempDir, PathBuf) {
     (dir, inside)
 }
 
-/// Reads the reference of a tiny checkpoint: shape and values by `role/name`, which the program
-/// that saved the checkpoint exported.
+/// Reads the reference of a tiny checkpoint, which the program that saved the checkpoint exported.
+/// Returns shape and values of each tensor by `role/name`.
 fn read_reference(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<f32>)> {
     let text = fs::read(golden_path("tiny").join(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");
@@ -90,7 +90,8 @@ fn every_value_is_that_of_the_program_that_wrote_it() {
     }
 }
 
-/// Some golden checkpoints exist because of a special property, such as an old DeepSpeed version.
+/// Checks the special properties for which some golden checkpoints exist, such as an old DeepSpeed
+/// version or a dynamic loss scale.
 #[test]
 fn tiny_checkpoints_have_their_special_properties() {
     let facts = |name: &str| {

@@ -13,12 +13,12 @@ pub(crate) enum TestValue {
     Tensor(Vec<u64>, Vec<f32>),
 }
 
-/// Makes a dict with text keys.
+/// Makes a Python dict with text keys from pairs of key and value.
 pub(crate) fn make_dict(pairs: Vec<(&str, TestValue)>) -> TestValue {
     TestValue::Dict(pairs.into_iter().map(|(k, v)| (TestValue::Str(k.into()), v)).collect())
 }
 
-/// Encodes a torch file with this value.
+/// Encodes a torch file in the zip format that contains `value`. Returns the bytes of the file.
 pub(crate) fn encode_torch_file(value: &TestValue) -> Vec<u8> {
     let (mut input, mut storages) = (b"\x80\x02".to_vec(), Vec::new());
     write_value(value, &mut input, &mut storages);

@@ -1,4 +1,4 @@
-//! Tests that a watch reports each checkpoint once, when it is complete.
+//! Tests that a watch reports each checkpoint once, as soon as the checkpoint is complete.
 use super::external::golden_path;
 use super::*;
 use crate::checkpoint_watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
@@ -19,14 +19,14 @@ impl TestWatch {
         TestWatch { watch: CheckpointWatch::new(root, SETTLE, LIMIT), now: Instant::now() }
     }
 
-    /// Advances the simulated clock by `wait`, and polls.
+    /// Advances the simulated clock by `wait`, polls, and returns the reports.
     fn poll_after(&mut self, wait: Duration) -> Vec<DirectoryReport> {
         self.now += wait;
         self.watch.poll(self.now).expect("listed")
     }
 
-    /// Polls twice: at once, and after the time for which a complete checkpoint must be unchanged.
-    /// Returns the reports of both polls.
+    /// Polls twice: at once, and after [`SETTLE`], for which a complete checkpoint must be
+    /// unchanged. Returns the reports of both polls.
     fn poll_until_settled(&mut self) -> Vec<DirectoryReport> {
         let mut sightings = self.poll_after(Duration::ZERO);
         sightings.extend(self.poll_after(SETTLE));
@@ -34,8 +34,8 @@ impl TestWatch {
     }
 }
 
-/// Returns the names and steps of the reported directories, and panics if one of them isn't
-/// reported as complete.
+/// Returns the names and steps of the reported directories. Panics if a directory isn't reported as
+/// a complete checkpoint without missing parts.
 fn expect_complete(s: &[DirectoryReport]) -> Vec<(String, Option<u64>)> {
     let name_and_step = |s: &DirectoryReport| match &s.status {
         DirectoryStatus::Complete { step, missing } if missing.is_empty() => {

@@ -3,24 +3,24 @@
 use super::ID_BYTES;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// An opaque pointer: an `ncclComm_t` or a `cudaStream_t`.
+/// An opaque pointer of NCCL or CUDA: an `ncclComm_t` or a `cudaStream_t`.
 pub(super) type OpaqueHandle = *mut c_void;
 
-/// The status `ncclSuccess`.
+/// The status code `ncclSuccess`.
 pub(super) const SUCCESS: c_int = 0;
-/// The status `ncclInProgress`.
+/// The status code `ncclInProgress` of a non-blocking call that has not completed.
 pub(super) const IN_PROGRESS: c_int = 7;
 
-/// `ncclUniqueId`: the id of a group, passed by value.
+/// `ncclUniqueId`: identifies a group; C functions take it by value.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; ID_BYTES]);
 
-/// Element types, with their numbers in `ncclDataType_t`.
+/// Element types of NCCL's buffers, with their numbers in `ncclDataType_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum DataType {
-    /// Bytes.
+    /// Unsigned bytes.
     U8 = 1,
     /// IEEE half precision.
     F16 = 6,
@@ -30,7 +30,7 @@ pub enum DataType {
     Bf16 = 9,
 }
 
-/// Reductions, with their numbers in `ncclRedOp_t`.
+/// Reduction operators, with their numbers in `ncclRedOp_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum ReduceOp {
@@ -40,9 +40,11 @@ pub enum ReduceOp {
     Avg = 4,
 }
 
-/// `ncclConfig_t` of NCCL 2.18. Later versions only append fields; `size` and `version` state which
-/// fields exist. The last four bytes are padding in 2.18. Since 2.26 they are a number that NCCL
-/// reads for any `version`, so they are set, too.
+/// `ncclConfig_t` of NCCL 2.18: the options of a new communicator. Later versions only append
+/// fields, and `size` and `version` state which fields exist.
+///
+/// The last four bytes are padding in 2.18. Since 2.26 they are a number that NCCL reads for any
+/// `version`, so they are set, too.
 #[repr(C)]
 pub(super) struct CommConfig {
     size: usize,
@@ -58,7 +60,7 @@ pub(super) struct CommConfig {
 }
 
 impl CommConfig {
-    /// Returns the library's default configuration, except that no call blocks.
+    /// Returns NCCL's default options, except that no call of the communicator blocks.
     pub(super) fn new_non_blocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         CommConfig {
@@ -83,11 +85,11 @@ pub(super) struct MissingFunction {
 
 macro_rules! api {
     ($(fn $function:ident($($type:ty),* $(,)?) -> $result:ty;)*) => {
-        /// The functions of an opened `libnccl.so.2`.
+        /// The functions of an opened NCCL library, `libnccl.so.2`.
         #[allow(non_snake_case)]
         pub(super) struct NcclFunctions {
             $(pub(super) $function: unsafe extern "C" fn($($type),*) -> $result,)*
-            /// Keeps the library open while its functions can be called.
+            /// Keeps the library open as long as its functions can be called.
             _library: libloading::Library,
         }
 

@@ -25,13 +25,14 @@ pub struct NcclComm {
     /// use.
     host_comm: StagedComm,
     cuda: Arc<Cuda>,
-    /// GPU memory for received pieces. The next call reuses it.
+    /// GPU memory for pieces received from peers, reused by all calls.
     received: Mutex<Buf>,
 }
 
 impl NcclComm {
-    /// Connects the ranks of `host_comm`, each with its GPU. Fails after `timeout`. Collective:
-    /// every rank of `host_comm` must call it.
+    /// Creates an NCCL communicator between the ranks of `host_comm`, each with its GPU. Fails
+    /// after `timeout`. Every rank of `host_comm` must call this function, because it is a
+    /// collective.
     ///
     /// Later calls use [`DEFAULT_TIMEOUT`], because NCCL connects two ranks only when they first
     /// exchange data.
@@ -53,7 +54,8 @@ impl NcclComm {
         CudaStream(self.cuda.flushed_stream())
     }
 
-    /// Enqueues sends and receives of elements of type `dtype`, which run at the same time.
+    /// Enqueues the `sends` to peers and the `receives` from peers, all of elements of type
+    /// `dtype`. They run at the same time.
     fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());
@@ -65,7 +67,8 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Fails unless a buffer has the `expected` number of elements.
+    /// Fails if the buffer argument of a collective does not have the `expected` number of
+    /// elements.
     fn check_buffer_len(
         &self,
         collective: CollectiveKind,
@@ -82,7 +85,7 @@ impl NcclComm {
     }
 }
 
-/// Returns NCCL's number of an element type.
+/// Converts an element type to NCCL's element type.
 fn to_nccl_type(dtype: Dtype) -> DataType {
     match dtype {
         Dtype::F32 => DataType::F32,
@@ -91,7 +94,8 @@ fn to_nccl_type(dtype: Dtype) -> DataType {
     }
 }
 
-/// Lists each rank's part of `x`, without the empty parts.
+/// Lists the part of `x` that belongs to each rank, as buffers for [`NcclGroup::exchange`]. Rank
+/// r's part has `counts[r]` elements; empty parts are left out.
 fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {

@@ -1,19 +1,19 @@
-//! [`NcclError`]: why NCCL cannot be used, or why work of a group ended.
+//! [`NcclError`]: errors of opening NCCL, of its calls, and of work on the GPU.
 use crate::{AbortReason, CommError, error::format_seconds};
 use device::cuda::CudaError;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{path::PathBuf, time::Duration};
 
-/// Why NCCL cannot be used, or why work of a group ended.
+/// Error of opening NCCL, of a call of NCCL, or of work that a group enqueued.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum NcclError {
-    /// No library could be opened.
+    /// No file of the NCCL library could be opened.
     #[error("NCCL (libnccl.so.2) was not found; tried {}", attempts.join(", "))]
     LibraryNotFound {
         /// The dynamic loader's message for each file that was tried.
         attempts: Vec<String>,
     },
-    /// The library is older than this program supports.
+    /// The NCCL library is older than this program supports.
     #[error("{} is {found}, but NCCL 2.18 is required", path.display())]
     LibraryTooOld {
         /// The file of the library.
@@ -21,12 +21,12 @@ pub enum NcclError {
         /// The version of the library, or the function that it lacks.
         found: String,
     },
-    /// A function failed, or the communicator reported an error later.
+    /// A function of NCCL failed, or the communicator reported an asynchronous error later.
     #[error("{function} failed: {message} ({status})")]
     Call {
-        /// The function, or the operation during which the communicator failed.
+        /// The function that failed, or the operation during which the communicator failed.
         function: String,
-        /// NCCL's status.
+        /// NCCL's status code.
         status: i32,
         /// NCCL's message.
         message: String,
@@ -34,12 +34,12 @@ pub enum NcclError {
     /// A peer did not join, or work did not end, within the timeout.
     #[error("{operation} did not end within {}", format_seconds(*timeout))]
     Timeout {
-        /// What did not end.
+        /// The operation that did not end.
         operation: String,
-        /// The limit.
+        /// The timeout that expired.
         timeout: Duration,
     },
-    /// The group was aborted; the reason is the first one given.
+    /// The group was aborted. The value is the first reason that was given.
     #[error("collective aborted: {0}")]
     Aborted(AbortReason),
     /// Another rank could not create its communicator.
@@ -47,15 +47,15 @@ pub enum NcclError {
     PeerFailed {
         /// The rank that failed.
         rank: usize,
-        /// The message of its error.
+        /// The message of the failed rank's error.
         message: String,
     },
-    /// A message is addressed to a rank that does not exist: a bug of the caller.
+    /// An exchange names a peer that is not a rank of the group: a bug of the caller.
     #[error("rank {peer} does not exist in a group of {world} ranks")]
     PeerOutOfRange {
-        /// The rank that was named.
+        /// The peer that the exchange names.
         peer: usize,
-        /// Number of ranks.
+        /// Number of ranks in the group.
         world: usize,
     },
     /// The transport between host memories, over which the ranks connect, failed.
@@ -66,7 +66,7 @@ pub enum NcclError {
     Device(Box<CudaError>),
 }
 
-/// The result of an NCCL call.
+/// Result of an NCCL call: a value, or an [`NcclError`].
 pub type Result<T> = std::result::Result<T, NcclError>;
 
 impl NcclError {

@@ -1,8 +1,9 @@
-//! The steps that a multi-host collective runs among the ranks of one host. Lengths and offsets are
-//! in bytes.
+//! Exchanges among the ranks of one host, as steps of collectives that span several hosts. Lengths
+//! and offsets are in bytes.
 //!
-//! Ranks are ranks within the segment, which are local ranks of the job. Every function runs at
-//! least one round, so each function is also a barrier of the host.
+//! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
+//! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of
+//! the host.
 use super::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range, store_words};
 use crate::{
     CallMismatch, Result, TransferUnit,
@@ -13,7 +14,8 @@ use std::{
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-/// The bytes that one rank sends to another: one range of each of several parts, concatenated.
+/// A message that one rank sends to another: the same byte range of each of several buffers,
+/// concatenated.
 #[derive(Clone, Debug)]
 pub(crate) struct OutgoingMessage<'a> {
     pub(crate) parts: &'a [&'a [u8]],
@@ -26,13 +28,14 @@ impl OutgoingMessage<'_> {
         self.parts.len() * self.range.len()
     }
 
-    /// Returns the longest contiguous bytes from `offset` on. `offset` must be inside the message.
+    /// Returns the message's bytes from `offset` to the end of the part that contains `offset`.
+    /// Panics if `offset` is not inside the message.
     pub(crate) fn contiguous_bytes_from(&self, offset: usize) -> &[u8] {
         let (part, skip) = (offset / self.range.len(), offset % self.range.len());
         &self.parts[part][self.range.start + skip..self.range.end]
     }
 
-    /// Fills `to` with the bytes of the message from `offset` on.
+    /// Fills `to` with the bytes of the message that begin at `offset`.
     fn copy_to(&self, mut to: &mut [u8], mut offset: usize) {
         while !to.is_empty() {
             let from = self.contiguous_bytes_from(offset);
@@ -46,14 +49,14 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks the call state of this rank for one collective.
+    /// Locks this rank's call state for the duration of one collective.
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Distributes ranges of `buf` to all ranks of the host. Before the call, each rank r has only
-    /// `ranges[r]`.
+    /// Gathers `buf` on all ranks of the host. Before the call, each rank r has only the bytes
+    /// `ranges[r]`; afterwards, every rank has all ranges.
     ///
     /// All ranks pass the same `ranges`.
     pub(crate) fn replicate_ranges(
@@ -93,9 +96,10 @@ impl ShmComm {
         }
     }
 
-    /// Sends `messages[r]` to rank r, and receives the message of rank r in `buf[recv_ranges[r]]`.
+    /// Sends `messages[r]` to each rank r of the host, and receives the message of rank r in
+    /// `buf[recv_ranges[r]]`.
     ///
-    /// The entries of this rank itself are ignored.
+    /// The entries for this rank itself are ignored.
     pub(crate) fn exchange_messages(
         &self,
         call_state: &mut ShmCallState,
@@ -132,8 +136,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Checks, in one round, that every rank expects the messages that are sent to it. Returns the
-    /// size in bytes of the longest message between any two ranks.
+    /// Compares, in one round, the size of each message with the size that its receiver expects.
+    /// Fails, and aborts the group, if two sizes differ. Returns the size in bytes of the longest
+    /// message between any two ranks.
     fn exchange_message_lengths(
         &self,
         call_state: &mut ShmCallState,
@@ -166,8 +171,9 @@ impl ShmComm {
     }
 }
 
-/// Fails unless rank `to` expects as many bytes from rank `from` as `from` sends. The error counts
-/// `f32` elements if their numbers differ.
+/// Fails if the number of bytes that rank `from` sends to rank `to` (`sent`) differs from the
+/// number that `to` expects. The error has amounts in `f32` elements if these differ, otherwise in
+/// bytes.
 pub(crate) fn check_byte_transfer(
     from: usize,
     to: usize,
@@ -182,8 +188,9 @@ pub(crate) fn check_byte_transfer(
     Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Bytes })
 }
 
-/// Calls `visit(position in the chunk, range)` for the parts of a chunk of a stream. The stream
-/// consists of `ranges`, and the chunk is its `len` bytes from `offset` on.
+/// Divides one chunk of a byte stream into contiguous ranges. The stream consists of `ranges`, one
+/// after another, and the chunk is its `len` bytes from `offset` on. Calls `visit(position in the
+/// chunk, range)` for each contiguous range of the chunk.
 fn visit_ranges(
     ranges: &[Range<usize>],
     offset: usize,

@@ -15,16 +15,18 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// The limit of the pieces of a window in the private buffer of a rank, as a multiple of `staging`.
+/// The largest size of the pieces that a rank assembles in one window, as a multiple of its staging
+/// size.
 const WINDOW_FACTOR: usize = 8;
 
-/// The largest number of partials that one rank may pass.
+/// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// The partials of one window: for each rank, a range of the indices of its partials.
+/// The partials of one window, by rank: a range of indices of that rank's partials.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
-/// Aborts the group if it is dropped by a panic of a sink, so that peers do not wait for this rank.
+/// Aborts the group if dropped during a panic of the caller's sink, so that peers do not wait for
+/// this rank.
 struct AbortOnPanic<'a>(&'a ShmComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -37,7 +39,8 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Runs an ordered reduce-scatter of two or more ranks. The caller has checked the lengths.
+    /// Runs an ordered reduce-scatter in a group of two or more ranks. The caller has checked the
+    /// lengths of the partials.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -73,15 +76,15 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes the element of `owner`'s slot at which the piece of partial `i` for rank `dest`
-    /// begins.
+    /// Computes the index in `owner`'s staging slot, in elements, at which the piece of partial `i`
+    /// for rank `dest` begins.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies this rank's pieces for all peers to its slot.
+    /// Copies the pieces of this rank's partials for all peers to this rank's staging slot `slot`.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_offsets(counts);
@@ -95,7 +98,8 @@ impl ShmComm {
         }
     }
 
-    /// Passes the pieces in the peers' slots, and this rank's own pieces, to the sink.
+    /// Passes this rank's part of all partials to the sink, in the order (rank, index). Reads the
+    /// peers' pieces directly in their staging slots.
     fn deliver_staged(
         &self,
         slot: usize,
@@ -211,32 +215,34 @@ impl ShmComm {
     }
 }
 
-/// Computes the number of elements that `rank` stages for one partial.
+/// Computes how many elements of its staging slot `rank` needs for one partial. Each piece is
+/// padded to whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether the pieces of `rank`, which passes `partials` partials, fit into a slot of
-/// `staging` bytes.
+/// Returns whether the pieces of `partials` partials of `rank` fit into a slot of `staging` bytes.
 fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
-/// Returns whether the pieces of every rank fit into its slot of `staging` bytes.
+/// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes. Rank r
+/// passes `partial_counts[r]` partials.
 fn all_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| fits_staging(rank, n, counts, staging))
 }
 
-/// Computes the largest number of elements that a rank may assemble in one window.
+/// Computes the largest number of elements that a rank may assemble in one window, if staging slots
+/// have `staging` bytes.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_FACTOR * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
-/// Computes the number of elements that `rank` assembles in private memory during an ordered
-/// reduce-scatter, for estimates of memory.
+/// Computes how many elements `rank` assembles in private memory during an ordered reduce-scatter.
+/// Memory estimates use the result.
 ///
 /// Rank r passes `partial_counts[r]` partials, and rank s gets `counts[s]` elements of each
 /// partial. The result is 0 if the pieces of every rank fit into `staging` bytes.
@@ -256,8 +262,8 @@ pub fn count_assembly_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Fills `to` from element `offset` of a stream. The stream consists of elements `start..start +
-/// count` of each partial.
+/// Fills `to` with the elements of a stream from element `offset` on. The stream consists of the
+/// elements `start..start + count` of each partial, one partial after another.
 fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
@@ -275,7 +281,7 @@ fn round_up_to_cache_line(n: usize) -> usize {
 }
 
 /// Divides the partials of all ranks, in the order (rank, index), into windows in which no rank
-/// assembles more than `max_elements`. A partial that exceeds the limit alone is one window.
+/// assembles more than `max_elements`. A partial that exceeds the limit gets a window for itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],
@@ -311,7 +317,7 @@ pub(crate) fn partition_into_windows(
 mod tests {
     use super::*;
 
-    /// Lists the partials of all windows as (rank, index), in order.
+    /// Lists the partials of all windows as pairs (rank, index), in the order of the windows.
     fn list_partials(windows: &[PartialRanges]) -> Vec<(usize, usize)> {
         let of_window = |w: &PartialRanges| -> Vec<(usize, usize)> {
             w.iter().enumerate().flat_map(|(r, is)| is.clone().map(move |i| (r, i))).collect()

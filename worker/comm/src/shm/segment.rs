@@ -54,14 +54,15 @@ pub(super) struct SegmentHeader {
 const _: () = assert!(size_of::<SegmentHeader>() <= PAGE_BYTES);
 const _: () = assert!(MAX_REASON_BYTES > FIXED_BYTES);
 
-/// The state that one rank publishes to all others. Only that rank writes it.
+/// The state of one rank in the segment, which all ranks read and only this rank writes.
 #[repr(C, align(128))]
 pub(super) struct RankStatus {
-    /// The last round that this rank has entered. The rank has finished reading all earlier rounds.
+    /// Number of the last round that this rank has entered. The rank has finished reading all
+    /// earlier rounds.
     pub(super) entered_round: AtomicU64,
-    /// The calls of the last two rounds. The call of round `n` is at index `n % 2`.
+    /// The encoded calls of this rank's last two rounds. The call of round `n` is at index `n % 2`.
     pub(super) call: [[AtomicU64; 3]; 2],
-    /// The process id of the rank, or 0 before the rank has joined.
+    /// The process id of the rank; 0 until the rank has joined.
     pub(super) joined_pid: AtomicU32,
     /// Not 0 once the rank has left the group in order.
     pub(super) has_left: AtomicU32,
@@ -71,11 +72,12 @@ pub(super) struct RankStatus {
 
 const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// The byte offsets of the parts of a segment. They follow from `world` and `staging` alone.
+/// The byte offsets of the parts of a segment. They follow from the number of ranks and the staging
+/// size alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
-    /// Size of one slot in bytes.
+    /// Size of one staging slot in bytes.
     pub(super) staging_bytes: usize,
     tables: usize,
     slots: usize,
@@ -83,8 +85,8 @@ pub(super) struct SegmentLayout {
 }
 
 impl SegmentLayout {
-    /// Computes the offsets. `staging` is rounded up to whole pages. Fails if `world` or `staging`
-    /// is out of bounds.
+    /// Computes the layout for `world` ranks. `staging` is rounded up to whole pages. Fails if
+    /// `world` or `staging` is out of range.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD).contains(&world) {
             return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD });
@@ -102,7 +104,7 @@ impl SegmentLayout {
     }
 }
 
-/// A shared mapping of a part of a file.
+/// A shared memory mapping of a part of a file. Dropping it unmaps the memory.
 struct FileMapping {
     base: NonNull<u8>,
     len: usize,
@@ -115,8 +117,8 @@ unsafe impl Send for FileMapping {}
 unsafe impl Sync for FileMapping {}
 
 impl FileMapping {
-    /// Maps `len` bytes of the file from `position` on. `position` must be a multiple of the page
-    /// size.
+    /// Maps `len` bytes of the file, starting at `position`, to read and write. `position` must be
+    /// a multiple of the page size.
     fn new(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         use nix::sys::mman::{MapFlags, ProtFlags, mmap};
         let failed = |errno| SharedMemoryError::Os { operation: "map", bytes: len, errno };
@@ -168,7 +170,7 @@ impl WindowMemory for WindowMapping {
     }
 }
 
-/// A mapping of only the header of a segment, which is enough to abort a group.
+/// A mapping of only a segment's header, which is enough to abort the group.
 pub(super) struct HeaderMapping(FileMapping);
 
 impl HeaderMapping {
@@ -181,7 +183,7 @@ impl HeaderMapping {
         Ok(mapping)
     }
 
-    /// Returns the header.
+    /// Returns the header at the beginning of the segment.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: a page-aligned page of shared memory; SegmentHeader consists of atomics, all bits
         // are valid.
@@ -196,8 +198,9 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Maps the whole segment. Enlarges the file unless a peer has done so, and checks that the
-    /// peers have the same layout version, world size and staging size.
+    /// Maps the whole segment of a group of `world` ranks, and enlarges the file first if
+    /// necessary. Fails if the peers have another layout version, world size or staging size. A
+    /// different world or staging size also aborts the group.
     pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
         let layout = SegmentLayout::new(world, limits.staging_bytes)?;
         ensure_file_size(fd, layout.size)?;
@@ -214,8 +217,9 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Stores the world size and the staging size in the header if this rank is the first. Fails if
-    /// the world size, the staging size or the size of the file differs from that of the peers.
+    /// Compares this rank's world size and staging size with the values in the header, and stores
+    /// the values if this rank is the first. Fails if a value or the size of the file differs from
+    /// that of the peers.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;
@@ -226,21 +230,22 @@ impl Segment {
         }
     }
 
-    /// Returns the header.
+    /// Returns the header at the beginning of the segment.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: the mapping begins with a page for the header; it consists of atomics, all bits
         // are valid.
         unsafe { self.mapping.base.cast().as_ref() }
     }
 
-    /// Returns the state that `rank` publishes to the others.
+    /// Returns the published state of `rank`.
     pub(super) fn rank_status(&self, rank: usize) -> &RankStatus {
         assert!(rank < self.layout.world);
         // SAFETY: inside the rank statuses, aligned to 128, made of atomics.
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the `2 × world` words that `rank` publishes in the rounds of this slot.
+    /// Returns the table of `2 × world` words in which `rank` publishes numbers for its peers, in
+    /// rounds that use the slot `slot`.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
@@ -249,9 +254,9 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Computes the position in the file of a new shared window of `bytes` bytes, if windows
-    /// already use `window_bytes` after the segment. Returns the position, and the number of bytes
-    /// in use with the new window.
+    /// Computes where a new shared window of `bytes` bytes is stored in the file. `window_bytes` is
+    /// the space that earlier windows take after the segment. Returns the position of the new
+    /// window, and the space that all windows then take.
     pub(super) fn compute_window_position(
         &self,
         window_bytes: usize,
@@ -266,8 +271,8 @@ impl Segment {
         }
     }
 
-    /// Returns the address of byte `start` of a slot. Panics unless the slot contains `len` bytes
-    /// from there on.
+    /// Returns the address of byte `start` of a rank's staging slot. Panics if the slot does not
+    /// contain `len` bytes from there on.
     fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
@@ -275,9 +280,10 @@ impl Segment {
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// Returns `len` bytes of a slot from byte `start` on, to read.
+    /// Returns `len` bytes of `rank`'s staging slot from byte `start` on, to read.
     ///
     /// # Safety
+    ///
     /// The caller must not use the bytes before the round in which `rank` published this slot, nor
     /// after this rank entered its next round. In between, the peer does not write the slot. A peer
     /// that breaks this rule can corrupt numbers, but no addresses.
@@ -286,18 +292,20 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// Returns `len` elements of a slot from element `start` on, to read.
+    /// Returns `len` elements of `rank`'s staging slot from element `start` on, to read.
     ///
     /// # Safety
+    ///
     /// The caller must obey the rules of [`Segment::slot`].
     pub(super) unsafe fn slot_f32(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[f32] {
         // SAFETY: the caller's promise.
         bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
     }
 
-    /// Returns `len` bytes of a slot of this rank from byte `start` on, to write.
+    /// Returns `len` bytes of this rank's staging slot from byte `start` on, to write.
     ///
     /// # Safety
+    ///
     /// The caller must pass its own rank and the slot of its next round, and must not use another
     /// slice of the range at the same time.
     #[allow(clippy::mut_from_ref)] // shared memory: the protocol guarantees exclusive access
@@ -308,9 +316,10 @@ impl Segment {
         }
     }
 
-    /// Returns `len` elements of a slot of this rank from element `start` on, to write.
+    /// Returns `len` elements of this rank's staging slot from element `start` on, to write.
     ///
     /// # Safety
+    ///
     /// The caller must obey the rules of [`Segment::slot_mut`].
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn slot_f32_mut(
@@ -325,7 +334,7 @@ impl Segment {
     }
 }
 
-/// Enlarges the file to at least `size` bytes by writing its last byte, which is not used.
+/// Enlarges the file to at least `size` bytes by writing its last byte, which no rank uses.
 ///
 /// In contrast to `ftruncate`, the write cannot shrink the file of a peer with another size. The
 /// file stays sparse.
@@ -345,7 +354,7 @@ fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the header if no rank has set the word. Fails if a peer has set
+/// Stores `value` in a word of the header if the word is still 0. Fails if a peer has stored
 /// another value.
 fn set_or_compare_word(
     word: &AtomicU64,

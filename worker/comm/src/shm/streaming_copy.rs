@@ -1,12 +1,15 @@
-//! Copies that bypass the processor caches, for destinations that are too large to stay in them. An
-//! ordinary store first reads the cache line that it overwrites, which is a third of the memory
+//! Copies that bypass the processor caches, for destinations that are too large to stay in the
+//! caches.
+//!
+//! An ordinary store first reads the cache line that it overwrites, which is a third of the memory
 //! traffic of a large gather.
 
-/// The size in bytes of the whole destination from which on bypassing the caches is faster.
+/// The size in bytes of a collective's whole destination from which on copies that bypass the
+/// caches are faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
-/// Copies `from` to `to`, which must be equally long. Bypasses the processor caches if
-/// `bypass_cache` is set and the processor supports it.
+/// Copies `from` to `to`, which must have the same length. Bypasses the processor caches if
+/// `bypass_cache` is set and the processor supports such copies.
 pub(super) fn copy_bytes(to: &mut [u8], from: &[u8], bypass_cache: bool) {
     assert_eq!(to.len(), from.len(), "a copy has one length");
     #[cfg(target_arch = "x86_64")]
@@ -23,7 +26,8 @@ mod x86_64 {
 
     const CACHE_LINE_BYTES: usize = 64;
 
-    /// Copies `from` to `to` with streaming stores, and makes them visible to other processors.
+    /// Copies `from` to `to` with streaming stores, which bypass the caches. Returns after the
+    /// stores are visible to other processors.
     pub(super) fn copy_bypassing_caches(to: &mut [u8], from: &[u8]) {
         let head = to.as_ptr().align_offset(CACHE_LINE_BYTES).min(to.len());
         let (to_head, to) = to.split_at_mut(head);

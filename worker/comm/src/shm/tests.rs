@@ -30,12 +30,14 @@ fn run_ranks<T: Send>(world: usize, limits: ShmLimits, f: impl Fn(ShmComm) -> T 
     })
 }
 
-/// Joins a group as `rank`, and returns the error. Panics if the rank joins.
+/// Joins a group as `rank`, and returns the error of joining. Panics if the rank joins
+/// successfully.
 fn expect_join_error(fd: &OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> CommError {
     ShmComm::join(fd.try_clone().unwrap(), rank, world, limits).err().unwrap()
 }
 
-/// Returns the field of the header that two ranks disagree about. Panics on any other error.
+/// Returns the name of the header field that two ranks disagree about. Panics if `error` is any
+/// other error.
 fn expect_mismatched_field(error: &CommError) -> &'static str {
     match error {
         CommError::SharedMemory(SharedMemoryError::HeaderMismatch { field, .. }) => field,
@@ -166,8 +168,9 @@ fn a_panic_in_a_sink_unblocks_the_peers() {
     assert!(errors.iter().all(|e| *e == expected), "{errors:?}");
 }
 
-/// Runs `honest` as rank 0 of two. Rank 1 enters the rounds of `call`, but publishes `number` where
-/// rank 0 reads a length. Returns the error of rank 0.
+/// Runs the collective `honest` as rank 0 of two, while rank 1 breaks the protocol: it enters the
+/// rounds of `call`, but publishes `number` where rank 0 reads a length. Returns the error of rank
+/// 0.
 fn run_with_invalid_length(
     number: u64,
     call: CollectiveCall,

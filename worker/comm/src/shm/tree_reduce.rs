@@ -1,5 +1,5 @@
-//! The all-reduce and the reduce-scatter of [`ShmComm`]. They sum the values in the peers' slots by
-//! the fixed tree over ranks.
+//! The all-reduce and the reduce-scatter of [`ShmComm`]. Each rank sums the values in the peers'
+//! staging slots in the fixed order of a binary tree over ranks.
 use super::{MAX_CHUNK_BYTES, ShmCallState, ShmComm, compute_chunk_range};
 use crate::{
     Result,
@@ -7,12 +7,13 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The size up to which every rank computes the whole sum of an all-reduce, in one round instead of
-/// two.
+/// The largest size in bytes up to which every rank computes the whole sum of an all-reduce, in one
+/// round instead of two.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    /// Replaces `x` by its sum over all ranks. Selects the algorithm by the size of `x`.
+    /// Replaces `x` by its sum over all ranks. Selects the one-round or the block-by-block
+    /// algorithm by the size of `x`.
     pub(super) fn all_reduce_in_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -25,7 +26,7 @@ impl ShmComm {
         self.all_reduce_large(call_state, call, x)
     }
 
-    /// Runs an all-reduce in one round: every rank computes the whole sum.
+    /// Replaces `x` by its sum over all ranks in one round: every rank computes the whole sum.
     fn all_reduce_small(
         &self,
         call_state: &mut ShmCallState,
@@ -45,10 +46,11 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Runs an all-reduce block by block, in one round per block and one more round.
+    /// Replaces `x` by its sum over all ranks, block by block. Takes one round per block and one
+    /// more round.
     ///
     /// In each round a rank publishes the peers' shares of a block in the first half of its slot.
-    /// In the second half it publishes its sum of its share of the previous block.
+    /// In the second half it publishes the sum of this rank's share of the previous block.
     fn all_reduce_large(
         &self,
         call_state: &mut ShmCallState,
@@ -92,8 +94,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Runs a reduce-scatter in chunks. Each round publishes the next chunk of each peer's part and
-    /// sums the chunks of this rank's part, until the longest part is done.
+    /// Sums this rank's part of `send` over all ranks and stores the sum in `recv`. Each round
+    /// publishes the next chunk of each peer's part and sums the chunks of this rank's part, until
+    /// the longest part is done.
     pub(super) fn reduce_scatter_in_chunks(
         &self,
         call_state: &mut ShmCallState,

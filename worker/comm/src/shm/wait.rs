@@ -1,11 +1,13 @@
-//! Waits for peers that sleep instead of burning a core, and that an abort ends.
+//! Waits for peers of one host. A waiting rank sleeps instead of burning a core, and an abort ends
+//! the wait.
 //!
 //! # Why no wake-up is lost
+//!
 //! Sleepers wait on an event count. A sleeper (1) adds itself to `sleepers`, (2) reads the event
 //! count, (3) checks its peers once more, and (4) sleeps if the event count still has the value
-//! that it read. A rank that enters a round (a) stores the round, (b) checks whether now *all*
-//! ranks have entered it, and if so, (c) reads `sleepers`, and if there are any, (d) increments the
-//! event count and wakes all. Steps 1 to 3 and a to c are sequentially consistent, so all ranks
+//! that it read. A rank that enters a round (a) stores the round and (b) checks whether now *all*
+//! ranks have entered it. If so, it (c) reads `sleepers`, and if there are any, it (d) increments
+//! the event count and wakes all. Steps 1 to 3 and a to c are sequentially consistent, so all ranks
 //! observe them in one order:
 //!
 //! - If two ranks enter at the same time, the one whose store comes later observes the other's
@@ -19,6 +21,7 @@
 //! hang it.
 //!
 //! # Why the peers' data may be read
+//!
 //! A rank fills its slot and table and only then stores `entered_round` (SeqCst, hence release). A
 //! peer reads them only after it has loaded that value (SeqCst, hence acquire). In the other
 //! direction, a rank stores `entered_round = n + 1` after its last read of what its peers published
@@ -37,18 +40,18 @@ use std::{
 /// The longest sleep before a rank checks the abort state and the timeout again.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// The longest spin before a rank sleeps, if every rank can have a separate processor. It takes
-/// about as long as a sleep and a wake-up.
+/// The longest time for which a waiting rank spins before it sleeps, if every rank can have a
+/// separate processor. A sleep and a wake-up take about as long.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Why a wait for peers failed. Ranks are ranks within the segment.
+/// Error of a wait for peers. Ranks are numbered within the segment.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// The group was aborted.
     Aborted(AbortReason),
-    /// These ranks were still missing after the timeout.
+    /// Ranks had not arrived when the timeout expired. The value lists them, ascending.
     TimedOut(Vec<usize>),
-    /// This rank left the group before it arrived.
+    /// A rank left the group without having arrived. The value is its rank.
     PeerLeft(usize),
 }
 
@@ -59,7 +62,8 @@ impl SegmentHeader {
         futex_wake(&self.event_count);
     }
 
-    /// Aborts the group for `reason`, unless it is aborted already, and wakes every sleeper.
+    /// Aborts the group for `reason` and wakes every sleeper. Keeps the first reason if the group
+    /// is already aborted.
     pub(super) fn abort(&self, reason: &AbortReason) {
         if self.abort_state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
             let bytes = reason.encode(MAX_REASON_BYTES);
@@ -88,7 +92,7 @@ impl SegmentHeader {
         }
     }
 
-    /// Reads the reason from the header.
+    /// Decodes the abort reason that is stored in the header.
     fn read_stored_reason(&self) -> AbortReason {
         let len = (self.reason_len.load(Relaxed) as usize).min(MAX_REASON_BYTES);
         let bytes: Vec<u8> = self.reason[..len].iter().map(|b| b.load(Relaxed)).collect();
@@ -113,8 +117,9 @@ impl Segment {
         }
     }
 
-    /// Blocks until every rank has entered `round`, or until the group is aborted, a missing rank
-    /// has left, or `timeout` is over.
+    /// Blocks until every rank has entered `round`. Fails if the group is aborted, a rank left
+    /// before entering, or `timeout` expires. Spins before the first sleep only if `can_spin` is
+    /// set and no missing peer was last on this processor.
     pub(super) fn wait_for_round(
         &self,
         round: u64,
@@ -132,15 +137,16 @@ impl Segment {
         self.wait_for_ranks(has_entered, can_spin && !shares_cpu(read_current_cpu()), timeout, true)
     }
 
-    /// Blocks until every rank has joined, or until the group is aborted or `timeout` is over.
+    /// Blocks until every rank has joined. Fails if the group is aborted or `timeout` expires.
     pub(super) fn wait_for_join(&self, timeout: Duration) -> Result<(), WaitError> {
         let has_joined = |r: usize| self.rank_status(r).joined_pid.load(SeqCst) != 0;
         self.wait_for_ranks(has_joined, false, timeout, false)
     }
 
-    /// Blocks until `has_arrived` is true for every rank. Spins first if `can_spin`.
+    /// Blocks until `has_arrived(rank)` is true for every rank. Fails if the group is aborted or
+    /// `timeout` expires. Spins before the first sleep if `can_spin` is set.
     ///
-    /// If `fail_on_leave`, a rank that left without having arrived is an error.
+    /// If `fail_on_leave` is set, a rank that left without having arrived is an error.
     fn wait_for_ranks(
         &self,
         has_arrived: impl Fn(usize) -> bool,
@@ -194,7 +200,8 @@ fn read_current_cpu() -> u32 {
     unsafe { libc::sched_getcpu() as u32 }
 }
 
-/// Spins until `is_ready` returns true, for at most [`MAX_SPIN`]. Returns whether it did.
+/// Spins until `is_ready` returns true, for at most [`MAX_SPIN`]. Returns whether `is_ready`
+/// returned true.
 fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while start.elapsed() < MAX_SPIN {
@@ -208,7 +215,8 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps while `word` is `value`, for at most `timeout`. May return early for no reason.
+/// Sleeps on a futex while `word` is `value`, for at most `timeout`. May return early for no
+/// reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,
@@ -219,13 +227,13 @@ fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &timeout) };
 }
 
-/// Wakes every thread that sleeps on `word`.
+/// Wakes every thread of any process that sleeps on the futex `word`.
 fn futex_wake(word: &AtomicU32) {
     // SAFETY: the kernel uses the address only.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores numbers in the table of the next round.
+/// Stores `values` in `table`, which peers read after this rank entered its next round.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

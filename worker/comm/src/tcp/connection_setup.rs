@@ -20,22 +20,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of unauthenticated connections. If another connection arrives, the oldest one
-/// is closed.
+/// The largest number of accepted connections that are not authenticated yet. If another connection
+/// arrives, the oldest one is closed.
 const MAX_PENDING: usize = 256;
-/// The time limit of one handshake.
+/// The time limit of one handshake, from the connection to the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit of one attempt to open a TCP connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
-/// The delay between two attempts to connect to a rank.
+/// The delay after a failed attempt to connect to a rank, before the next attempt.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
-/// How often a wait checks whether the group was aborted.
+/// The longest time between two checks of a wait for whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Authenticated connections, each with the rank of the peer and the kind of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
-/// What a rank needs to connect to its peers.
+/// The inputs of connecting one rank to its peers on other hosts: identities, addresses, timeouts
+/// and the state of the group.
 pub(super) struct ConnectionSetup<'a> {
     pub(super) id: &'a RankIdentity,
     pub(super) topology: &'a Topology,
@@ -49,8 +50,9 @@ pub(super) struct ConnectionSetup<'a> {
 }
 
 impl ConnectionSetup<'_> {
-    /// Opens the data connection and the control connection to every rank on another host. The
-    /// returned streams are non-blocking.
+    /// Opens the data connection and the control connection to every rank on another host. Connects
+    /// to lower ranks and accepts the connections of higher ranks at the same time. The returned
+    /// streams are non-blocking.
     pub(super) fn connect_to_all_peers(&self, listener: &TcpListener) -> Result<AuthenticatedStreams> {
         let deadline = Instant::now() + self.timeout;
         let stop = AtomicBool::new(false);
@@ -70,15 +72,16 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Makes the stream non-blocking, disables Nagle's algorithm, and sets `TCP_USER_TIMEOUT`.
+    /// Prepares an authenticated stream: makes it non-blocking, disables Nagle's algorithm, and
+    /// sets `TCP_USER_TIMEOUT`.
     fn set_stream_options(&self, stream: &TcpStream) -> std::io::Result<()> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         set_tcp_user_timeout(stream, self.silence_timeout)
     }
 
-    /// Builds the error of a rank whose peers in `missing` did not join. `missing` may list a rank
-    /// twice.
+    /// Builds the timeout error of a rank whose peers in `missing` did not join. `missing` may list
+    /// a rank twice, once per connection.
     fn build_join_timeout_error(
         &self,
         mut missing: Vec<usize>,
@@ -97,8 +100,8 @@ impl ConnectionSetup<'_> {
 
     // ---- connecting to the lower ranks ----
 
-    /// Connects to every lower rank on another host. Retries until `deadline`, unless a peer
-    /// rejects this rank or the group is aborted.
+    /// Connects to every lower rank on another host. Retries failed attempts until `deadline`.
+    /// Fails if a peer rejects this rank or the group is aborted.
     fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
         let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
         let mut remaining: VecDeque<(usize, ConnectionKind)> =
@@ -129,8 +132,8 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Tries every address of a rank once, until one works. Fails with the error of the last
-    /// address that was tried.
+    /// Tries the addresses of a rank in order until one connects, each once. Fails with the error
+    /// of the last address that was tried.
     fn connect_to_rank(
         &self,
         rank: usize,
@@ -150,7 +153,7 @@ impl ConnectionSetup<'_> {
     }
 
     /// Runs the connector's side of the handshake on a new connection to rank `to`. Returns the
-    /// authenticated stream.
+    /// stream once both sides are authenticated.
     fn authenticate_as_connector(
         &self,
         mut stream: TcpStream,
@@ -180,7 +183,8 @@ impl ConnectionSetup<'_> {
         }
     }
 
-    /// Fills `buf` from the stream. Fails after `deadline`, or soon after the group was aborted.
+    /// Reads from the stream until `buf` is full. Fails after `deadline`, or soon after the group
+    /// was aborted.
     fn read_exact_before(
         &self,
         stream: &mut TcpStream,
@@ -206,8 +210,8 @@ impl ConnectionSetup<'_> {
 
     // ---- accepting the higher ranks ----
 
-    /// Accepts the connections of every higher rank on another host. Returns at `deadline`, when
-    /// the group is aborted, or when `stop` is set.
+    /// Accepts and authenticates the connections of every higher rank on another host. Returns
+    /// early at `deadline`, when the group is aborted, or when `stop` is set.
     fn accept_higher_ranks(
         &self,
         listener: &TcpListener,
@@ -256,7 +260,7 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Waits for a connection, for bytes of a pending handshake or for an abort, at most
+    /// Blocks until a connection, bytes of a pending handshake or an abort arrive, at most for
     /// [`ABORT_CHECK_INTERVAL`].
     fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
         let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
@@ -265,7 +269,8 @@ impl ConnectionSetup<'_> {
     }
 }
 
-/// Makes the kernel close a connection whose sent bytes are not acknowledged within `timeout`.
+/// Sets `TCP_USER_TIMEOUT`: the kernel then closes the connection if sent bytes are not
+/// acknowledged within `timeout`.
 fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()> {
     let ms = libc::c_uint::try_from(timeout.as_millis()).unwrap_or(libc::c_uint::MAX);
     let size = size_of_val(&ms) as libc::socklen_t;
@@ -282,7 +287,8 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
     if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Accepts the connections that wait at the listener, as handshakes that have not begun.
+/// Accepts the connections that wait at the listener and adds them to `pending`, as handshakes that
+/// have not begun.
 fn accept_waiting_connections(listener: &TcpListener, pending: &mut VecDeque<PendingConnection>) {
     for _ in 0..MAX_PENDING {
         let Ok((stream, _)) = listener.accept() else { return };
@@ -303,9 +309,9 @@ fn accept_waiting_connections(listener: &TcpListener, pending: &mut VecDeque<Pen
     }
 }
 
-/// Why one attempt to connect failed.
+/// Error of one attempt to connect to a peer.
 enum ConnectAttemptError {
-    /// The peer rejected this rank, for this reason. Another attempt would fail, too.
+    /// The peer rejected this rank for the given reason. Another attempt would fail, too.
     Rejected(RejectReason),
     /// The connection or the handshake failed. Another attempt may succeed.
     Failed(ConnectError),
@@ -324,12 +330,12 @@ struct PendingConnection {
     hello: [u8; HELLO_BYTES],
     proof: [u8; SECRET_BYTES],
     filled: usize,
-    /// Set after the challenge was sent: the peer's HELLO, the proof that the peer must send, and
-    /// this rank's answer to the proof.
+    /// The peer's HELLO, the proof that the peer must send, and this rank's answer to the proof.
+    /// `None` until the challenge was sent.
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// The state of the acceptor's side of a handshake.
+/// Result of advancing the acceptor's side of a handshake.
 enum HandshakeProgress {
     Waiting,
     Failed,
@@ -337,7 +343,7 @@ enum HandshakeProgress {
 }
 
 impl PendingConnection {
-    /// Reads the bytes that have arrived and answers them. Does not block.
+    /// Reads the handshake bytes that have arrived and answers complete messages. Does not block.
     fn advance_handshake(&mut self, id: &RankIdentity) -> HandshakeProgress {
         loop {
             let buf = match self.expected {
@@ -365,7 +371,8 @@ impl PendingConnection {
         }
     }
 
-    /// Answers a HELLO with a challenge. Returns whether the handshake continues.
+    /// Answers the received HELLO with a CHALLENGE, which accepts or rejects the connection.
+    /// Returns whether the handshake continues.
     fn send_challenge(&mut self, id: &RankIdentity) -> bool {
         let Some(hello) = hs::check_hello(id, &self.hello) else { return false };
         let Ok(nonce) = hs::generate_nonce() else { return false };

@@ -7,16 +7,18 @@
 //!                                          <-  CHALLENGE: magic, answer, nonce
 //! PROOF: MAC(key, "connector", hello, challenge)        ->
 //!                                          <-  WELCOME: MAC(key, "acceptor", hello, challenge)
-//! ``` The MAC is keyed BLAKE3 over both messages, so it authenticates both nonces, the ranks, the
-//! attempt and the run. A process without the key learns only a random number, and occupies only
-//! one small buffer.
+//! ```
+//!
+//! The MAC is a keyed BLAKE3 hash of HELLO and CHALLENGE. It therefore authenticates both nonces,
+//! the ranks, the attempt and the run. A process without the key learns only a random number, and
+//! occupies only one small buffer.
 use crate::RejectReason;
 
-/// The first bytes of a HELLO and of a CHALLENGE.
+/// The first eight bytes of a HELLO and of a CHALLENGE, which identify the protocol.
 const MAGIC: [u8; 8] = *b"launchtc";
-/// The version of the protocol between ranks.
+/// The version of the protocol between ranks. Ranks with different versions reject each other.
 const VERSION: u32 = 2;
-/// The answer of a CHALLENGE that accepts the HELLO.
+/// The value of a CHALLENGE's answer field that accepts the HELLO.
 const ACCEPTED: u32 = 0;
 
 /// Size in bytes of a nonce, of a MAC and of the key.
@@ -50,19 +52,19 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// The reject reasons with their numbers in a CHALLENGE. A rejection is not authenticated, so it is
-/// only a hint.
+/// The numbers that represent reject reasons in the answer field of a CHALLENGE. A rejection is not
+/// authenticated, so it is only a hint.
 const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
-/// The decoded HELLO of a connector.
+/// The decoded HELLO of a connector: its rank, and the kind of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) from: u32,
     pub(super) kind: ConnectionKind,
 }
 
-/// Encodes the HELLO that the rank `id` sends to rank `to`.
+/// Encodes the HELLO that the rank with the identity `id` sends to rank `to`.
 pub(super) fn encode_hello(
     id: &RankIdentity,
     to: u32,
@@ -81,8 +83,9 @@ pub(super) fn encode_hello(
     out
 }
 
-/// Decodes a HELLO that the acceptor `id` received. Returns the reason to reject it if it does not
-/// match `id`, and `None` if the bytes are of another protocol and deserve no answer.
+/// Decodes and checks a HELLO that the acceptor with the identity `id` received. Fails with the
+/// reject reason if the HELLO does not match `id`. Returns `None` if the bytes belong to another
+/// protocol and deserve no answer.
 pub(super) fn check_hello(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -114,7 +117,8 @@ pub(super) fn check_hello(
     })
 }
 
-/// Encodes the acceptor's answer to a HELLO: acceptance or rejection, and a nonce.
+/// Encodes the CHALLENGE with which an acceptor answers a HELLO: acceptance or rejection, and a
+/// nonce.
 pub(super) fn encode_challenge(
     answer: Result<(), RejectReason>,
     nonce: &[u8; SECRET_BYTES],
@@ -128,8 +132,8 @@ pub(super) fn encode_challenge(
     out
 }
 
-/// Decodes whether a CHALLENGE accepts the HELLO. Returns `None` if the bytes are of another
-/// protocol.
+/// Decodes the answer field of a CHALLENGE: acceptance, or the reject reason. Returns `None` if the
+/// bytes belong to another protocol.
 pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Result<(), RejectReason>> {
     if challenge[..8] != MAGIC {
         return None;
@@ -142,14 +146,16 @@ pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Resu
     }
 }
 
-/// The side that computes a MAC. The sides use different prefixes, so a MAC cannot be reflected.
+/// The side of a handshake that computes a MAC. The sides use different prefixes, so a MAC cannot
+/// be reflected to its sender.
 #[derive(Clone, Copy)]
 pub(super) enum HandshakeSide {
     Connector,
     Acceptor,
 }
 
-/// Computes the MAC of one side over both messages. Comparing two MACs takes constant time.
+/// Computes the MAC with which one side proves that it knows the key. The MAC covers HELLO and
+/// CHALLENGE, and comparing two MACs takes constant time.
 pub(super) fn compute_mac(
     id: &RankIdentity,
     side: HandshakeSide,
@@ -164,7 +170,7 @@ pub(super) fn compute_mac(
     hasher.update(hello).update(challenge).finalize()
 }
 
-/// Returns unpredictable bytes from the operating system.
+/// Returns a nonce: unpredictable bytes from the operating system.
 pub(super) fn generate_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
     let mut out = [0u8; SECRET_BYTES];
     // SAFETY: address and length are those of the buffer. Once the pool is initialized, the kernel

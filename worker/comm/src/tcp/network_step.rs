@@ -31,12 +31,12 @@ use std::{
 /// Size of a message header in bytes: five words.
 const HEADER_BYTES: usize = 40;
 /// The approximate number of bytes that one connection transfers in each direction before the next
-/// connection gets its turn.
+/// connection gets a turn.
 const MAX_TURN_BYTES: usize = 1 << 20;
-/// How often a wait checks its timeout.
+/// The longest wait for readable or writable connections before the step checks its timeout.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The data connection to one rank, and the number of messages in each direction.
+/// The data connection to one rank, and how many messages were sent and received on it.
 pub(super) struct DataConnection {
     pub(super) stream: TcpStream,
     /// Number of messages that this rank began to send.
@@ -46,22 +46,22 @@ pub(super) struct DataConnection {
 }
 
 impl DataConnection {
-    /// Wraps a non-blocking stream.
+    /// Wraps a non-blocking stream on which no message was sent yet.
     pub(super) fn new(stream: TcpStream) -> Self {
         DataConnection { stream, sent: 0, received: 0 }
     }
 }
 
-/// Where the bytes of an outgoing message are stored.
+/// Location of the bytes of an outgoing message.
 pub(super) enum SendSource<'a> {
     /// A range of the buffer that also receives. Sent and received ranges do not overlap.
     Buffer(Range<usize>),
-    /// Memory apart from the receive buffer.
+    /// A message in memory other than the receive buffer.
     Message(OutgoingMessage<'a>),
 }
 
 impl SendSource<'_> {
-    /// Returns the size of the message in bytes.
+    /// Returns the size of the outgoing message in bytes, without the header.
     fn len(&self) -> usize {
         match self {
             SendSource::Buffer(range) => range.len(),
@@ -70,12 +70,13 @@ impl SendSource<'_> {
     }
 }
 
-/// The messages that a step sends to one peer and receives from it, and how far they are.
+/// The messages that a step exchanges with one peer, and how many of their bytes were transferred.
 pub(super) struct PeerTransfer<'a> {
     pub(super) peer: usize,
-    /// The message to send, if any.
+    /// The message to send; `None` if this step sends nothing to the peer.
     pub(super) source: Option<SendSource<'a>>,
-    /// The range of the buffer that receives the peer's message, if one is expected.
+    /// The range of the receive buffer for the peer's message; `None` if this step expects no
+    /// message from the peer.
     pub(super) recv_range: Option<Range<usize>>,
     sent_header: [u8; HEADER_BYTES],
     received_header: [u8; HEADER_BYTES],
@@ -108,7 +109,7 @@ impl<'a> PeerTransfer<'a> {
     }
 }
 
-/// Why a transfer cannot continue.
+/// Error because of which a transfer with one peer cannot continue.
 enum TransferError {
     /// The connection failed, or the peer closed it.
     Closed,
@@ -121,13 +122,13 @@ pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
     pub(super) call: &'a CollectiveCall,
-    /// The longest time without progress before the step fails.
+    /// The longest time without any transferred byte before the step fails.
     pub(super) timeout: Duration,
 }
 
 impl NetworkStep<'_> {
-    /// Blocks until all transfers are complete, or until one of them fails. After an error the
-    /// caller must abort the group.
+    /// Sends and receives the messages of all `transfers`. Blocks until all are complete or one of
+    /// them fails. After an error the caller must abort the group.
     pub(super) fn run(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -171,7 +172,7 @@ impl NetworkStep<'_> {
         }
     }
 
-    /// Returns the connection to `peer`. Fails if there is none.
+    /// Returns the data connection to `peer`. Fails if this rank has no connection to `peer`.
     fn find_connection<'c>(
         &self,
         connections: &'c mut [Option<DataConnection>],
@@ -181,8 +182,8 @@ impl NetworkStep<'_> {
         connection.ok_or(CommError::NotConnected { rank: self.topology.rank, peer })
     }
 
-    /// Sends and receives as many bytes as possible without blocking. Returns the number of bytes
-    /// in both directions.
+    /// Sends and receives as many bytes of one transfer as possible without blocking. Returns the
+    /// number of bytes in both directions together.
     fn transfer_available_bytes(
         &self,
         connection: &mut DataConnection,
@@ -206,8 +207,8 @@ impl NetworkStep<'_> {
         }
     }
 
-    /// Receives as many bytes as possible without blocking, and checks the header as soon as it is
-    /// complete.
+    /// Receives as many bytes of one message as possible without blocking, and checks the header as
+    /// soon as it is complete.
     fn receive_available_bytes(
         &self,
         connection: &mut DataConnection,
@@ -266,8 +267,8 @@ impl NetworkStep<'_> {
         check_byte_transfer(peer, rank, word(4), len as u64)
     }
 
-    /// Waits until a connection with an unfinished transfer is ready or the group is aborted, at
-    /// most for `timeout` or [`TIMEOUT_CHECK_INTERVAL`].
+    /// Blocks until a connection with an unfinished transfer is ready or the group is aborted, for
+    /// at most `timeout` or [`TIMEOUT_CHECK_INTERVAL`], whichever is shorter.
     fn wait_until_ready(
         &self,
         connections: &[Option<DataConnection>],
@@ -286,8 +287,8 @@ impl NetworkStep<'_> {
         _ = poll(&mut fds, to_poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
     }
 
-    /// Builds the error of a step that made no progress. It names the peers of unfinished
-    /// transfers.
+    /// Builds the timeout error of a step that made no progress. The error lists the peers of
+    /// unfinished transfers.
     fn build_timeout_error(&self, transfers: &[PeerTransfer]) -> CommError {
         let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
         let mut missing: Vec<usize> = unfinished.map(|t| t.peer).collect();
@@ -303,7 +304,8 @@ impl NetworkStep<'_> {
     }
 }
 
-/// Encodes the header of message `number` of a connection, with `len` bytes after the header.
+/// Encodes the header that precedes a message of `len` bytes, the `number`-th one on its
+/// connection.
 fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_BYTES] {
     let mut out = [0; HEADER_BYTES];
     let [a, b, c] = call.to_words();
@@ -313,7 +315,7 @@ fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_
     out
 }
 
-/// Sends as many bytes of the header and the message as possible without blocking.
+/// Sends as many bytes of one message and its header as possible without blocking.
 fn send_available_bytes(
     connection: &DataConnection,
     buf: &[u8],

@@ -1,9 +1,10 @@
 //! [`PeerMonitor`]: detects dead peers, and carries heartbeats, farewells and aborts.
 //!
-//! Each pair of ranks has a control connection in addition to its data connection, so that control
-//! frames pass while data is queued. A frame is a kind (u8), a length (u16, little-endian, at most
-//! [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank reads all frames. A thread that
-//! aborts the group writes its frames at once.
+//! Each pair of ranks on different hosts has a control connection in addition to its data
+//! connection, so that control frames pass while data is queued. A frame is a kind (u8), a length
+//! (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank
+//! reads the frames of all peers. A thread that aborts the group writes the abort frames itself, at
+//! once.
 use crate::{AbortReason, Comm, shm::ShmComm};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -24,45 +25,47 @@ use std::{
 const MAX_REASON_BYTES: usize = 1024;
 /// Size of a frame's kind and length in bytes.
 const FRAME_HEADER_BYTES: usize = 3;
-/// The longest time between two checks of the host's shared memory for an abort, because an abort
-/// there makes no connection readable.
+/// The longest time between two checks of the host's shared memory for an abort. Polling is
+/// necessary, because an abort in shared memory makes no connection readable.
 const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// How long a leaving rank waits for its peers to read its farewell.
+/// The longest time for which a leaving rank waits for its peers to read its farewell.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long after the end of a data connection its farewell or abort may arrive.
+/// How long a rank waits for a farewell or an abort after the peer's data connection has ended.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
-/// The kind of a frame that only shows that the rank is alive.
+/// The kind of a frame without a body, which shows that the sending rank is alive.
 const HEARTBEAT_FRAME: u8 = 1;
 /// The kind of a frame whose body is an encoded abort reason.
 const ABORT_FRAME: u8 = 2;
-/// The kind of a frame that a rank sends before it leaves its group.
+/// The kind of a frame that a rank sends before it leaves its group in order.
 const FAREWELL_FRAME: u8 = 3;
 
-/// One rank's view of its group: whether the group was aborted, and when each peer was last heard.
-/// The threads of the rank share it.
+/// One rank's knowledge of its group's health: whether the group was aborted, which ranks have
+/// left, and when bytes of each peer last arrived. All threads of the rank share it.
 pub(super) struct GroupHealth {
     rank: usize,
     start: Instant,
-    /// The reason of the first abort.
+    /// The reason of the first abort; `None` while the group is not aborted.
     aborted: Mutex<Option<AbortReason>>,
-    /// Readable forever once the group is aborted.
+    /// An event descriptor that becomes readable when the group is aborted, and stays readable.
     abort_event: EventFd,
-    /// Readable when the monitor thread must leave.
+    /// An event descriptor that becomes readable when the monitor thread must end because the rank
+    /// leaves its group.
     leave_event: EventFd,
     /// By rank: whether the rank sent a farewell.
     has_left: Vec<AtomicBool>,
     /// By rank: when bytes of the rank last arrived, in milliseconds since `start` plus 1; 0 if
     /// never.
     last_heard_ms: Vec<AtomicU64>,
-    /// The control connections that frames are written to. A broken connection is removed.
+    /// The control connections to which frames are written, each with the peer's rank. A broken
+    /// connection is removed.
     senders: Mutex<Vec<(usize, TcpStream)>>,
     shm: OnceLock<Arc<ShmComm>>,
 }
 
-/// Locks `mutex`, also after a panic of another thread.
+/// Locks `mutex`, even if another thread panicked while it held the lock.
 fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // no code panics while it holds one of these locks
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -85,7 +88,7 @@ impl GroupHealth {
         })
     }
 
-    /// Lets aborts reach the ranks of this host through their shared memory from now on.
+    /// Sets the shared memory through which aborts reach the other ranks of this host from now on.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
         let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
@@ -99,8 +102,8 @@ impl GroupHealth {
         lock_ignoring_poison(&self.aborted).clone()
     }
 
-    /// Aborts the group, unless it is aborted already: wakes every waiting thread of this rank and
-    /// sends `reason` to all peers.
+    /// Aborts the group for `reason`: wakes every waiting thread of this rank and sends `reason` to
+    /// all peers. Does nothing if the group is already aborted.
     pub(super) fn abort(&self, reason: &AbortReason) {
         // Held to the end: a thread that learns the reason may leave at once, and the peers must
         // receive the reason before that farewell.
@@ -116,8 +119,8 @@ impl GroupHealth {
         self.send_to_peers(ABORT_FRAME, &reason.encode(MAX_REASON_BYTES));
     }
 
-    /// Writes a frame to every control connection. Closes a connection that cannot take the whole
-    /// frame.
+    /// Writes a frame to every control connection. Drops a connection that cannot take the whole
+    /// frame at once.
     fn send_to_peers(&self, kind: u8, body: &[u8]) {
         let mut frame = vec![kind];
         frame.extend_from_slice(&(body.len() as u16).to_le_bytes());
@@ -128,18 +131,18 @@ impl GroupHealth {
             .retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
     }
 
-    /// Returns a descriptor, to be polled together with connections, that becomes readable when the
-    /// group is aborted.
+    /// Returns a descriptor for `poll` that becomes readable when the group is aborted. Waits poll
+    /// it together with their connections.
     pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
         PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
     }
 
-    /// Records that bytes arrived from `rank`.
+    /// Records that bytes arrived from `rank` now, so that `rank` does not count as silent.
     pub(super) fn record_activity(&self, rank: usize) {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Returns the milliseconds since the start plus 1, so never 0.
+    /// Returns the milliseconds since this state was created plus 1, so never 0.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1
     }
@@ -165,14 +168,15 @@ impl GroupHealth {
         }
     }
 
-    /// Sends farewells to all peers and ends the monitor thread.
+    /// Leaves the group in order: sends farewells to all peers and makes the monitor thread end.
     pub(super) fn leave(&self) {
         self.send_to_peers(FAREWELL_FRAME, &[]);
         _ = self.leave_event.write(1);
     }
 }
 
-/// The control connection of one peer, with the frames that have not been handled yet.
+/// The control connection of one peer, with the received bytes that do not form a complete frame
+/// yet.
 struct MonitoredPeer {
     rank: usize,
     stream: TcpStream,
@@ -236,7 +240,8 @@ impl PeerMonitor {
         self.wait_for_close();
     }
 
-    /// Handles the frames that arrive within `timeout`. Returns whether the rank must leave.
+    /// Reads and handles the frames that arrive within `timeout`. Returns whether this rank must
+    /// leave the group.
     fn read_frames(&mut self, timeout: Duration) -> bool {
         let mut fds = vec![PollFd::new(self.health.leave_event.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.peers.iter().filter(|p| p.is_open).map(to_poll_fd));
@@ -264,8 +269,8 @@ impl PeerMonitor {
         }
     }
 
-    /// Waits until all peers have closed their connections, at most [`LEAVE_TIMEOUT`]. Closing
-    /// earlier could reset a connection and discard a sent frame.
+    /// Waits until all peers have closed their control connections, at most [`LEAVE_TIMEOUT`].
+    /// Closing earlier could reset a connection and discard a sent frame.
     fn wait_for_close(&mut self) {
         lock_ignoring_poison(&self.health.senders).clear();
         for peer in &self.peers {
@@ -287,19 +292,21 @@ impl PeerMonitor {
     }
 }
 
-/// Returns a descriptor that is readable when bytes of `peer` have arrived.
+/// Returns the descriptor for `poll` of a peer's control connection, readable when bytes have
+/// arrived.
 fn to_poll_fd(peer: &MonitoredPeer) -> PollFd<'_> {
     PollFd::new(peer.stream.as_fd(), PollFlags::POLLIN)
 }
 
-/// Converts a timeout for `poll`. Rounds up, so that a wait never becomes a busy loop.
+/// Converts a duration to a timeout of `poll` in milliseconds. Rounds up, so that a wait never
+/// becomes a busy loop.
 pub(super) fn to_poll_timeout(timeout: Duration) -> PollTimeout {
     let ms = timeout.as_micros().div_ceil(1000).min(60_000);
     PollTimeout::from(ms as u16)
 }
 
 impl MonitoredPeer {
-    /// Reads once from the connection and handles the frames that are complete.
+    /// Reads once from the peer's control connection and handles the frames that are complete.
     fn read_available_frames(&mut self, health: &GroupHealth) {
         match self.stream.read(&mut self.buffer[self.filled..]) {
             Ok(0) => self.handle_connection_end(health),
@@ -313,7 +320,8 @@ impl MonitoredPeer {
         }
     }
 
-    /// Marks the connection as closed. Aborts the group if the peer sent no farewell.
+    /// Handles the end of the peer's control connection: marks it as closed, and aborts the group
+    /// if the peer sent no farewell.
     fn handle_connection_end(&mut self, health: &GroupHealth) {
         self.is_open = false;
         // answers a farewell: the peer waits for this end

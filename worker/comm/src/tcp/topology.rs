@@ -6,13 +6,13 @@
 //! the same time, even if the hosts have different numbers of ranks.
 use crate::GroupError;
 
-/// The hosts of a group, from the point of view of one rank.
+/// The assignment of a group's ranks to hosts, from the point of view of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Topology {
     pub(crate) rank: usize,
     /// Index of this rank's host in `host_ranks`.
     host: usize,
-    /// By rank: the position among the ranks of its host.
+    /// By rank: the local rank, which is the position among the ranks of its host.
     local_rank_of: Vec<usize>,
     /// By rank: the index of its host.
     host_by_rank: Vec<usize>,
@@ -47,7 +47,7 @@ impl Topology {
         Ok(Topology { rank, host: host_by_rank[rank], local_rank_of, host_by_rank, host_ranks })
     }
 
-    /// Returns the number of ranks of the job.
+    /// Returns the number of ranks in the group.
     pub(crate) fn world(&self) -> usize {
         self.host_by_rank.len()
     }
@@ -57,7 +57,7 @@ impl Topology {
         &self.host_ranks[self.host]
     }
 
-    /// Returns the position of this rank among the ranks of its host.
+    /// Returns the local rank of this rank: its position among the ranks of its host.
     pub(crate) fn local_rank(&self) -> usize {
         self.local_rank_of[self.rank]
     }
@@ -67,8 +67,8 @@ impl Topology {
         self.host_by_rank[rank] == self.host
     }
 
-    /// Returns the ranks on other hosts. The order begins after this rank, so that ranks do not all
-    /// send to one rank first.
+    /// Returns the ranks on other hosts, starting with the next higher rank, so that ranks do not
+    /// all send to one rank first.
     pub(crate) fn remote_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         let (me, world) = (self.rank, self.world());
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
@@ -83,13 +83,14 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data that every rank needs to rank `to`. The two must be
-    /// on different hosts.
+    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, its
+    /// counterpart. The two must be on different hosts.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the rank on this host that first has the data of `rank`.
+    /// Returns the local rank of the rank on this host that first has the data of `rank`: `rank`
+    /// itself, or its counterpart if `rank` is on another host.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

@@ -7,7 +7,7 @@ use std::fmt;
 /// A result that differs from the brute-force computation, or an error of a collective.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CheckFailure {
-    /// What was checked.
+    /// Name of the failed check.
     pub(crate) check: String,
     /// The difference or the error.
     pub(crate) detail: String,
@@ -42,7 +42,7 @@ impl Rng {
         (self.next_u64() % n as u64) as usize
     }
 
-    /// Draws a length, which is often 0 or tiny, and at most `max`.
+    /// Draws a random length of at most `max`, which is often 0 or tiny.
     fn draw_len(&mut self, max: usize) -> usize {
         match self.next_below(5) {
             0 => 0,
@@ -52,7 +52,7 @@ impl Rng {
         }
     }
 
-    /// Draws a length of at most `max` for each rank; often all are equal.
+    /// Draws a random length of at most `max` for each of `world` ranks; often all are equal.
     fn draw_counts(&mut self, world: usize, max: usize) -> Vec<usize> {
         match self.next_below(4) {
             0 => vec![self.draw_len(max); world],
@@ -61,20 +61,21 @@ impl Rng {
     }
 }
 
-/// Computes the i-th value of tensor `id` on `rank`. Magnitudes differ strongly, so that another
-/// order of a sum gives other bits.
+/// Computes the i-th value of test tensor `id` on `rank`. Magnitudes differ strongly, so that
+/// another order of a sum gives other bits.
 fn compute_value(id: u64, rank: usize, i: usize) -> f32 {
     let h = Rng(id ^ (rank as u64) << 40 ^ (i as u64) << 8).next_u64();
     let scale = [1.0, 1e-5, 1e5, -1e5][(h & 3) as usize];
     (1.0 + (h >> 40) as f32 / (1u64 << 24) as f32) * scale
 }
 
-/// Creates tensor `id` of `rank`, with `len` elements.
+/// Creates test tensor `id` of `rank`, with `len` values from [`compute_value`].
 fn make_tensor(id: u64, rank: usize, len: usize) -> Buf {
     Buf::from_slice(&(0..len).map(|i| compute_value(id, rank, i)).collect::<Vec<_>>())
 }
 
-/// Sums by the documented tree over ranks, as a binary counter.
+/// Sums values of consecutive ranks in the order of the fixed tree, with a binary counter. This is
+/// the expected result of reductions.
 fn compute_tree_sum(values: impl Iterator<Item = f32>) -> f32 {
     let mut stack: Vec<(usize, f32)> = Vec::new();
     for v in values {
@@ -88,7 +89,7 @@ fn compute_tree_sum(values: impl Iterator<Item = f32>) -> f32 {
     stack.into_iter().rev().map(|s| s.1).reduce(|right, left| left + right).expect("at least one rank")
 }
 
-/// Fails if the bits of an element differ from those expected.
+/// Fails if the bits of an element of `got` differ from those expected.
 fn check_equal(
     what: &str,
     actual: &[f32],
@@ -110,7 +111,7 @@ fn to_named_failure(what: &'static str) -> impl Fn(comm::CommError) -> CheckFail
     move |e| make_failure(what, e.to_string())
 }
 
-/// Computes the index at which each rank's part begins.
+/// Computes the index of the first element of each rank's part: the prefix sums of `counts`.
 fn compute_offsets(counts: &[usize]) -> Vec<usize> {
     (0..counts.len()).map(|r| counts[..r].iter().sum()).collect()
 }
@@ -135,7 +136,7 @@ pub(crate) fn check_random_collectives(
     Ok(())
 }
 
-/// Runs and checks one collective of the given kind, with arguments drawn from `rng`.
+/// Runs one collective of the given kind with arguments drawn from `rng`, and checks its result.
 fn check_random_collective(
     comm: &dyn Comm,
     kind: usize,
@@ -176,7 +177,7 @@ pub(crate) fn check_all_gather(comm: &dyn Comm, id: u64, counts: &[usize]) -> Re
     check_all_gather_of_halves(comm, id, counts)
 }
 
-/// Checks an all-gather of elements of two bytes.
+/// Checks an all-gather of elements of two bytes against the bits of all ranks.
 fn check_all_gather_of_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Result<(), CheckFailure> {
     let bits = |r: usize| (0..counts[r]).map(move |i| compute_value(id, r, i).to_bits() as u16);
     let send = make_half_tensor(&bits(comm.rank()).collect::<Vec<_>>());
@@ -186,7 +187,7 @@ fn check_all_gather_of_halves(comm: &dyn Comm, id: u64, counts: &[usize]) -> Res
     check_equal_halves("all_gather", &recv, (0..comm.world()).flat_map(bits))
 }
 
-/// Creates a tensor of elements of two bytes with these bits.
+/// Creates a buffer of bf16 elements with these bits.
 fn make_half_tensor(bits: &[u16]) -> Buf {
     let mut buf = Buf::zeroed_as(Dtype::Bf16, bits.len());
     buf.view_mut().half_bits().copy_from_slice(bits);

@@ -8,7 +8,8 @@ use std::{
     time::Duration,
 };
 
-/// Runs `f` in a thread for each communicator. Returns the results by rank, `None` after a panic.
+/// Runs `f` in one thread per communicator. Returns the results by rank, with `None` for a thread
+/// that panicked.
 fn run_ranks<T: Send>(
     group: Vec<local::LocalComm>,
     f: impl Fn(local::LocalComm) -> T + Sync,

@@ -1,5 +1,5 @@
-//! Every transport runs one set of checks, and is tested with ranks that die, stop, leave or make
-//! mistakes.
+//! Conformance tests of the transports: every transport passes the same checks, and reports ranks
+//! that die, stop, leave or make mistakes.
 mod checks;
 mod local;
 mod shm;

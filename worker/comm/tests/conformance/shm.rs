@@ -18,10 +18,10 @@ use std::{
     time::Duration,
 };
 
-/// A rank that hangs is killed by SIGALRM after this many seconds.
+/// The number of seconds after which SIGALRM kills the process of a rank that hangs.
 const ALARM_SECONDS: u32 = 60;
 
-/// A rank in a separate process, which is killed when this is dropped.
+/// A rank in a separate process. Dropping it kills the process.
 struct RankProcess {
     process: Child,
     stderr: BufReader<ChildStderr>,
@@ -32,7 +32,8 @@ impl RankProcess {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// Waits until the rank prints a line that contains `text`.
+    /// Waits until the rank prints a line that contains `text`. Panics if the output ends before
+    /// that.
     fn wait_for_line(&mut self, text: &str) {
         let mut line = String::new();
         while self.stderr.read_line(&mut line).expect("stderr is readable") > 0 {
@@ -44,7 +45,7 @@ impl RankProcess {
         panic!("the rank ended without printing {text:?}");
     }
 
-    /// Waits for the end of the rank's process. Panics if the process failed.
+    /// Waits until the rank's process ends. Panics if the process failed.
     fn assert_success(mut self) {
         let mut stderr = String::new();
         self.stderr.read_to_string(&mut stderr).expect("stderr is readable");
@@ -99,7 +100,8 @@ fn select_limits(case: &str) -> ShmLimits {
     ShmLimits { join_timeout: join, collective_timeout: Duration::from_secs(50), staging_bytes: staging }
 }
 
-/// Runs one rank of the tests below. Does nothing if it is started without a case.
+/// Runs the test case that the parent process selected, as one rank. Does nothing if no case was
+/// selected, as in an ordinary test run.
 #[test]
 #[ignore = "run by the other tests"]
 fn child_runs_one_rank() {
@@ -121,7 +123,8 @@ fn child_runs_one_rank() {
     }
 }
 
-/// Runs the test case `case` in the process of a rank.
+/// Runs the test case `case` in the process of rank `rank`. Fails if the outcome differs from the
+/// expected one.
 fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<(), CheckFailure> {
     if case == "absent" {
         return match joined.err() {
@@ -148,7 +151,7 @@ fn run_case(case: &str, rank: usize, joined: comm::Result<ShmComm>) -> Result<()
     }
 }
 
-/// Runs every streaming collective with more data than staging holds, and ordered reduce-scatters
+/// Checks every streaming collective with more data than staging holds, and ordered reduce-scatters
 /// with one window and with several.
 fn check_large_buffers(comm: &ShmComm) -> Result<(), CheckFailure> {
     let world = comm.world();
@@ -187,7 +190,7 @@ fn expect_abort_request(error: CommError, reason: &str) -> Result<(), CheckFailu
     expect_abort(Some(error), AbortReason::Requested { reason: reason.to_owned() })
 }
 
-/// Runs a collective during which rank 1 raises `signal`.
+/// Runs an ordered reduce-scatter of three ranks, in which rank 1 raises `signal` inside its sink.
 fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     let partial = Buf::zeroed(30_000);
     comm.reduce_scatter_ordered(&[partial.view()], &[10_000; 3], &mut |from, _, _| {
@@ -197,7 +200,8 @@ fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     })
 }
 
-/// Runs several collectives, of which rank 1 announces the last one.
+/// Runs several collectives of different kinds. Rank 1 prints a line before the last one, so that
+/// the parent can act then.
 fn run_mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
@@ -209,7 +213,8 @@ fn run_mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     comm.barrier()
 }
 
-/// Stops rank 1 during a collective. Rank 0 aborts the group when its standard input has a line.
+/// Stops rank 1 during a collective. Rank 0 aborts the group when its standard input has a line,
+/// and every rank must report that abort.
 fn check_stopped_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     std::thread::scope(|s| {
         if rank == 0 {
@@ -248,7 +253,7 @@ fn check_different_collectives(comm: &ShmComm, rank: usize) -> Result<(), CheckF
     }
 }
 
-/// Lets rank 1 leave the group, and checks that the others report it.
+/// Lets rank 1 leave the group, and checks that the other ranks report the leaving rank.
 fn check_early_leave(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     comm.barrier().map_err(|e| make_failure("barrier", e.to_string()))?; // all have joined
     if rank == 1 {
@@ -258,7 +263,8 @@ fn check_early_leave(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     expect_abort(comm.barrier().err(), AbortReason::PeerLeft { rank: 1, collective })
 }
 
-/// Runs `case` as groups of these sizes, and panics if a rank fails.
+/// Runs the test case `case` in one group for each number of ranks in `worlds`. Panics if a rank
+/// fails.
 fn assert_group_succeeds(case: &str, worlds: &[usize]) {
     for &world in worlds {
         ProcessGroup::new(case, world).spawn_all().into_iter().for_each(RankProcess::assert_success);

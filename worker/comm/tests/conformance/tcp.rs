@@ -22,7 +22,7 @@ use std::{
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Returns the default limits with timeouts that no test reaches.
+/// Returns the default limits, but with timeouts that no test reaches.
 pub(crate) fn make_tcp_limits() -> TcpLimits {
     let shm = Shm {
         join_timeout: Duration::from_secs(50),
@@ -32,7 +32,8 @@ pub(crate) fn make_tcp_limits() -> TcpLimits {
     TcpLimits { shm, ..TcpLimits::default() }
 }
 
-/// Returns limits with the smallest staging memory.
+/// Returns limits with the smallest staging memory, so that collectives need many rounds, and with
+/// timeouts that no test reaches.
 fn make_small_limits() -> TcpLimits {
     let mut small = make_tcp_limits();
     small.shm.staging_bytes = 4096;
@@ -47,14 +48,15 @@ struct PendingRank {
 }
 
 impl PendingRank {
-    /// Joins the group of this rank.
+    /// Joins the rank's group with these limits, and returns the communicator.
     fn join(self, limits: TcpLimits) -> comm::Result<TcpComm> {
         let abort_handle = AbortHandle::new(self.group.rank, self.group.members.len())?;
         self.listener.join(&self.group, self.memory, limits, &abort_handle)
     }
 }
 
-/// Creates the ranks of a group that have not joined yet. Rank r is on host `hosts[r]`.
+/// Creates a listener and a group description for each rank of a group. No rank has joined yet, and
+/// rank r is on host `hosts[r]`.
 fn create_pending_ranks(hosts: &[usize]) -> Vec<PendingRank> {
     let listeners: Vec<RankListener> = hosts.iter().map(|_| RankListener::bind(LOOPBACK).unwrap()).collect();
     let member = |(e, host): (&RankListener, &usize)| GroupMember {
@@ -75,7 +77,8 @@ fn create_pending_ranks(hosts: &[usize]) -> Vec<PendingRank> {
     listeners.into_iter().enumerate().map(rank).collect()
 }
 
-/// Runs `f` in a thread for each rank. Returns the results by rank, `None` after a panic.
+/// Runs `f` in one thread per rank. Returns the results by rank, with `None` for a thread that
+/// panicked.
 fn run_pending_ranks<T: Send>(
     pending: Vec<PendingRank>,
     f: impl Fn(PendingRank) -> T + Sync,
@@ -87,13 +90,14 @@ fn run_pending_ranks<T: Send>(
     })
 }
 
-/// Joins the ranks of a group and runs `f` as each of them.
+/// Joins all ranks of a group and runs `f` as each of them, in one thread per rank. Returns the
+/// results by rank, with `None` for a thread that panicked.
 fn run_ranks<T: Send>(hosts: &[usize], limits: TcpLimits, f: impl Fn(TcpComm) -> T + Sync) -> Vec<Option<T>> {
     run_pending_ranks(create_pending_ranks(hosts), |rank| f(rank.join(limits).unwrap()))
 }
 
-/// Assignments of ranks to hosts: the host of each rank. There are one rank per host, equal and
-/// unequal hosts, and mixed orders.
+/// Test cases for assignments of ranks to hosts. Each lists the host of each rank: one rank per
+/// host, equal and unequal hosts, and mixed orders.
 const HOSTS_OF_RANKS: &[&[usize]] = &[
     &[0],
     &[0, 0],

@@ -20,10 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A rank that hangs is killed by SIGALRM after this many seconds.
+/// The number of seconds after which SIGALRM kills the process of a rank that hangs.
 const ALARM_SECONDS: u32 = 60;
 
-/// A rank in a separate process, which is killed when this is dropped.
+/// A rank in a separate process. Dropping it kills the process.
 struct RankProcess {
     process: Child,
     stderr: BufReader<ChildStderr>,
@@ -46,7 +46,8 @@ impl RankProcess {
         nix::unistd::Pid::from_raw(self.process.id() as i32)
     }
 
-    /// Waits for the end of the rank and panics unless it succeeded. Returns its remaining output.
+    /// Waits until the rank's process ends. Panics if the process failed. Returns its remaining
+    /// output.
     fn assert_success(mut self) -> String {
         let mut stderr = String::new();
         self.stderr.read_to_string(&mut stderr).expect("stderr is readable");
@@ -95,7 +96,8 @@ fn start_group(case: &str, hosts: &[usize]) -> Vec<RankProcess> {
     ranks
 }
 
-/// Runs one rank of the tests below. Does nothing if it is started without a case.
+/// Runs the test case that the parent process selected, as one rank. Does nothing if no case was
+/// selected, as in an ordinary test run.
 #[test]
 #[ignore = "run by the other tests"]
 fn child_runs_one_rank() {
@@ -134,7 +136,8 @@ fn child_runs_one_rank() {
     }
 }
 
-/// Runs the test case `case` in the process of a rank.
+/// Runs the test case `case` in the process of a rank. Fails if the outcome differs from the
+/// expected one.
 fn run_case(case: &str, comm: &TcpComm) -> std::result::Result<(), CheckFailure> {
     match case {
         "conforms" => (0..2).try_for_each(|seed| checks::check_random_collectives(comm, seed, 24, 9000)),

@@ -8,7 +8,7 @@ use std::{
     sync::OnceLock,
 };
 
-/// The directory of the library, which the first call compiles.
+/// Returns the directory of the emulated NCCL. The first call compiles the library.
 pub(crate) fn build_library() -> &'static Path {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(|| {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default"))) int
-// Status codes of NCCL.
+// Status codes that the emulated NCCL returns, with the values of nccl.h.
 enum {
     SUCCESS = 0,
     SYSTEM_ERROR = 2,
@@ -44,7 +44,7 @@ struct Config {
 };
 static_assert(sizeof(Config) == 48);
 enum CallKind { GATHER, SCATTER, REDUCE, BROADCAST, SEND, RECV };
-// One call of a collective, a send or a receive, with its arguments.
+// One recorded call of NCCL with its arguments: a collective, a send or a receive.
 struct RecordedCall {
     CallKind kind;
     const void* send;
@@ -52,7 +52,8 @@ struct RecordedCall {
     size_t count;
     int type, op, peer;
 };
-// The calls of one NCCL group on one rank.
+// The calls that one rank enqueued together, between ncclGroupStart and ncclGroupEnd or as a single
+// call.
 struct Work {
     std::vector<RecordedCall> parts;
     Stream* stream;
@@ -104,7 +105,7 @@ API fakeFault(int which, int rank) {
 // Returns the number of communicators that were not aborted.
 API fakeLive() { return live_communicators; }
 extern "C" __attribute__((visibility("default"))) void* fakeStream() { return new Stream; }
-// Returns the number of works on the stream that have not ended.
+// Returns how many works that were enqueued on the stream have not ended.
 API fakePending(void* stream) { return ((Stream*)stream)->pending; }
 
 API ncclGetVersion(int* version) {
@@ -170,7 +171,7 @@ API ncclCommAbort(Comm* c) {
 
 // --- enqueued work ------------------------------------------------------------------------------
 
-// Returns the size in bytes of an element of a type of NCCL.
+// Returns the size in bytes of an element of the given ncclDataType_t.
 static size_t element_size(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
 // Returns whether two ranks made the same call, apart from the root of a broadcast.
@@ -178,7 +179,7 @@ static bool is_same_call(const RecordedCall& a, const RecordedCall& b) {
     return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op;
 }
 
-// Reduces `count` elements from `first` on in rank order.
+// Reduces `count` elements from index `first` on, over all ranks in rank order.
 static void reduce(
     float* to, const std::vector<const RecordedCall*>& parts, size_t first, size_t count) {
     for (size_t i = 0; i < count; i++) {
@@ -188,7 +189,7 @@ static void reduce(
     }
 }
 
-// Runs a collective of all ranks. Returns whether their calls match.
+// Runs one collective with the calls of all ranks. Returns whether the calls match.
 static bool run_collective(std::vector<const RecordedCall*> parts) {
     const RecordedCall& one = *parts[0];
     for (const RecordedCall* p : parts)
@@ -214,7 +215,8 @@ static bool run_collective(std::vector<const RecordedCall*> parts) {
     return true;
 }
 
-// Runs the sends and receives of work `at` of all ranks. Returns whether they match.
+// Runs the sends and receives of all ranks in the work with index `at`. Returns whether each send
+// matches a receive.
 static bool run_point_to_point(Group& g, size_t at) {
     for (size_t to = 0; to < g.ranks.size(); to++)
         for (size_t from = 0; from < g.ranks.size(); from++) {
@@ -233,7 +235,8 @@ static bool run_point_to_point(Group& g, size_t at) {
     return true;
 }
 
-// Runs the work that every rank has enqueued.
+// Runs works in their order, as long as every rank has enqueued the next one and its stream has
+// reached it.
 static void run_ready_work(Group& g) {
     if (!g.is_complete()) return;
     for (;;) {
@@ -255,8 +258,8 @@ static void run_ready_work(Group& g) {
     }
 }
 
-// Called when a stream reaches the work `at`. The work begins when the streams of all ranks have
-// reached it. Blocks the stream until the work has ended.
+// Marks the work `at` as reached by the rank's stream. The work begins when the streams of all
+// ranks have reached it. Blocks the stream until the work has ended.
 static void run_on_stream(Comm* c, size_t at) {
     {
         LOCKED;
@@ -269,7 +272,7 @@ static void run_on_stream(Comm* c, size_t at) {
     }
 }
 
-// Enqueues the calls of one group on a stream.
+// Enqueues the calls of one NCCL group on a stream as one work. Returns a status code.
 static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     LOCKED;
     if (fault == REJECTS_CALLS && fault_rank == c->rank) return SYSTEM_ERROR;
@@ -284,7 +287,8 @@ static int enqueue(Comm* c, std::vector<RecordedCall> parts, Stream* stream) {
     }
     return SUCCESS;
 }
-// Records a call between ncclGroupStart and ncclGroupEnd; otherwise enqueues it.
+// Records a call if it is made between ncclGroupStart and ncclGroupEnd; otherwise enqueues the call
+// at once.
 static int record_or_enqueue(Comm* c, RecordedCall part, Stream* stream) {
     if (!grouping) return enqueue(c, {part}, stream);
     recorded.push_back(part);

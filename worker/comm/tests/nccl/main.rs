@@ -25,7 +25,7 @@ const NEVER_JOINS: c_int = 2;
 const FAILS_LATER: c_int = 3;
 const REJECTS_CALLS: c_int = 4;
 const NEVER_DONE: c_int = 5;
-/// A fault that affects no rank in particular.
+/// The rank argument for faults that do not affect one rank in particular.
 const NO_RANK: c_int = -1;
 
 fn open_nccl() -> NcclLibrary {
@@ -42,7 +42,7 @@ impl EmulatedNccl {
         EmulatedNccl(unsafe { libloading::Library::new(path) }.expect("the emulated NCCL can be opened"))
     }
 
-    /// Injects a fault into one rank.
+    /// Makes the rank `rank` fail in the way that `fault` selects.
     fn inject(&self, fault: c_int, rank: c_int) {
         // SAFETY: libnccl.cpp declares the function with this type.
         unsafe {
@@ -77,7 +77,7 @@ impl EmulatedNccl {
     }
 }
 
-/// Serializes the tests that use the emulated NCCL, because its faults apply to the whole process.
+/// Locks the emulated NCCL for one test, because its faults apply to the whole process.
 fn lock_faults() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     let guard = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -85,7 +85,7 @@ fn lock_faults() -> MutexGuard<'static, ()> {
     guard
 }
 
-/// Runs `f` in a thread for each rank of a group. Returns the results by rank.
+/// Runs `f` in one thread per rank of a group of `world` ranks. Returns the results by rank.
 fn run_ranks<T: Send>(world: usize, f: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T> {
     thread::scope(|s| {
         let f = &f;
@@ -149,7 +149,8 @@ fn collectives_move_and_sum_the_data() {
     }
 }
 
-/// Checks an exchange in which rank r sends r + to + 1 bytes to rank `to`.
+/// Checks sends and receives between all ranks, in which rank r sends r + to + 1 bytes to rank
+/// `to`.
 fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
     let (rank, world) = (group.rank(), group.world());
     let mut sent: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
@@ -213,7 +214,7 @@ fn a_failed_connect_fails_on_every_rank() {
     assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// A peer dies while the others join. A rank that is informed of the abort does not wait for the
+/// If a peer dies while the others join, a rank that is informed of the abort does not wait for the
 /// timeout.
 #[test]
 fn an_abort_ends_a_connect() {
@@ -241,7 +242,8 @@ fn an_abort_ends_a_connect() {
     assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// Runs an all-reduce of two ranks with a fault. Returns the results by rank.
+/// Runs an all-reduce of two ranks while the fault `fault` is injected into `rank`. Returns the
+/// results by rank.
 fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
     let control = EmulatedNccl::new();
     let results = run_ranks(2, |host_comm| {
@@ -300,7 +302,7 @@ fn work_that_never_ends_times_out() {
     }
 }
 
-/// A peer dies. The abort of the group ends the wait of another rank long before the timeout.
+/// If a peer dies, the abort of the group ends the wait of another rank long before the timeout.
 #[test]
 fn an_abort_ends_a_wait() {
     let _lock = lock_faults();

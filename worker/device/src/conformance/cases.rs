@@ -1,4 +1,5 @@
-//! The cases of each family: every operation with its backward pass on one shape.
+//! The conformance cases of each family of ops: every op with its backward pass on one shape,
+//! compared with the CPU.
 use super::{
     Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
     make_typed_buffer,
@@ -11,7 +12,8 @@ use crate::ops::{
 };
 use std::cell::RefCell;
 
-/// Compares the matmuls of linear and Conv1D layers with the CPU, with and without bias.
+/// Compares the matmuls of linear and Conv1D layers on the GPU with the CPU, with and without bias:
+/// `m` rows, `n` outputs and `k` inputs.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -62,7 +64,7 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     Ok(errors)
 }
 
-/// Compares RMSNorm, LayerNorm and bias on `m` rows of `d` elements with the CPU.
+/// Compares RMSNorm, LayerNorm and bias on the GPU with the CPU, on `m` rows of `d` elements.
 pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -125,7 +127,7 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
     Ok(errors)
 }
 
-/// Compares RMSNorm of heads and rotary position embeddings with the CPU.
+/// Compares RMSNorm of heads and rotary position embeddings on the GPU with the CPU.
 pub(super) fn compare_head_norm_and_rope(
     backends: &Backends,
     seed: u64,
@@ -169,7 +171,7 @@ pub(super) fn compare_head_norm_and_rope(
     Ok(errors)
 }
 
-/// Compares SwiGLU, GeGLU and GELU on `m` rows of `f` elements with the CPU.
+/// Compares SwiGLU, GeGLU and GELU on the GPU with the CPU, on `m` rows of `f` elements.
 pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -200,7 +202,7 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Compares attention over documents of random lengths with the CPU.
+/// Compares attention on the GPU with the CPU, over documents of random lengths.
 pub(super) fn compare_document_attention(
     backends: &Backends,
     seed: u64,
@@ -212,8 +214,8 @@ pub(super) fn compare_document_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention with the CPU, where every query attends to itself and up to `window − 1`
-/// positions before it.
+/// Compares attention on the GPU with the CPU, where every query attends to itself and up to
+/// `window − 1` positions before it.
 pub(super) fn compare_windowed_attention(
     backends: &Backends,
     seed: u64,
@@ -225,15 +227,16 @@ pub(super) fn compare_windowed_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention with the CPU, where every query attends to a random number of positions.
+/// Compares attention on the GPU with the CPU, where every query attends to a random number of
+/// positions.
 pub(super) fn compare_ragged_attention(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
     let mut rng = CaseRng::new(seed);
     let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention with the CPU, where `starts` has the first position that each query attends
-/// to.
+/// Compares attention on the GPU with the CPU, where `starts[i]` is the first position to which
+/// query `i` attends.
 fn compare_attention_with_starts(
     backends: &Backends,
     seed: u64,
@@ -260,8 +263,8 @@ fn compare_attention_with_starts(
     Ok(errors)
 }
 
-/// Compares the classifier with the CPU, with and without gradients, on `m` rows and a vocabulary
-/// of `v`.
+/// Compares the classifier on the GPU with the CPU, with and without gradients, on `m` rows and a
+/// vocabulary of `v`.
 pub(super) fn compare_classifier(
     backends: &Backends,
     seed: u64,
@@ -316,7 +319,8 @@ pub(super) fn compare_classifier(
     Ok(errors)
 }
 
-/// Compares the router and the row ops of experts (gather, combine, dot, scale) with the CPU.
+/// Compares the router and the row ops of experts (gather, combine, dot, scale) on the GPU with the
+/// CPU.
 pub(super) fn compare_expert_ops(
     backends: &Backends,
     seed: u64,
@@ -400,7 +404,7 @@ pub(super) fn compare_expert_ops(
     Ok(errors)
 }
 
-/// Compares grouped matmuls over groups of these sizes with the CPU.
+/// Compares grouped matmuls on the GPU with the CPU, over groups of the given numbers of rows.
 pub(super) fn compare_grouped_matmul(
     backends: &Backends,
     seed: u64,
@@ -433,7 +437,8 @@ pub(super) fn compare_grouped_matmul(
     Ok(errors)
 }
 
-/// Compares the token embedding on `m` tokens and a vocabulary of `v` with the CPU.
+/// Compares the token embedding on the GPU with the CPU, for `m` tokens, `d` elements per token and
+/// a vocabulary of `v`.
 pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usize, v: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -452,7 +457,7 @@ pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usi
     Ok(errors)
 }
 
-/// Compares elementwise operations on vectors of `n` elements, and optimizers, with the CPU.
+/// Compares elementwise ops and optimizers on the GPU with the CPU, on vectors of `n` elements.
 pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -516,8 +521,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
     Ok(errors)
 }
 
-/// Compares stochastic rounding with the CPU bit by bit, for usual numbers, numbers of every
-/// exponent, infinities and NaN.
+/// Compares stochastic rounding on the GPU with the CPU bit by bit, for usual numbers, numbers of
+/// every exponent, infinities and NaN.
 fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let values: Vec<f32> = (0..n)
         .map(|i| match i % 3 {
@@ -547,8 +552,7 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares operations that only Muon and some models need, and copies inside the backend's memory,
-/// with the CPU.
+/// Compares ops that only Muon and some models need, and copies inside GPU memory, with the CPU.
 fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());

@@ -9,29 +9,29 @@ use std::any::Any;
 /// Reason why an operation on a GPU does not conform to its reference on the CPU.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ConformanceError {
-    /// A buffer differs from the CPU's by more than the tolerance.
+    /// A buffer of the GPU's result differs from the CPU's buffer by more than the tolerance.
     #[error(
         "{case}: buffer {buffer} of {dtype:?}, {offset} elements into its memory, has a relative error \
          of {error:e}; the tolerance is {tolerance:e}"
     )]
     BufferDiffers {
-        /// The operation and its shape.
+        /// Name and shape of the compared operation.
         case: String,
-        /// Element type of the buffers whose type varies.
+        /// Element type of the run, which activations and weights have.
         dtype: Dtype,
-        /// Number of elements before the buffer in its allocation.
+        /// Offset of the buffer in its allocation, in elements.
         offset: usize,
-        /// Index of the buffer among the buffers of the case.
+        /// Index of the differing buffer among the buffers of the case.
         buffer: usize,
         /// The largest difference, relative to the largest expected value.
         error: f64,
-        /// The largest accepted error.
+        /// The largest accepted relative error.
         tolerance: f64,
     },
-    /// Sums that an operation returns to the host differ.
+    /// The sums that an operation returned to the host differ.
     #[error("{case}: the sums are {gpu:?} on the GPU and {cpu:?} on the CPU")]
     SumsDiffer {
-        /// The operation and its length.
+        /// Name of the compared operation and length of its input.
         case: String,
         /// The GPU's sums.
         gpu: Vec<f64>,
@@ -44,7 +44,7 @@ pub enum ConformanceError {
     /// The GPU rounded a number to another fp8 number than the CPU.
     #[error("{input:e} becomes {gpu:e} in {format:?} on the GPU and {cpu:e} on the CPU")]
     Fp8RoundingDiffers {
-        /// The format.
+        /// The fp8 format to which the number was rounded.
         format: Fp8Format,
         /// The number that was rounded.
         input: f32,
@@ -65,13 +65,13 @@ pub enum ConformanceError {
         /// The bits of the CPU's result.
         cpu: u16,
     },
-    /// An operation failed.
+    /// An operation on the GPU failed with an error or a panic.
     #[error(transparent)]
     OpFailed(#[from] DeviceError),
 }
 
 impl ConformanceError {
-    /// Converts the payload of an operation's panic to an error.
+    /// Converts the payload of a panic in an operation to an error.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
         let error = panic
             .downcast_ref::<DeviceError>()
@@ -80,7 +80,7 @@ impl ConformanceError {
         ConformanceError::OpFailed(error)
     }
 
-    /// Returns the error code that the user sees.
+    /// Returns the stable error code, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             ConformanceError::OpFailed(DeviceError(diagnostic)) => diagnostic.code(),

@@ -1,4 +1,5 @@
-//! Compares fp8 matmuls, and the rounding of every operand bit by bit.
+//! Conformance cases of fp8: matmuls, and the rounding of every operand bit by bit, compared with
+//! the CPU.
 use super::{
     Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
     make_typed_buffer,
@@ -11,15 +12,16 @@ use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 /// has. Wrong rounding of an operand causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
-/// Formats of the left and right operand in a forward pass, in a backward pass, and in the backward
-/// pass of a Conv1D weight.
+/// Formats of the left and right operand in the three matmuls of a layer: in a forward pass, in a
+/// backward pass, and in the backward pass of a Conv1D weight.
 const OPERAND_FORMATS: [[Fp8Format; 2]; 3] = [
     [Fp8Format::E4M3, Fp8Format::E4M3],
     [Fp8Format::E5M2, Fp8Format::E4M3],
     [Fp8Format::E4M3, Fp8Format::E5M2],
 ];
 
-/// Compares fp8 matmuls with the CPU, for operands in every layout and results of every type.
+/// Compares fp8 matmuls on the GPU with the CPU, for operands in every layout and results of every
+/// type.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -45,8 +47,8 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     Ok(errors)
 }
 
-/// Compares the rounding of every bf16 number, in matrices of several magnitudes, with the CPU bit
-/// by bit. A matmul with the identity matrix returns the rounded operand.
+/// Compares the GPU's fp8 rounding of every bf16 number, in matrices of several magnitudes, with
+/// the CPU bit by bit. A matmul with the identity matrix returns the rounded operand.
 pub(super) fn compare_operand_rounding(backends: &Backends) -> CaseResult {
     let n = FP8_COLUMN_MULTIPLE;
     let identity: Vec<f32> = (0..n * n).map(|i| f32::from(u8::from(i % (n + 1) == 0))).collect();

@@ -2,7 +2,7 @@
 //!
 //! Every operation runs on both backends, with odd, tiny and large shapes, in every element type,
 //! on buffers with any alignment, and with outputs that are filled with NaN beforehand. Tests run
-//! it on an emulated GPU, `launch gpu-check` on a real one.
+//! the comparison on an emulated GPU, and `launch gpu-check` runs it on a real one.
 mod cases;
 mod error;
 mod fp8_cases;
@@ -16,7 +16,7 @@ use crate::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Result of comparing one family of operations with the CPU.
+/// Result of comparing one family of operations on the GPU with the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FamilyReport {
     /// Name of the family, such as `classifier`.
@@ -25,7 +25,7 @@ pub struct FamilyReport {
     pub cases: usize,
     /// The largest errors of all cases that passed.
     pub max_errors: MaxErrors,
-    /// The failure that ended the comparison of the family.
+    /// The failure that ended the comparison of the family; `None` if every case passed.
     pub failure: Option<ConformanceError>,
 }
 
@@ -33,11 +33,11 @@ pub struct FamilyReport {
 /// the buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
-    /// Error of cases in `f32`.
+    /// Largest error of cases in `f32`.
     pub f32: f64,
-    /// Error of cases in bf16.
+    /// Largest error of cases in bf16.
     pub bf16: f64,
-    /// Error of cases in f16.
+    /// Largest error of cases in f16.
     pub f16: f64,
 }
 
@@ -49,13 +49,15 @@ impl std::ops::AddAssign for MaxErrors {
     }
 }
 
-/// Errors of one conformance case, or its failure.
+/// Result of one conformance case: its largest errors, or its failure.
 type CaseResult = Result<MaxErrors, ConformanceError>;
 
-/// The runs of each case: element type, offset of the buffers in their memory (in elements), and
-/// tolerated relative error. The errors stem from rounding: operands are rounded once before an
-/// operation, and results once after it. Values that the forward pass keeps for the backward pass
-/// are also rounded once.
+/// The runs of each conformance case: element type, offset of the buffers in their memory (in
+/// elements), and tolerated relative error.
+///
+/// The errors stem from rounding: operands are rounded once before an operation, and results once
+/// after the operation. Values that the forward pass keeps for the backward pass are also rounded
+/// once.
 const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
     (Dtype::Bf16, 0, 2e-2),
     (Dtype::F32, 0, 1e-5),
@@ -225,7 +227,8 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Compares attention of a random shape with the CPU, for some shapes with softcap or dropout.
+/// Compares attention of a random shape on the GPU with the CPU, for some shapes with softcap or
+/// dropout.
 fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let kv_heads = rng.draw_in_range(1, 3);
     let shape = AttentionShape::new(
@@ -244,13 +247,14 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
     )
 }
 
-/// Creates attention dropout whose key and first sequence (below 2⁴²) are taken from the bits of
-/// `first`.
+/// Creates the attention dropout of a case with a probability of 0.3. Its key and first sequence
+/// (below 2⁴²) are taken from the bits of `first`.
 fn derive_dropout(first: u64) -> Option<AttentionDropout> {
     Some(AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 })
 }
 
-/// Compares the router, the row ops of experts and grouped matmuls of random shapes with the CPU.
+/// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
+/// the CPU.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
     let mut errors = cases::compare_expert_ops(
@@ -272,8 +276,8 @@ fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResu
     Ok(errors)
 }
 
-/// Returns cases at the limits of kernels: rows longer than a thread block, the widest heads,
-/// documents that cross tiles, and more blocks than one launch has.
+/// Returns conformance cases at the limits of kernels: rows longer than a thread block, the widest
+/// heads, documents that cross tiles, and more blocks than one launch has.
 fn list_boundary_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
     // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
     // Only data-centre GPUs have that much; others have 99 KiB.
@@ -326,10 +330,12 @@ fn list_boundary_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseRe
     ]
 }
 
-/// Returns cases with rows whose length is a multiple of eight, for which kernels load eight
-/// elements at once. The lengths cover one warp, each thread of a block, several vectors per
-/// thread, and rows that do not fit into registers. Further cases have heads of such lengths, and
-/// sums over more rows than a block has.
+/// Returns conformance cases with rows whose length is a multiple of eight, for which kernels load
+/// eight elements at once.
+///
+/// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
+/// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
+/// block has.
 fn list_vectorised_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
     vec![
         Box::new(move || cases::compare_norms(backends, 40, 3, 8)),
@@ -348,10 +354,12 @@ fn list_vectorised_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> Case
     ]
 }
 
-/// Returns cases of attention over several tiles that are entirely, partly or not visible. The
-/// heads have every size for which a kernel exists and sizes between them. The cases cover groups
-/// of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide exactly one
-/// position of a chunk.
+/// Returns conformance cases of attention over several tiles that are entirely, partly or not
+/// visible.
+///
+/// The heads have every size for which a kernel exists and sizes between them. The cases cover
+/// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide
+/// exactly one position of a chunk.
 fn list_tiled_attention_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
     let no_window = usize::MAX;
     let shape = AttentionShape::new;
@@ -394,7 +402,8 @@ fn list_tiled_attention_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() ->
     ]
 }
 
-/// Runs cases until one fails, and reports the result. A panic of a case is the family's failure.
+/// Runs the cases of a family until one fails, and returns the report. A panic of a case is the
+/// family's failure.
 fn run_family(family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     let mut cases = cases;
@@ -412,19 +421,21 @@ fn run_family(family: &'static str, cases: impl Iterator<Item = CaseResult>) -> 
     }
 }
 
-/// Values of a buffer that a case passes to its operations.
+/// The initial values of a buffer that a case passes to its operations.
 struct CaseBuffer {
     values: Vec<f32>,
     /// True if the buffer has the element type of the run. False if the buffer is always `f32`.
     varies_type: bool,
 }
 
-/// Creates a buffer whose element type is that of the run, such as activations or weights.
+/// Creates the values of a buffer that has the element type of the run, such as activations or
+/// weights.
 fn make_typed_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: true }
 }
 
-/// Creates a buffer that is always `f32`, such as statistics, weight gradients or optimizer states.
+/// Creates the values of a buffer that is always `f32`, such as statistics, weight gradients or
+/// optimizer states.
 fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
@@ -435,7 +446,7 @@ fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// A buffer whose elements begin `offset` elements after the start of its allocation.
+/// A GPU buffer whose elements begin `offset` elements after the start of the allocation.
 struct OffsetBuf {
     buf: Buf,
     offset: usize,
@@ -536,14 +547,15 @@ impl Backends<'_> {
         self.cuda.clone_to_host(wide.view()).host().to_vec()
     }
 
-    /// Returns the values after the GPU has rounded them to `dtype`.
+    /// Returns `values` as `f32` after the GPU has rounded them to `dtype`.
     fn round_on_gpu(&self, dtype: Dtype, values: &[f32]) -> Vec<f32> {
         self.copy_to_host_as_f32(self.copy_to_gpu(dtype, values, 0).view())
     }
 }
 
-/// Returns the largest difference, relative to the largest expected value or to 1e-3 if that is
-/// larger. The result is infinite if only one of two values is NaN or if the lengths differ.
+/// Returns the largest difference between two elements, relative to the largest expected value or
+/// to 1e-3 if that is larger. The result is infinite if only one of two values is NaN or if the
+/// lengths differ.
 fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
     let pairs = actual.iter().zip(expected);
@@ -555,7 +567,8 @@ fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     if actual.len() == expected.len() { differences.fold(0.0, f64::max) } else { f64::INFINITY }
 }
 
-/// Deterministic random generator (xorshift64*) for the values and shapes of cases.
+/// Deterministic random number generator (xorshift64*) for the values and shapes of conformance
+/// cases.
 struct CaseRng(u64);
 
 impl CaseRng {
@@ -586,8 +599,8 @@ impl CaseRng {
         (0..len).map(|_| (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// Returns the `starts` of documents with a mean length of about `mean`, for `b` sequences of
-    /// `t` tokens.
+    /// Returns the position at which the document of each token starts, for `b` sequences of `t`
+    /// tokens and documents with a mean length of about `mean`.
     fn draw_document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {

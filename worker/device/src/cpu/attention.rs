@@ -22,23 +22,23 @@ pub(crate) const READ_SLACK: usize = 16;
 /// Maximum number of rows of a micro tile on any instruction set.
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
-/// Shape of an attention, and sizes that follow from the shape.
+/// Shape of an attention op, and sizes that follow from the shape.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionLayout {
-    /// The shape.
+    /// The shape and options of the attention.
     pub(crate) shape: AttentionShape,
-    /// Elements of a row of qkv.
+    /// Number of elements in a row of qkv.
     pub(crate) stride: usize,
     /// Number of query heads that share a key head.
     pub(crate) group: usize,
-    /// `head_dim`, rounded up to whole vectors.
+    /// `head_dim`, rounded up to a multiple of the vector length.
     pub(crate) padded: usize,
-    /// Factor of the scores.
+    /// Factor by which every score q·k is multiplied.
     pub(crate) scale: f32,
 }
 
 impl AttentionLayout {
-    /// Computes the sizes of an attention. Panics if the shape or an argument that forward and
+    /// Computes the layout of an attention. Panics if the shape or an argument that forward and
     /// backward pass share is invalid. `qkv` is the length of qkv, and `op` the op's name in
     /// panics.
     pub(crate) fn new(op: &str, qkv: usize, starts: &[u32], shape: AttentionShape) -> Self {
@@ -71,36 +71,36 @@ impl AttentionLayout {
         self.shape.t.div_ceil(KEY_TILE)
     }
 
-    /// Returns the column of query head `h` in a row of qkv.
+    /// Returns the column at which query head `h` begins in a row of qkv.
     pub(crate) fn query_column(&self, h: usize) -> usize {
         h * self.shape.head_dim
     }
 
-    /// Returns the column of key head `h` in a row of qkv.
+    /// Returns the column at which key head `h` begins in a row of qkv.
     pub(crate) fn key_column(&self, h: usize) -> usize {
         (self.shape.heads + h) * self.shape.head_dim
     }
 
-    /// Returns the column of value head `h` in a row of qkv.
+    /// Returns the column at which value head `h` begins in a row of qkv.
     pub(crate) fn value_column(&self, h: usize) -> usize {
         (self.shape.heads + self.shape.kv_heads + h) * self.shape.head_dim
     }
 }
 
-/// Consecutive rows of one head inside a wider matrix.
+/// Consecutive rows of one head inside a wider matrix, such as qkv.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadSlice<'a> {
-    /// The matrix.
+    /// The elements of the whole matrix.
     pub(crate) data: InputElements<'a>,
-    /// First row.
+    /// Index of the first row.
     pub(crate) first: usize,
     /// Number of rows.
     pub(crate) count: usize,
-    /// Elements between rows of the matrix.
+    /// Number of elements from one row of the matrix to the next.
     pub(crate) stride: usize,
     /// First column of the head.
     pub(crate) column: usize,
-    /// Elements of the head.
+    /// Number of elements of the head in each row.
     pub(crate) width: usize,
 }
 
@@ -113,8 +113,8 @@ impl<'a> HeadSlice<'a> {
     }
 }
 
-/// Copies rows times a factor: `dst[i·padded + j] = rows[i][j]·factor`. Elements past the width,
-/// and rows past the last row up to `height`, become 0.
+/// Copies the rows of a head, multiplied by a factor: `dst[i·padded + j] = rows[i][j]·factor`.
+/// Elements past the width, and rows past the last row up to `height`, become 0.
 #[inline(always)]
 pub(crate) fn copy_scaled_rows<S: Simd>(
     s: S,
@@ -132,7 +132,7 @@ pub(crate) fn copy_scaled_rows<S: Simd>(
     dst[rows.count * padded..height * padded].fill(0.0);
 }
 
-/// Writes `row·factor` to `dst`.
+/// Writes one row, multiplied by `factor`, to `dst`.
 #[inline(always)]
 fn write_scaled_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
     for j in (0..row.len()).step_by(LANES) {
@@ -140,7 +140,8 @@ fn write_scaled_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], facto
     }
 }
 
-/// Transposes rows: `dst[j·KEY_TILE + i] = rows[i][j]`. Columns past the last row become 0.
+/// Transposes the rows of a head: `dst[j·KEY_TILE + i] = rows[i][j]`. Columns past the last row
+/// become 0.
 #[inline(always)]
 pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
     assert!(rows.count <= KEY_TILE && dst.len() >= rows.width * KEY_TILE);
@@ -159,8 +160,8 @@ pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
     }
 }
 
-/// Transposes 8 rows: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in 0..deep.
-/// `deep` must be a multiple of 8.
+/// Transposes 8 rows of a matrix: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in
+/// 0..deep. `deep` must be a multiple of 8.
 #[inline(always)]
 fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
     for j in (0..deep).step_by(8) {
@@ -223,19 +224,19 @@ pub(crate) fn forward(
     });
 }
 
-/// The queries of one task of the forward pass.
+/// The tile of queries that one task of the forward pass computes.
 struct QueryTile {
     g: AttentionLayout,
-    /// Sequence of the batch.
+    /// Index of the sequence in the batch.
     seq: usize,
-    /// Query head.
+    /// Index of the query head.
     h: usize,
-    /// Positions in the sequence.
+    /// Positions of the queries in their sequence.
     rows: Range<usize>,
 }
 
-/// Returns the number of elements of a task's scratch memory for queries, outputs, sums, and the
-/// scores of a strip.
+/// Returns the number of `f32` elements of the forward pass's scratch memory per task: queries,
+/// outputs, sums, and the scores of a strip.
 fn compute_scratch_len(g: AttentionLayout) -> usize {
     let rows = QUERY_TILE + MAX_TILE_ROWS;
     rows * g.padded * 2 + MAX_TILE_ROWS * KEY_TILE + rows * LANES + 4 * READ_SLACK
@@ -250,7 +251,8 @@ multiversion! {
     )
 }
 
-/// Packs the transposed keys and the values of one key head, tile after tile.
+/// Packs the transposed keys and the values of one key head, tile after tile. Task number `task`
+/// determines sequence and head.
 #[inline(always)]
 fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
@@ -274,9 +276,9 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
 /// State of the online softmax for a strip of queries. A strip has as many queries as a micro tile
 /// has rows.
 struct OnlineSoftmaxState<'a> {
-    /// Scores, then their exponentials: rows of `KEY_TILE`.
+    /// Scores of the current tile, later their exponentials: rows of `KEY_TILE` elements.
     scores: &'a mut [f32],
-    /// Outputs before the division by the sum: rows of `padded`.
+    /// Outputs before the division by the sum of exponentials: rows of `padded` elements.
     out: &'a mut [f32],
     /// Sums of the exponentials, as 16 lanes for each query.
     sums: &'a mut [f32],
@@ -284,7 +286,8 @@ struct OnlineSoftmaxState<'a> {
     max: &'a mut [f32],
 }
 
-/// Computes attention of one tile of queries, and writes outputs and log-sum-exps.
+/// Computes attention of one tile of queries over all its keys, and writes outputs and
+/// log-sum-exps.
 #[inline(always)]
 fn attend_tile<S: Simd>(
     s: S,
@@ -357,8 +360,8 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// The positions of a strip of queries and a tile of keys, and the masking and dropout between
-/// them.
+/// Positions of a strip of queries and of a tile of keys, from which masking and dropout are
+/// computed.
 struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,

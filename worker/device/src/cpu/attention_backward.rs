@@ -1,9 +1,9 @@
 //! Causal grouped-query attention, backward pass.
 //!
 //! A task computes one key head of one sequence with all its query heads. It iterates over tiles of
-//! keys, within these over query heads, and within these over tiles of queries, all in rising
-//! order, so every sum has one order. Probabilities are recomputed from the scores and `lse`, one
-//! tile at a time.
+//! keys, for each over the query heads, and for each of these over tiles of queries. All loops run
+//! in rising order, so every sum has one order. Probabilities are recomputed from the scores and
+//! `lse`, one tile at a time.
 use super::attention::{
     AttentionLayout, HeadSlice, KEY_TILE, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows,
     find_visible_keys, softcap_scores, transpose_rows,
@@ -15,16 +15,16 @@ use super::simd::{LANES, Simd, exp, load_array, load_lanes, multiversion, store_
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::AttentionShape;
 
-/// Inputs of [`crate::Ops::attention_backward`].
+/// Inputs of [`crate::Ops::attention_backward`], with elements of any type.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionBackwardInputs<'a> {
-    /// Gradient of the output.
+    /// Gradient of the attention output.
     pub(crate) d_o: InputElements<'a>,
     /// Output of the forward pass.
     pub(crate) o: InputElements<'a>,
     /// Log-sum-exp of each query's scores.
     pub(crate) lse: &'a [f32],
-    /// Queries, keys and values.
+    /// Queries, keys and values of each token, as in the forward pass.
     pub(crate) qkv: InputElements<'a>,
     /// First position that each token attends to.
     pub(crate) starts: &'a [u32],
@@ -64,8 +64,8 @@ pub(crate) fn backward(
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// Scratch matrices of a task, which computes one key head. Matrices of queries are `[QUERY_TILE,
-/// padded]`, and matrices of keys `[KEY_TILE, padded]`.
+/// Scratch matrices of one task of the backward pass, which computes one key head. Matrices of
+/// queries are `[QUERY_TILE, padded]`, and matrices of keys `[KEY_TILE, padded]`.
 struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
@@ -73,17 +73,17 @@ struct KeyHeadScratch<'a> {
     keys_t: &'a mut [f32],
     /// Transposed values, `[head_dim, KEY_TILE]`.
     values_t: &'a mut [f32],
-    /// Keys times the scale.
+    /// Keys of the current tile, multiplied by the scale.
     keys: &'a mut [f32],
-    /// Queries times the scale.
+    /// Queries of the current tile, multiplied by the scale.
     q: &'a mut [f32],
-    /// Gradient of the outputs.
+    /// Gradients of the outputs of the current tile of queries.
     d_o: &'a mut [f32],
-    /// Gradients of the queries.
+    /// Gradients of the current tile's queries.
     dq: &'a mut [f32],
-    /// Gradients of the keys.
+    /// Gradients of the current tile's keys, summed over tiles of queries.
     dk: &'a mut [f32],
-    /// Gradients of the values.
+    /// Gradients of the current tile's values, summed over tiles of queries.
     dv: &'a mut [f32],
     /// Probabilities, `[QUERY_TILE, KEY_TILE]`.
     p: &'a mut [f32],
@@ -92,7 +92,7 @@ struct KeyHeadScratch<'a> {
 }
 
 impl<'a> KeyHeadScratch<'a> {
-    /// Returns the number of elements of each matrix.
+    /// Returns the number of elements of each scratch matrix, in the order of the fields.
     fn matrix_lens(g: AttentionLayout) -> [usize; 11] {
         let transposed = g.shape.head_dim * KEY_TILE;
         let of_queries = (QUERY_TILE + MAX_TILE_ROWS) * g.padded;
@@ -105,12 +105,12 @@ impl<'a> KeyHeadScratch<'a> {
         ]
     }
 
-    /// Returns the number of elements of all matrices.
+    /// Returns the number of elements of all scratch matrices together.
     fn total_len(g: AttentionLayout) -> usize {
         Self::matrix_lens(g).iter().sum()
     }
 
-    /// Divides a scratch buffer into the matrices.
+    /// Divides a scratch buffer of [`Self::total_len`] elements into the matrices.
     fn split(g: AttentionLayout, mut scratch: &'a mut [f32]) -> Self {
         let [delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds] = Self::matrix_lens(g).map(|len| {
             let (part, rest) = std::mem::take(&mut scratch).split_at_mut(len);
@@ -180,7 +180,7 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds the rows of `x` to the rows of `dst` that begin at element `first`.
+/// Adds the rows of `x` elementwise to the rows of `dst` that begin at element `first`.
 ///
 /// # Safety
 ///
@@ -205,15 +205,15 @@ unsafe fn add_rows<S: Simd>(
     }
 }
 
-/// Returns the gradient of `l` for the gradient `grad` of `c = cap·tanh(l / cap)`: `grad·(1 −
-/// (c/cap)²)`. `capped` is `c`.
+/// Returns the gradient of a score or logit `l` before the softcap, `grad·(1 − (c/cap)²)`. `grad`
+/// is the gradient of `c = cap·tanh(l / cap)`, and `capped` is `c`.
 #[inline(always)]
 pub(crate) fn compute_softcap_gradient<S: Simd>(s: S, grad: S::V, capped: S::V, cap: f32) -> S::V {
     let t = s.mul(capped, s.splat(1.0 / cap));
     s.mul(grad, s.fnma(t, t, s.splat(1.0)))
 }
 
-/// Returns the dot product of two rows.
+/// Returns the dot product of two rows of equal length, summed in `f32`.
 #[inline(always)]
 fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     let mut sum = s.splat(0.0);
@@ -232,7 +232,7 @@ struct KeyHeadTask<'a> {
     kv: usize,
 }
 
-/// A tile of queries of one head and a tile of keys.
+/// Positions of a tile of queries of one head and of a tile of keys.
 struct TilePair<'a> {
     h: usize,
     q0: usize,
@@ -242,8 +242,8 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns the number of keys of the tile that are not after query `last` of the tile of
-    /// queries.
+    /// Returns how many keys of the tile are at or before the position of query `last` of the tile
+    /// of queries.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
@@ -266,7 +266,7 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Copies a tile of keys and values to the scratch matrices.
+    /// Copies the tile of keys and values that begins at `k0` to the scratch matrices.
     #[inline(always)]
     fn load_keys<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
         let g = self.g;

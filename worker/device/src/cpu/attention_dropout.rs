@@ -11,18 +11,18 @@ use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 pub(crate) struct HeadDropout {
     /// Key of the Philox generator.
     key: [u32; 2],
-    /// Threshold below which a random word drops its probability.
+    /// Threshold for random words: a probability is dropped if its word is below the threshold.
     threshold: u32,
     /// Factor of probabilities that are kept.
     keep_scale: f32,
     /// Number of the sequence in the random stream.
     sample: u64,
-    /// Query head.
+    /// Index of the query head.
     head: u64,
 }
 
 impl HeadDropout {
-    /// Creates the dropout of query head `h` of sequence `seq` of the batch.
+    /// Creates the dropout of query head `h` in sequence `seq` of the batch.
     pub(crate) fn new(d: &AttentionDropout, seq: usize, h: usize) -> Self {
         let (threshold, keep_scale) = (d.drop_threshold(), d.keep_scale());
         HeadDropout {
@@ -34,8 +34,8 @@ impl HeadDropout {
         }
     }
 
-    /// Returns the factors of a query's probabilities for the tile of keys that begins at `k0`. A
-    /// factor is 0 or `1 / (1 − probability)`.
+    /// Returns the dropout factors of a query's probabilities for the tile of keys that begins at
+    /// `k0`. A factor is 0 or `1 / (1 − probability)`.
     #[inline(always)]
     pub(crate) fn compute_factors(&self, query: usize, k0: usize) -> [f32; KEY_TILE] {
         let words = compute_random_words_of_16_blocks(

@@ -5,7 +5,7 @@ use super::elements::{InputElements, OutputElements, PriorContents};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 
-/// Number of rows of a chunk. The rows of a chunk are summed first.
+/// Number of rows whose gradients are summed first, before the sums are added in order.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// Implements [`crate::Ops::bias_forward`].
@@ -78,7 +78,7 @@ multiversion! {
     fn accumulate_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
 }
 
-/// Adds `bias` to every row of `y`.
+/// Adds `bias` elementwise to every row of `y`, on the calling thread.
 #[inline(always)]
 fn add_bias_simd<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
     for row in y.chunks_exact_mut(bias.len().max(1)) {
@@ -88,7 +88,7 @@ fn add_bias_simd<S: Simd>(s: S, y: &mut [f32], bias: &[f32]) {
     }
 }
 
-/// Adds the rows of `dy` to `sum`, in order.
+/// Adds the rows of `dy` to the row `sum` elementwise, in order.
 #[inline(always)]
 fn sum_rows_simd<S: Simd>(s: S, sum: &mut [f32], dy: &[f32]) {
     for row in dy.chunks_exact(sum.len().max(1)) {

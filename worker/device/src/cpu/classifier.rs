@@ -13,8 +13,8 @@ use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits in memory. The number of rows of a chunk depends on the vocabulary
-/// alone.
+/// Maximum number of logits in a chunk, unless the chunk has the minimum number of rows. The number
+/// of rows of a chunk depends on the vocabulary alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
 /// Maximum number of rows of a chunk.
 const MAX_CHUNK_ROWS: usize = 512;
@@ -24,20 +24,20 @@ const MIN_CHUNK_ROWS: usize = 256;
 /// Number of columns of a block of the vocabulary.
 const VOCAB_BLOCK: usize = 512;
 
-/// Returns the number of rows of a chunk, for `m` rows in total and a vocabulary of `v`. Only the
-/// logits of one chunk are in memory at a time.
+/// Returns the number of rows per chunk of the CPU's classifier, for `m` rows in total and a
+/// vocabulary of `v`. Only the logits of one chunk are in memory at a time.
 pub fn choose_classifier_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS).min(m)
 }
 
-/// Shape of the classifier.
+/// Sizes and softcap of one call of the classifier.
 #[derive(Clone, Copy)]
 pub(crate) struct ClassifierShape {
-    /// Number of rows, which are positions.
+    /// Number of rows of the input: one per position.
     pub(crate) m: usize,
-    /// Elements of a row of the input.
+    /// Number of elements in a row of the input.
     pub(crate) d: usize,
-    /// Number of classes, the vocabulary.
+    /// Number of classes: the size of the vocabulary.
     pub(crate) v: usize,
     /// Softcap of the logits. With `Some(cap)`, a logit `l` becomes `cap·tanh(l / cap)`.
     pub(crate) cap: Option<f32>,
@@ -110,7 +110,7 @@ fn check_arguments(loss: usize, x: usize, w: usize, labels: &[u32], shape: Class
     assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary size {v}");
 }
 
-/// Outputs of the classifier's backward pass, as in [`ClassifierGrads`].
+/// Outputs of the classifier's backward pass; see [`ClassifierGrads`] for the fields.
 struct ClassifierBackwardOutputs<'a> {
     dx: OutputElements<'a>,
     dw: &'a mut [f32],
@@ -118,8 +118,8 @@ struct ClassifierBackwardOutputs<'a> {
     scale: f32,
 }
 
-/// Running maximum of a row's logits, running sum of their exponentials, and the logit of the row's
-/// label.
+/// Statistics of a row's logits, updated block by block: the maximum, the sum of exponentials, and
+/// the logit of the row's label.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct LogitStatistics {
@@ -159,8 +159,8 @@ impl ClassifierChunk<'_> {
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
     }
 
-    /// Returns the range of the elements of `w` (and of `dw`) that belong to a block of the
-    /// vocabulary.
+    /// Returns the range of elements of `w` (and of its gradient `dw`) that belong to a block of
+    /// the vocabulary.
     fn weight_range(&self, block: &Range<usize>) -> Range<usize> {
         block.start * self.shape.d..block.end * self.shape.d
     }
@@ -291,7 +291,7 @@ multiversion! {
     fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
 }
 
-/// Applies the softcap to each logit, in place.
+/// Applies the softcap `cap·tanh(x / cap)` to each logit, in place.
 #[inline(always)]
 fn softcap_each_logit<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     for i in (0..x.len()).step_by(LANES) {
@@ -299,8 +299,8 @@ fn softcap_each_logit<S: Simd>(s: S, x: &mut [f32], cap: f32) {
     }
 }
 
-/// Updates the maximum and the sum of a row's statistics with some of its logits. A NaN makes the
-/// sum NaN.
+/// Updates the maximum and the sum of exponentials of a row's statistics with some of the row's
+/// logits. A NaN makes the sum NaN.
 ///
 /// The exponentials of these logits are summed in 16 lanes of `f32`. Their sum is added to the
 /// row's total in `f64`.
@@ -330,7 +330,7 @@ fn update_row_statistics_simd<S: Simd>(s: S, statistics: &mut LogitStatistics, l
     statistics.total += f64::from(s.sum(total));
 }
 
-/// Replaces each `x` by `e^(x − shift)·factor`.
+/// Replaces each element `x` by `e^(x − shift)·factor`.
 #[inline(always)]
 fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));

@@ -14,12 +14,12 @@ unsafe impl<T: Send> Sync for DisjointSlices<'_, T> {}
 unsafe impl<T: Send> Send for DisjointSlices<'_, T> {}
 
 impl<'a, T> DisjointSlices<'a, T> {
-    /// Borrows the whole slice.
+    /// Borrows the whole slice, so that tasks can write disjoint ranges of it.
     pub(crate) fn new(x: &'a mut [T]) -> Self {
         DisjointSlices { ptr: x.as_mut_ptr(), len: x.len(), life: PhantomData }
     }
 
-    /// Returns the elements of `r`, to write. Panics if `r` is out of bounds.
+    /// Returns the elements with indices in `r`, to write. Panics if `r` is out of bounds.
     ///
     /// # Safety
     ///
@@ -31,7 +31,7 @@ impl<'a, T> DisjointSlices<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(r.start), r.len()) }
     }
 
-    /// Returns the address of the first element.
+    /// Returns the address of the slice's first element.
     pub(crate) fn as_mut_ptr(&self) -> *mut T {
         self.ptr
     }

@@ -13,7 +13,7 @@ use super::{Cpu, DisjointSlices};
 use crate::buffer::{Dtype, View, ViewMut};
 use std::ops::{Deref, DerefMut, Range};
 
-/// A 16-bit floating-point format.
+/// A 16-bit floating-point format of buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HalfFormat {
     /// bfloat16.
@@ -28,7 +28,7 @@ fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
-/// Rounds to the nearest bf16 number, ties to even. NaN stays NaN.
+/// Rounds an `f32` to the nearest bf16 number, ties to even. Returns its bits. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -50,7 +50,8 @@ fn f16_to_f32(x: u16) -> f32 {
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
 
-/// Rounds to the nearest IEEE half-precision number, ties to even. NaN stays NaN.
+/// Rounds an `f32` to the nearest IEEE half-precision number, ties to even. Returns its bits. NaN
+/// stays NaN.
 #[inline(always)]
 fn f32_to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -116,7 +117,7 @@ impl Element for f32 {
     }
 }
 
-/// The bits of a bfloat16.
+/// A bfloat16 element, stored as its bits.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub(crate) struct Bf16(u16);
@@ -128,7 +129,7 @@ impl Element for Bf16 {
     }
 }
 
-/// The bits of an IEEE half.
+/// An IEEE half-precision element, stored as its bits.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub(crate) struct F16(u16);
@@ -159,7 +160,7 @@ macro_rules! with_elements {
 }
 pub(crate) use with_elements;
 
-/// Converts the 16-bit numbers of `from` to `f32`. The conversion is exact.
+/// Converts the 16-bit numbers of `from` to `f32` and writes them to `to`. The conversion is exact.
 #[inline(always)]
 pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
     match format {
@@ -168,7 +169,8 @@ pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
     }
 }
 
-/// Rounds the numbers of `from` to the nearest 16-bit numbers, ties to even.
+/// Rounds the numbers of `from` to the nearest 16-bit numbers, ties to even, and writes their bits
+/// to `to`.
 #[inline(always)]
 fn round_into(format: HalfFormat, to: &mut [u16], from: &[f32]) {
     match format {
@@ -194,12 +196,12 @@ fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) 
     round_into(format, to, from);
 }
 
-/// Elements that an op reads, of any type.
+/// The elements of an op's input, of any type.
 #[derive(Clone, Copy)]
 pub(crate) enum InputElements<'a> {
     /// `f32` elements.
     F32(&'a [f32]),
-    /// Bits of 16-bit elements.
+    /// 16-bit elements: their format and their bits.
     Half(HalfFormat, &'a [u16]),
 }
 
@@ -222,7 +224,7 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns a range of the elements.
+    /// Returns the elements with indices in `r`.
     #[inline(always)]
     pub(crate) fn slice(self, r: Range<usize>) -> InputElements<'a> {
         match self {
@@ -231,7 +233,8 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns a range of the elements as `f32`.
+    /// Returns the elements with indices in `r` as `f32`: the slice itself, or a converted copy in
+    /// scratch memory.
     pub(crate) fn to_f32<'c>(self, cpu: &'c Cpu, r: Range<usize>) -> F32Input<'c>
     where
         'a: 'c,
@@ -246,7 +249,7 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns all elements as `f32`.
+    /// Returns all elements as `f32`: the slice itself, or a converted copy in scratch memory.
     pub(crate) fn all_to_f32<'c>(self, cpu: &'c Cpu) -> F32Input<'c>
     where
         'a: 'c,
@@ -273,7 +276,7 @@ impl<'a> InputElements<'a> {
     }
 }
 
-/// Elements converted to `f32`: the original slice, or a converted copy in scratch memory with its
+/// Input elements as `f32`: the original slice, or a converted copy in scratch memory with its
 /// number of elements.
 pub(crate) enum F32Input<'a> {
     Borrowed(&'a [f32]),
@@ -300,20 +303,21 @@ pub(crate) enum PriorContents {
     Read,
 }
 
-/// Elements that an op writes, of any type. Tasks write different ranges of them at the same time.
+/// The elements of an op's output, of any type. Tasks write different ranges of the output at the
+/// same time.
 pub(crate) struct OutputElements<'a> {
     cpu: &'a Cpu,
     elements: OutputSlices<'a>,
 }
 
-/// The elements of an op's output and their number.
+/// Storage of an op's output by element type, with the number of elements.
 enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
 }
 
 impl<'a> OutputElements<'a> {
-    /// Borrows the elements of a view.
+    /// Borrows the elements of `v` as the output of an op.
     pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
         let len = v.len();
         let elements = match v.dtype() {
@@ -336,8 +340,8 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Returns a range of the elements as `f32`. 16-bit elements are rounded when the returned
-    /// value is dropped.
+    /// Returns the elements with indices in `r` as `f32`, to write. If they are 16-bit, a copy in
+    /// scratch memory is returned, whose elements are rounded and stored when it is dropped.
     ///
     /// # Safety
     ///
@@ -358,8 +362,8 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Runs `work` on a range of the elements as `f32`. `work` may use all threads. 16-bit elements
-    /// are rounded afterwards.
+    /// Runs `work` on the elements with indices in `r` as `f32`. `work` may use all threads. 16-bit
+    /// elements are converted to `f32` first and rounded afterwards.
     ///
     /// # Safety
     ///
@@ -422,7 +426,8 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds 16-bit elements now, so that the task reads the values that later ops will read.
+    /// Rounds the values of a 16-bit output now, so that the task reads the values that later ops
+    /// will read.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round(*instruction_set, *format, to, &wide[..to.len()]);
@@ -439,7 +444,7 @@ impl Drop for F32Output<'_> {
     }
 }
 
-/// Converts `from` to `f32` on all threads.
+/// Converts `from` to `f32` on all threads, and writes the numbers to `to`.
 fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
     let parts = DisjointSlices::new(to);
     cpu.run_over_elements(from.len(), |r| {
@@ -448,7 +453,7 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
     });
 }
 
-/// Implements [`crate::Ops::cast`]. Converts `from` to the type of `to`.
+/// Implements [`crate::Ops::cast`]: converts the elements of `from` to the type of `to`.
 pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: InputElements) {
     super::expect_len("cast", "from", from.len(), to.len());
     let to = OutputElements::new(cpu, to);
@@ -483,8 +488,9 @@ mod tests {
         }
     }
 
-    /// Returns the value of a 16-bit number by the definition of its format, which has these
-    /// numbers of exponent and mantissa bits. Infinity counts as the number after the largest.
+    /// Returns the value of a 16-bit number by the definition of its format. The format has
+    /// `exponent` bits of exponent and `mantissa` bits of mantissa. Infinity counts as the number
+    /// after the largest.
     fn decode_by_definition(x: u16, exponent: u32, mantissa: u32) -> f64 {
         let m = f64::from(x & ((1 << mantissa) - 1));
         let e = i32::from((x & 0x7fff) >> mantissa);

@@ -107,7 +107,7 @@ multiversion! {
     fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
 }
 
-/// Computes `y += x`.
+/// Adds `x` to `y` elementwise: `y += x`, on the calling thread.
 #[inline(always)]
 fn add_vectors<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     for i in (0..y.len()).step_by(LANES) {
@@ -115,7 +115,7 @@ fn add_vectors<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     }
 }
 
-/// Computes `y *= factor`.
+/// Multiplies every element of `y` by `factor`, on the calling thread.
 #[inline(always)]
 fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
     for i in (0..y.len()).step_by(LANES) {

@@ -1,8 +1,8 @@
-//! Token embedding: rows of the weight, and their gradient.
+//! Token embedding: looks up rows of the weight, and sums their gradient.
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::{Cpu, DisjointSlices, expect_len};
 
-/// Number of columns that one task of the backward pass sums.
+/// Number of columns of the weight's gradient that one task of the backward pass sums.
 const TASK_COLUMNS: usize = 128;
 
 /// Implements [`crate::Ops::embedding_forward`].

@@ -20,15 +20,16 @@ pub(crate) fn gather_rows(cpu: &Cpu, y: OutputElements, x: InputElements, rows: 
 /// Arguments of [`combine_rows`], as in [`crate::Ops::combine_rows`].
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedRowSum<'a> {
-    /// The rows of which sums are computed.
+    /// The matrix whose rows are summed.
     pub(crate) x: InputElements<'a>,
-    /// Weight of each term of the sums. If `None`, every weight is 1.
+    /// Weight of each term of the sums, in the order of `row_indices`. If `None`, every weight is
+    /// 1.
     pub(crate) weights: Option<&'a [f32]>,
-    /// Index of the row of each term.
+    /// Index of the row of `x` for each term. Each output row has equally many terms.
     pub(crate) row_indices: &'a [u32],
-    /// Elements of a row.
+    /// Number of elements in a row.
     pub(crate) d: usize,
-    /// Whether the result is overwritten or added to.
+    /// Whether the sums overwrite the output or are added to it.
     pub(crate) write: WriteMode,
 }
 
@@ -85,14 +86,15 @@ multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Computes the weighted sum of the rows of `terms`.
+/// Writes the weighted sum of the rows of the terms with indices in `terms` to `y`, or adds it to
+/// `y`.
 #[inline(always)]
 fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
     with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes the weighted sum of the rows of `terms`, in the order of `row_indices`. The rows have
-/// elements of type `E`.
+/// Computes the weighted sum of the rows of the terms with indices in `terms`, in their order. The
+/// rows have elements of type `E`.
 #[inline(always)]
 fn sum_selected_elements<S: Simd, E: Element>(
     s: S,
@@ -117,7 +119,8 @@ fn sum_selected_elements<S: Simd, E: Element>(
     }
 }
 
-/// Returns the dot product, summed in 16 lanes, which are added in the order of [`Simd::sum`].
+/// Returns the dot product of `a` and `b`, summed in 16 lanes, which are added in the order of
+/// [`Simd::sum`].
 #[inline(always)]
 fn dot_simd<S: Simd>(s: S, a: &[f32], b: &[f32]) -> f32 {
     let mut total = s.splat(0.0);

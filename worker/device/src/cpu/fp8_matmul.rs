@@ -11,7 +11,7 @@ use super::{Cpu, DisjointSlices, OutputElements};
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
 
-/// Number of elements that one task converts.
+/// Number of elements that one task rounds to fp8.
 const ELEMENTS_PER_TASK: usize = 16 << 10;
 
 /// Implements [`crate::Ops::fp8_matmul`].

@@ -8,7 +8,7 @@ use super::{Cpu, expect_len};
 
 /// Cost of computing one element, as a multiple of the cost of copying an element.
 const GELU_COST: usize = 8;
-/// The constant 2·√(2/π).
+/// The constant 2·√(2/π) of GELU's tanh approximation.
 const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::consts::SQRT_2;
 /// Coefficient of x³ in the tanh approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
@@ -88,7 +88,8 @@ multiversion! {
     fn differentiate_gate = differentiate_geglu_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
 }
 
-/// Returns gelu(x) and its derivative. With s = σ(2u) these are `x·s` and `s + x·s·(1 − s)·2u'`.
+/// Returns gelu(x) and its derivative in each lane. With s = σ(2u) these are `x·s` and `s + x·s·(1
+/// − s)·2u'`.
 #[inline(always)]
 fn compute_gelu_and_derivative<S: Simd>(s: S, x: S::V) -> (S::V, S::V) {
     let one = s.splat(1.0);
@@ -102,7 +103,7 @@ fn compute_gelu_and_derivative<S: Simd>(s: S, x: S::V) -> (S::V, S::V) {
     (value, s.fma(s.mul(value, s.sub(one, sigma)), inner, sigma))
 }
 
-/// Computes GELU of each element.
+/// Computes GELU of each element: `y = gelu(x)`.
 #[inline(always)]
 fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     for i in (0..y.len()).step_by(LANES) {
@@ -110,7 +111,7 @@ fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     }
 }
 
-/// Computes the gradient of GELU, and replaces `dy` by gelu(x).
+/// Computes the gradient of GELU's input, `dx = dy·gelu'(x)`, and replaces `dy` by gelu(x).
 #[inline(always)]
 fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
@@ -120,7 +121,8 @@ fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f3
     }
 }
 
-/// Computes GeGLU of each row of `gate_up`.
+/// Computes GeGLU of each row of `gate_up`, which has `f` gates and then `f` ups: `y =
+/// gelu(gate)·up`.
 #[inline(always)]
 fn compute_geglu_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {

@@ -9,16 +9,17 @@ use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
-/// Number of rows of a chunk. The contributions of a chunk's rows to the gradients of weight and
-/// bias are summed first.
+/// Number of rows whose contributions to the gradients of weight and bias are summed first, before
+/// the sums are added in order.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// Parameters of a LayerNorm ([`crate::ops::LayerNormParams`]) as inputs of any type.
+/// Parameters of a LayerNorm ([`crate::ops::LayerNormParams`]), as inputs with elements of any
+/// type.
 #[derive(Clone, Copy)]
 pub(crate) struct LayerNormParamInputs<'a> {
-    /// Weight.
+    /// Weight, one element per column.
     pub(crate) w: InputElements<'a>,
-    /// Bias.
+    /// Bias, one element per column.
     pub(crate) b: InputElements<'a>,
     /// Number that is added to the variance before the square root.
     pub(crate) eps: f32,
@@ -127,7 +128,8 @@ pub(crate) fn backward(
     add_partial_sums(db, &mut b_sums[..chunks * d]);
 }
 
-/// Returns the length of a row. Panics if a length does not fit the shape.
+/// Checks the lengths of an op's arguments and returns the number of elements in a row. Panics if a
+/// length does not fit the shape.
 fn check_lengths(
     op: &str,
     matrices: &[(&str, usize)],
@@ -194,7 +196,7 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], no
     }
 }
 
-/// Inputs of the backward pass for some rows.
+/// Inputs of LayerNorm's backward pass for the rows that one task processes.
 #[derive(Clone, Copy)]
 struct LayerNormBackwardRows<'a> {
     dy: &'a [f32],
@@ -203,8 +205,8 @@ struct LayerNormBackwardRows<'a> {
     stats: &'a [f32],
 }
 
-/// Computes the gradients of some rows. With x̂ = (x − mean)·rstd and g = dy·w, these are `dx
-/// (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
+/// Computes the gradients of LayerNorm for some rows. With x̂ = (x − mean)·rstd and g = dy·w, these
+/// are `dx (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

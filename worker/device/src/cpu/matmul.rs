@@ -20,31 +20,31 @@ use std::ops::Range;
 /// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KB of
 /// the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Number of elements of the smaller operand that are packed for all tasks at a time.
+/// Number of elements of the smaller operand that are packed at a time for all tasks.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Number of elements of the larger operand that a task packs at a time: half of an L2 cache.
+/// Number of elements of the larger operand that one task packs at a time: half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
 /// Number of elements of the right operand's panels that stay in the L2 cache while strips of the
 /// left operand are multiplied by them. The rest of the cache holds the result and prefetched
 /// elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
-/// Shape of one matmul, and how its result is written.
+/// Shape of one matmul, and how the result is written.
 #[derive(Clone, Copy)]
 pub(crate) struct MatmulShape {
-    /// Rows of the result.
+    /// Number of rows of the result.
     pub(crate) m: usize,
-    /// Columns of the result.
+    /// Number of columns of the result.
     pub(crate) n: usize,
     /// Depth: the number of terms of each sum.
     pub(crate) k: usize,
-    /// Elements between rows of the result; at least `n`.
+    /// Number of elements from one row of the result to the next; at least `n`.
     pub(crate) ldc: usize,
-    /// Whether the result is overwritten or added to.
+    /// Whether the matmul overwrites the result or is added to it.
     pub(crate) write: WriteMode,
 }
 
-/// Returns the number of rows and columns of the micro tile of an instruction set.
+/// Returns the number of rows and columns of the micro tile that an instruction set computes.
 fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     match instruction_set {
         #[cfg(target_arch = "x86_64")]
@@ -55,7 +55,8 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     }
 }
 
-/// Returns the number of terms in each block of the depth. The last block may be shorter.
+/// Returns the number of terms in each block of a depth of `k` terms. The last block may be
+/// shorter.
 fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }
@@ -125,13 +126,15 @@ const F32_BLOCK_LEN: usize = 1 << 20;
 /// packing the right operand again for each block would be too slow.
 const MIN_BLOCK_ROWS: usize = 256;
 
-/// Computes the matmul with a result of any element type, which is rounded once.
+/// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result of any element type. Each
+/// element is rounded once.
 pub(crate) fn matmul(cpu: &Cpu, c: OutputElements, a: Operand, b: Operand, shape: MatmulShape) {
     // SAFETY: this call owns `c`.
     unsafe { matmul_at_offset(cpu, &c, 0, a, b, shape) }
 }
 
-/// Computes the matmul, adds `bias` to every row, and rounds the result once.
+/// Computes the matmul `c[i,j] = Σ_p a(i,p)·b(j,p) + bias[j]`. Each element is rounded once, after
+/// the bias was added.
 pub(crate) fn matmul_with_bias(
     cpu: &Cpu,
     c: OutputElements,
@@ -145,7 +148,7 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes the matmul with a result that begins at element `first` of `c`.
+/// Computes a matmul like [`matmul`], with a result that begins at element `first` of `c`.
 ///
 /// # Safety
 ///
@@ -163,7 +166,7 @@ pub(crate) unsafe fn matmul_at_offset(
     unsafe { matmul_row_blocks(cpu, c, first, a, b, None, shape) }
 }
 
-/// Computes the matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
+/// Computes a matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
 /// block when it is complete.
 ///
 /// # Safety
@@ -196,8 +199,8 @@ unsafe fn matmul_row_blocks(
     }
 }
 
-/// An operand, the number of its rows (left operand) or columns (right operand), and the number of
-/// them in a panel.
+/// An operand of a matmul that may be packed: its elements, its number of rows (left operand) or
+/// columns (right operand), and how many of these are in a panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -205,7 +208,7 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs a range of rows or columns of an operand into `packed`, on all threads.
+/// Packs a range of rows or columns of the shared operand into `packed`, on all threads.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
@@ -237,7 +240,7 @@ fn pack_shared_operand(
 }
 
 /// The part of a matmul for one block of the depth and one range of the shared operand, whose
-/// panels all tasks read. The pass includes the other operand completely.
+/// panels all tasks read. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -254,9 +257,9 @@ struct MatmulPass<'a> {
 }
 
 impl MatmulPass<'_> {
-    /// Runs one task for each block of the other operand, and returns when all are done. If there
-    /// are too few blocks for the threads, the panels of the shared operand are divided into
-    /// groups, too.
+    /// Computes the pass: runs one task for each block of the other operand, and returns when all
+    /// are done. If there are too few blocks for the threads, the panels of the shared operand are
+    /// divided into groups, too.
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
@@ -312,8 +315,9 @@ struct UnpackedOperand<'a> {
 }
 
 impl<'a> UnpackedOperand<'a> {
-    /// Returns the left operand if the micro-kernel can read it without packing. Returns `None` if
-    /// the operand is not `f32`, its rows are not contiguous, or it has fewer rows than a tile.
+    /// Returns the left operand `a` with `m` rows if the micro-kernel can read it without packing.
+    /// Returns `None` if the operand is not `f32`, its rows are not contiguous, or it has fewer
+    /// than `mr` rows, the height of a tile.
     fn from_rows(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
         match a.data {
             InputElements::F32(data) if a.depth_stride == 1 && m >= mr => {
@@ -323,9 +327,9 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the right operand if the micro-kernel can read it without packing. Returns `None` if
-    /// the operand is not `f32`, its columns are not contiguous, or the last columns do not fill a
-    /// vector.
+    /// Returns the right operand `b` with `n` columns if the micro-kernel can read it without
+    /// packing. Returns `None` if the operand is not `f32`, its columns are not contiguous, or the
+    /// last columns do not fill a vector.
     fn from_columns(b: Operand<'a>, n: usize) -> Option<Self> {
         match b.data {
             InputElements::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) => {
@@ -335,14 +339,16 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first`. Panics unless `lines` runs of `len` elements, which
-    /// begin at `first` and every `stride` elements after it, are in the operand.
+    /// Returns the address of element `first` for the micro-kernel. Panics if the operand does not
+    /// contain `lines` runs of `len` elements, of which the first begins at `first` and the others
+    /// every `stride` elements after it.
     fn get_run_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
 
-/// The left operand `a` and the right operand `b`, if they are not packed.
+/// The operands that the micro-kernel reads without packing: the left operand `a` and the right
+/// operand `b`. A packed operand is `None`.
 #[derive(Clone, Copy)]
 struct UnpackedOperands<'a> {
     a: Option<UnpackedOperand<'a>>,
@@ -357,7 +363,7 @@ impl UnpackedOperands<'_> {
     }
 }
 
-/// Memory from which a task reads an operand of its block of the result.
+/// Source from which a task reads one operand of its block of the result.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.

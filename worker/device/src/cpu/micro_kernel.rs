@@ -1,35 +1,35 @@
 //! The matmul micro-kernel: computes a tile of a few rows × a few vectors of the result in
 //! registers.
 //!
-//! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, from
-//! 0. The chain is then stored, or added to the previous element. Its value depends on nothing
-//!    else, so a matmul may be divided into tiles in any way.
+//! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, which
+//! starts from zero. The chain is then stored, or added to the previous element. The value depends
+//! on nothing else, so a matmul may be divided into tiles in any way.
 use super::simd::{LANES, Simd};
 
 /// Operands of one micro tile. The micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p
 /// a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
 pub(crate) struct MicroTile {
-    /// Number of terms of each sum.
+    /// Number of terms in the sum of each element.
     pub(crate) depth: usize,
-    /// First element of the left operand.
+    /// Address of the first element of the left operand.
     pub(crate) a: *const f32,
-    /// Elements between rows of `a`.
+    /// Number of elements from one row of `a` to the next.
     pub(crate) a_row_stride: usize,
-    /// Elements between the terms of a row of `a`.
+    /// Number of elements from one term of a row of `a` to the next.
     pub(crate) a_depth_stride: usize,
-    /// First element of the right operand.
+    /// Address of the first element of the right operand.
     pub(crate) b: *const f32,
-    /// Elements between rows of `b`.
+    /// Number of elements from one row of `b` to the next.
     pub(crate) b_row_stride: usize,
-    /// First element of the result.
+    /// Address of the first element of the result.
     pub(crate) c: *mut f32,
-    /// Elements between rows of `c`.
+    /// Number of elements from one row of `c` to the next.
     pub(crate) c_row_stride: usize,
     /// True if the sums are added to `c`, false if they overwrite `c`.
     pub(crate) accumulate: bool,
 }
 
-/// Computes a tile of `MR` rows × `NV` vectors.
+/// Computes a micro tile of `MR` rows × `NV` vectors.
 ///
 /// # Safety
 ///
@@ -50,8 +50,8 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// Computes [`compute_tile`] with the strides of `a` as the arguments `rs` and `ks`, which may be
-/// constants.
+/// Implements [`compute_tile`] with the strides of `a` as the arguments `rs` (rows) and `ks`
+/// (depth), which may be constants at compile time.
 ///
 /// # Safety
 ///

@@ -57,7 +57,7 @@ use simd::InstructionSet;
 use std::ops::Range;
 use thread_pool::ThreadPool;
 
-/// Backend that computes ops on the CPU, in host memory.
+/// The CPU backend: computes ops on host memory with several threads.
 pub struct Cpu {
     instruction_set: InstructionSet,
     pool: ThreadPool,
@@ -79,8 +79,8 @@ impl Cpu {
         }
     }
 
-    /// Creates one backend for each instruction set that this machine supports, best first, for
-    /// tests. [`Cpu::new`] chooses the first instruction set.
+    /// Creates one backend of `threads` threads for each instruction set that this machine
+    /// supports, best first. Tests compare these; [`Cpu::new`] uses the first instruction set.
     pub fn new_for_all_instruction_sets(threads: usize) -> Vec<Self> {
         let backend = |instruction_set| Cpu { instruction_set, ..Cpu::new(threads) };
         InstructionSet::list_available().into_iter().map(backend).collect()
@@ -132,7 +132,7 @@ impl Cpu {
         matmul_with_bias(self, self.as_output(y), a, b, bias.map(Into::into), shape);
     }
 
-    /// Wraps the elements of `v`, of any type, as an output that this backend's tasks write.
+    /// Wraps `v`, of any element type, as an output that this backend's tasks write.
     fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
     }
@@ -144,7 +144,7 @@ impl Cpu {
     }
 }
 
-/// Panics if an argument does not have the length that the shape requires.
+/// Panics if the argument `name` of the op `op` does not have the length that the shape requires.
 #[track_caller]
 fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
     assert!(len == expected, "{op}: {name} has {len} elements, but the shape needs {expected}");

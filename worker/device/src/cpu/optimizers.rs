@@ -85,28 +85,28 @@ multiversion! {
     fn lion_range = lion_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionHyperparams)
 }
 
-/// Coefficients of an AdamW update, computed in `f64` and rounded once, as torch does.
+/// Coefficients of one AdamW update, computed in `f64` and rounded once, as torch does.
 #[derive(Clone, Copy)]
 struct AdamWCoefficients {
-    /// Factor of the gradient.
+    /// Factor by which the gradient is multiplied first.
     grad_scale: f32,
-    /// Factor of the parameter: 1 − lr·weight_decay.
+    /// Factor of the parameter for weight decay: 1 − lr·weight_decay.
     decay_factor: f32,
     /// Weight of the interpolation of the first moment towards the gradient.
     lerp: LerpWeight,
-    /// Factor of the second moment.
+    /// Factor of the previous second moment: beta2.
     beta2: f32,
-    /// The number 1 − beta2.
+    /// Factor of the squared gradient in the second moment: 1 − beta2.
     one_minus_beta2: f32,
     /// Bias correction of the second moment: √(1 − beta2ᵗ).
     correction2: f32,
-    /// Added to the denominator.
+    /// Number that is added to the denominator of the update.
     eps: f32,
     /// Factor of the first moment in the update: −lr / (1 − beta1ᵗ).
     step: f32,
 }
 
-/// Weight of a linear interpolation that `torch.lerp` computes from the nearer end.
+/// Weight of a linear interpolation. As in `torch.lerp`, it starts from the nearer end.
 #[derive(Clone, Copy)]
 enum LerpWeight {
     /// `start + weight·(end − start)`, for weights below ½.
@@ -116,7 +116,7 @@ enum LerpWeight {
 }
 
 impl AdamWCoefficients {
-    /// Computes the coefficients of the update `hyper.step`.
+    /// Computes the coefficients of update number `hyper.step`.
     fn new(hyper: &AdamWHyperparams) -> Self {
         let weight = (1.0 - hyper.beta1) as f32;
         let t = hyper.step as f64;
@@ -137,7 +137,7 @@ impl AdamWCoefficients {
     }
 }
 
-/// Updates parameters and both moments with AdamW.
+/// Applies one AdamW update to a range of parameters and to both moments.
 #[inline(always)]
 fn adamw_vectors<S: Simd>(
     s: S,
@@ -165,7 +165,8 @@ fn adamw_vectors<S: Simd>(
     }
 }
 
-/// Updates parameters and the momentum buffer with SGD. `buffer` is empty without momentum.
+/// Applies one SGD update to a range of parameters and to the momentum buffer. `buffer` is empty
+/// without momentum.
 #[inline(always)]
 fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hyper: SgdHyperparams) {
     let (decay, momentum) = (s.splat(hyper.weight_decay as f32), s.splat(hyper.momentum as f32));
@@ -183,7 +184,7 @@ fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hype
     }
 }
 
-/// Updates parameters and the moving average with Lion. The sign of 0 is 0.
+/// Applies one Lion update to a range of parameters and to the moving average. The sign of 0 is 0.
 #[inline(always)]
 fn lion_vectors<S: Simd>(_: S, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionHyperparams) {
     let decay_factor = (1.0 - hyper.lr * hyper.weight_decay) as f32;

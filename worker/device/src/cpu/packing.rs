@@ -11,11 +11,11 @@ use std::ops::Range;
 /// the strides must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
-    /// The elements.
+    /// The elements of the operand, of any type.
     pub(crate) data: InputElements<'a>,
     /// Number of elements between rows (left operand) or columns (right operand).
     pub(crate) row_stride: usize,
-    /// Elements between terms of the sum.
+    /// Number of elements from one term of the sum to the next.
     pub(crate) depth_stride: usize,
 }
 
@@ -34,16 +34,16 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// Block of an operand that one call packs.
+/// Block of a matmul operand that one call packs.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
-    /// First row (left) or column (right).
+    /// Index of the first row (left operand) or column (right operand).
     pub(crate) first_row: usize,
-    /// Number of rows or columns.
+    /// Number of rows (left operand) or columns (right operand).
     pub(crate) rows: usize,
-    /// Range of the depth.
+    /// Range of the summed dimension (depth) that is packed.
     pub(crate) depth: Range<usize>,
-    /// Rows or columns of a panel.
+    /// Number of rows or columns in a panel.
     pub(crate) panel_width: usize,
 }
 
@@ -57,8 +57,8 @@ impl PackBlock {
 }
 
 multiversion! {
-    /// Packs a block, one panel after another. Missing rows of the last panel become 0. `dst` has
-    /// at least [`PackBlock::packed_len`] elements.
+    /// Packs a block of `src` into `dst`, one panel after another. Missing rows of the last panel
+    /// become 0. `dst` has at least [`PackBlock::packed_len`] elements.
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
@@ -90,7 +90,7 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
 /// of the source, and belong to few panels that are written at the same time.
 const ELEMENTS_PER_COPY: usize = 32;
 
-/// Number of rows by which the source is prefetched ahead.
+/// How many rows ahead of the copied row the source is prefetched.
 const PREFETCH_ROWS: usize = 12;
 
 /// Packs panels of an operand whose rows are contiguous: the `row` stride is 1.
@@ -134,7 +134,7 @@ fn copy_panels<S: Simd, E: Element>(
     }
 }
 
-/// Converts elements to `f32`, in chunks of `N` elements.
+/// Converts the elements of `from` to `f32` and writes them to `to`, in chunks of `N` elements.
 #[inline(always)]
 fn convert_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
     for (to, from) in to.as_chunks_mut::<N>().0.iter_mut().zip(from.as_chunks::<N>().0) {
@@ -142,7 +142,7 @@ fn convert_chunks<E: Element, const N: usize>(to: &mut [f32], from: &[E]) {
     }
 }
 
-/// Converts elements to `f32`, one by one.
+/// Converts the elements of `from` to `f32` and writes them to `to`, one by one.
 #[inline(always)]
 fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());

@@ -3,7 +3,7 @@ use super::Cpu;
 use super::simd::{LANES, Simd, multiversion};
 use std::time::{Duration, Instant};
 
-/// Number of multiply-adds of each chain in one measurement.
+/// Number of multiply-adds that each chain computes in one measurement.
 const FMAS_PER_CHAIN: usize = 20_000;
 
 impl Cpu {
@@ -30,13 +30,13 @@ impl Cpu {
     }
 }
 
-/// Number of independent chains of multiply-adds with 32 vector registers: enough to hide the
-/// latency, and few enough for the registers.
+/// Number of independent chains of multiply-adds on an instruction set with 32 vector registers:
+/// enough to hide the latency, and few enough for the registers.
 const CHAINS_WITH_32_REGISTERS: usize = 12;
-/// Number of independent chains of multiply-adds with 16 vector registers.
+/// Number of independent chains of multiply-adds on an instruction set with 16 vector registers.
 const CHAINS_WITH_16_REGISTERS: usize = 6;
 
-/// Returns the number of chains that this backend's instruction set computes.
+/// Returns the number of independent chains that this backend's instruction set computes at a time.
 fn get_chain_count(cpu: &Cpu) -> usize {
     if has_32_registers(cpu.instruction_set) { CHAINS_WITH_32_REGISTERS } else { CHAINS_WITH_16_REGISTERS }
 }
@@ -54,8 +54,8 @@ fn has_32_registers_simd<S: Simd>(_: S) -> bool {
     S::TILE_VECTORS > 1
 }
 
-/// Computes as many independent chains as the instruction set has registers for. Returns a value
-/// that depends on all of them, so that the compiler does not remove them.
+/// Computes as many independent chains of multiply-adds as the instruction set has registers for.
+/// Returns a value that depends on every chain, so that the compiler does not remove any.
 #[inline(always)]
 fn run_all_chains<S: Simd>(s: S, x: f32) -> f32 {
     if has_32_registers_simd(s) {
@@ -65,8 +65,8 @@ fn run_all_chains<S: Simd>(s: S, x: f32) -> f32 {
     }
 }
 
-/// Computes `N` independent chains of [`FMAS_PER_CHAIN`] multiply-adds. Returns a value that
-/// depends on all of them.
+/// Computes `N` independent chains of [`FMAS_PER_CHAIN`] multiply-adds each. Returns a value that
+/// depends on every chain.
 #[inline(always)]
 fn run_fma_chains<S: Simd, const N: usize>(s: S, x: f32) -> f32 {
     let factor = s.splat(x);

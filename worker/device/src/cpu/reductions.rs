@@ -17,8 +17,8 @@ pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {
     });
 }
 
-/// Implements [`crate::Ops::sum_squares`]. Adds in the order of the elements, on the calling
-/// thread.
+/// Implements [`crate::Ops::sum_squares`]: adds the squares in the order of the elements, on the
+/// calling thread.
 pub(crate) fn sum_squares(x: &[f32]) -> f64 {
     x.iter().map(|v| f64::from(*v).powi(2)).sum()
 }

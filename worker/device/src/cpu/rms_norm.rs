@@ -9,8 +9,8 @@ use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::WriteMode;
 
-/// Number of rows of a chunk. The contributions of a chunk's rows to the weight's gradient are
-/// summed first.
+/// Number of rows whose contributions to the weight's gradient are summed first, before the sums
+/// are added in order.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// Implements [`crate::Ops::rmsnorm_forward`].
@@ -111,7 +111,7 @@ pub(crate) fn backward(
     add_partial_sums(dw, &mut sums[..chunks * d]);
 }
 
-/// Panics if a length does not fit the shape.
+/// Panics if the length of an argument of the op `op` does not fit `m` rows of `d` elements.
 fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, d: usize) {
     assert!(d > 0, "{op}: d is 0");
     for (name, len) in matrices {
@@ -172,7 +172,8 @@ fn add_normalize_rows<S: Simd>(
     }
 }
 
-/// Computes `rstd` from the lanes of Σ x², writes `y = x·rstd·w` and returns `rstd`.
+/// Computes `rstd` of one row from the lanes of its sum of squares, writes `y = x·rstd·w`, and
+/// returns `rstd`.
 #[inline(always)]
 fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squares: S::V, eps: f32) -> f32 {
     let d = x.len();
@@ -185,21 +186,21 @@ fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squa
     rstd
 }
 
-/// Inputs of RMSNorm's backward pass for some rows.
+/// Inputs of RMSNorm's backward pass for the rows that one task processes.
 #[derive(Clone, Copy)]
 pub(super) struct RmsNormBackwardRows<'a> {
-    /// Gradient of the result.
+    /// Gradient of the forward pass's output.
     pub(super) dy: &'a [f32],
     /// Input of the forward pass.
     pub(super) x: &'a [f32],
-    /// Weight.
+    /// Weight, one element per column.
     pub(super) w: &'a [f32],
-    /// 1/rms of each row.
+    /// Reciprocal root mean square of each row, from the forward pass.
     pub(super) rstd: &'a [f32],
 }
 
-/// Computes the gradients of some rows. With x̂ = x·rstd and g = dy·w, these are `dx (=|+=) rstd·(g
-/// − x̂·mean(g·x̂))` and `dw += dy·x̂`.
+/// Computes the gradients of RMSNorm for some rows. With x̂ = x·rstd and g = dy·w, these are `dx
+/// (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

@@ -6,8 +6,8 @@ use super::rms_norm::{RmsNormBackwardRows, differentiate, normalize};
 use super::{Cpu, DisjointSlices, expect_len};
 use crate::ops::{HeadLayout, WriteMode};
 
-/// Number of rows of a chunk. The contributions of a chunk's rows to the weight's gradient are
-/// summed first.
+/// Number of rows whose contributions to the weight's gradient are summed first, before the sums
+/// are added in order.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// Panics if the length of a buffer of the op `op` does not fit `layout`.

@@ -4,7 +4,7 @@ use super::elements::{OutputElements, PriorContents};
 use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
 use super::{Cpu, expect_len};
 
-/// Shape of the matrix whose heads are rotated. The matrix has `b·t` rows.
+/// Shape of the matrix whose heads RoPE rotates. The matrix has `b·t` rows.
 #[derive(Clone, Copy)]
 pub(crate) struct RopeShape {
     /// Number of sequences.
@@ -13,14 +13,14 @@ pub(crate) struct RopeShape {
     pub(crate) t: usize,
     /// Number of heads at the beginning of each row that are rotated.
     pub(crate) heads: usize,
-    /// Elements of a head.
+    /// Number of elements in a head.
     pub(crate) head_dim: usize,
-    /// Elements of a row.
+    /// Number of elements in a row.
     pub(crate) stride: usize,
 }
 
-/// Rotates all heads in place. For `sign` = 1 the angles are those of the tables, for `sign` = −1
-/// the negative angles.
+/// Rotates the first `heads` heads of every row in place, by the angles of the row's position. For
+/// `sign` = 1 the angles are those of the tables, for `sign` = −1 the negative angles.
 pub(crate) fn rotate_heads(
     cpu: &Cpu,
     x: OutputElements,
@@ -53,7 +53,8 @@ multiversion! {
     fn rotate_row = rotate_row_simd(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32)
 }
 
-/// Rotates the heads of one row in place.
+/// Rotates the heads of one row in place. `cos` and `sin` are the tables' rows for the row's
+/// position, and `sign` is 1 or −1.
 #[inline(always)]
 fn rotate_row_simd<S: Simd>(s: S, x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
     let half = cos.len();

@@ -9,7 +9,7 @@ const EXP_COST: usize = 4;
 
 /// Outputs of [`crate::Ops::router_forward`].
 pub(crate) struct RouterOutputs<'a> {
-    /// Probabilities, `[m, experts]`.
+    /// Probability of each expert for each row, `[m, experts]`.
     pub(crate) probs: &'a mut [f32],
     /// Weights of the selected experts, `[m, experts_per_token]`.
     pub(crate) weights: &'a mut [f32],
@@ -125,12 +125,13 @@ fn softmax_backward(d: &mut [f32], probs: &[f32], slope: f32) {
 }
 
 multiversion! {
-    /// Writes the probabilities of one row and returns its log-sum-exp.
+    /// Computes the softmax of one row of logits with the given instruction set, writes it to
+    /// `probs` and returns the log-sum-exp.
     fn softmax = softmax_row(probs: &mut [f32], logits: &[f32]) -> f32
 }
 
-/// Computes the softmax of one row and returns its log-sum-exp. The exponentials are summed in
-/// `f64`, in order.
+/// Computes the softmax of one row of logits, writes it to `probs` and returns the log-sum-exp. The
+/// exponentials are summed in `f64`, in order.
 #[inline(always)]
 fn softmax_row<S: Simd>(s: S, probs: &mut [f32], logits: &[f32]) -> f32 {
     let max = logits.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });

@@ -8,14 +8,15 @@ use std::{
     },
 };
 
-/// Minimum number of elements of a buffer whose length is rounded up to whole huge pages.
+/// Number of elements from which on the length of a scratch buffer is rounded up to whole huge
+/// pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops borrow for the duration of a task.
 #[derive(Default)]
 pub(crate) struct ScratchPool {
     free: Mutex<Vec<Buf>>,
-    /// Bytes of all buffers, free or in use.
+    /// Bytes of all buffers of the pool, free or in use.
     bytes: AtomicUsize,
 }
 
@@ -49,7 +50,7 @@ impl ScratchPool {
         ScratchBuf { buf: Some(buf), pool: self }
     }
 
-    /// Returns the number of bytes of all buffers, free or in use.
+    /// Returns the number of bytes of all buffers of the pool, free or in use.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }

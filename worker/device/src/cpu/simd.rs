@@ -9,7 +9,7 @@
 //! fused multiply-add.
 use super::micro_kernel::{self, MicroTile};
 
-/// Number of lanes of [`Simd::V`].
+/// Number of lanes of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
 /// Number of elements of the largest micro tile of any instruction set: rows × vectors × lanes.
@@ -18,7 +18,7 @@ pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
 /// Operations on vectors of 16 `f32` lanes. A value of an implementing type exists only on machines
 /// that have the instructions.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
-    /// The vector.
+    /// A vector of 16 `f32` lanes.
     type V: Copy;
     /// Number of rows of the matmul micro tile.
     const TILE_ROWS: usize;
@@ -29,7 +29,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
     /// Returns a vector whose lanes are all `x`.
     fn splat(self, x: f32) -> Self::V;
-    /// Loads 16 elements from `p`.
+    /// Loads a vector from the 16 elements at `p`.
     ///
     /// # Safety
     ///
@@ -41,13 +41,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     ///
     /// The caller must ensure that `n` elements at `p` are readable.
     unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V;
-    /// Stores 16 elements to `p`.
+    /// Stores the 16 lanes of `v` at `p`.
     ///
     /// # Safety
     ///
     /// The caller must ensure that 16 elements at `p` are writable.
     unsafe fn store(self, p: *mut f32, v: Self::V);
-    /// Stores the first `n < 16` lanes to `p`.
+    /// Stores the first `n < 16` lanes of `v` at `p`.
     ///
     /// # Safety
     ///
@@ -99,7 +99,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize);
 }
 
-/// Loads 16 elements from `x[i..]`. Lanes past the end of `x` are 0.
+/// Loads a vector from the 16 elements `x[i..]`. Lanes past the end of `x` are 0.
 #[inline(always)]
 pub(crate) fn load_lanes<S: Simd>(s: S, x: &[f32], i: usize) -> S::V {
     let rest = &x[i..];
@@ -125,14 +125,14 @@ pub(crate) fn store_lanes<S: Simd>(s: S, x: &mut [f32], i: usize, v: S::V) {
     }
 }
 
-/// Loads a vector from 16 elements.
+/// Loads a vector from an array of 16 elements.
 #[inline(always)]
 pub(crate) fn load_array<S: Simd>(s: S, x: &[f32; LANES]) -> S::V {
     // SAFETY: the slice has 16 elements.
     unsafe { s.load(x.as_ptr()) }
 }
 
-/// Stores a vector to 16 elements.
+/// Stores the lanes of a vector to an array of 16 elements.
 #[inline(always)]
 pub(crate) fn store_array<S: Simd>(s: S, x: &mut [f32; LANES], v: S::V) {
     // SAFETY: the slice has 16 elements.
@@ -314,7 +314,7 @@ fn reduce_lanes(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     v[0]
 }
 
-/// An instruction set that this machine supports.
+/// An instruction set for the CPU's kernels that this machine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InstructionSet {
     /// AVX-512 F, BW, DQ and VL.
@@ -323,7 +323,7 @@ pub(crate) enum InstructionSet {
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// The baseline instructions of the target.
+    /// The baseline instructions of the compilation target.
     Portable,
 }
 
@@ -333,7 +333,7 @@ impl InstructionSet {
         Self::list_available()[0]
     }
 
-    /// Returns all instruction sets of this machine, best first.
+    /// Returns the instruction sets that this machine supports, best first.
     pub(crate) fn list_available() -> Vec<Self> {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]

@@ -23,7 +23,7 @@ multiversion! {
     fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
 }
 
-/// Rounds a range of elements stochastically, up to 64 elements at a time.
+/// Rounds a range of elements to bf16 stochastically, up to 64 elements at a time.
 #[inline(always)]
 fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: StochasticRounding) {
     let mut element = rounding.first_element;

@@ -47,14 +47,15 @@ multiversion! {
     fn differentiate = differentiate_rows(dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize)
 }
 
-/// Computes σ(x) = 1 / (1 + e⁻ˣ).
+/// Computes the logistic function σ(x) = 1 / (1 + e⁻ˣ) in each lane.
 #[inline(always)]
 pub(super) fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
-/// Computes SwiGLU of each row of `gate_up`.
+/// Computes SwiGLU of each row of `gate_up`, which has `f` gates and then `f` ups: `y =
+/// silu(gate)·up`.
 #[inline(always)]
 fn activate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {
@@ -67,8 +68,8 @@ fn activate_rows<S: Simd>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     }
 }
 
-/// Computes `dup = dy·silu(g)` and `dgate = dy·up·σ(g)·(1 + g·(1 − σ(g)))`, and replaces `dy` by
-/// `silu(g)·up`.
+/// Computes the gradients of gate and up for some rows: `dup = dy·silu(g)` and `dgate =
+/// dy·up·σ(g)·(1 + g·(1 − σ(g)))`. Replaces `dy` by the output `silu(g)·up`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(s: S, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize) {
     let one = s.splat(1.0);

@@ -1,9 +1,9 @@
 //! [`ThreadPool`]: the threads of the CPU backend.
 //!
-//! A task set is a function and the number of tasks for which it is called. The calling thread and
-//! the helpers run tasks. A helper that wakes up after the last task has begun finds the task set
-//! closed, and the caller does not wait for this helper. A short task set on a busy machine
-//! therefore takes no longer than on one thread.
+//! A task set is a function and the number of tasks for which the function is called. The calling
+//! thread and the helpers run tasks. A helper that wakes up after the last task has begun finds the
+//! task set closed, and the caller does not wait for this helper. A short task set on a busy
+//! machine therefore takes no longer than on one thread.
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -25,7 +25,7 @@ pub(crate) struct ThreadPool {
 /// State that callers and helpers share.
 struct PoolState {
     slot: Mutex<TaskSetSlot>,
-    /// Number of task sets that were posted so far. It changes only while `slot` is locked.
+    /// Number of task sets that callers have posted so far. It changes only while `slot` is locked.
     task_set_count: AtomicU64,
     /// Number of helpers that run tasks of the task set. It changes only while `slot` is locked.
     active_helpers: AtomicUsize,
@@ -35,7 +35,7 @@ struct PoolState {
     helpers_done: Condvar,
 }
 
-/// The current task set, if there is one, and what helpers report about it.
+/// The current task set, if there is one, and the helpers' reports about it.
 #[derive(Default)]
 struct TaskSetSlot {
     /// The task set that helpers may join.
@@ -52,9 +52,9 @@ struct TaskSetSlot {
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
-    /// Index of the next task that no thread has begun.
+    /// Address of the counter with the index of the next task that no thread has begun.
     next: *const AtomicUsize,
-    /// Number of tasks.
+    /// Number of tasks in the task set.
     tasks: usize,
 }
 
@@ -80,7 +80,7 @@ impl ThreadPool {
         ThreadPool { shared, helpers, task_set_turn: Mutex::new(()) }
     }
 
-    /// Returns the number of threads, including the caller's.
+    /// Returns the number of threads that run tasks, including the caller's.
     pub(crate) fn threads(&self) -> usize {
         self.helpers.len() + 1
     }
@@ -128,7 +128,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Closes the task set when the caller has run its last task, also if a task panicked.
+/// Closes the current task set when dropped, also if a task panicked, so that no helper uses its
+/// pointers any more.
 struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
 impl Drop for CloseTaskSetOnDrop<'_> {
@@ -138,7 +139,7 @@ impl Drop for CloseTaskSetOnDrop<'_> {
 }
 
 impl TaskSet {
-    /// Runs tasks until no task is left that has not begun.
+    /// Runs tasks of the task set until every task has been begun by some thread.
     fn run_tasks(&self) {
         // SAFETY: the pointers are valid while this thread takes part in the task set.
         let (run, next) = unsafe { (&*self.run, &*self.next) };
@@ -153,7 +154,7 @@ impl TaskSet {
 }
 
 impl PoolState {
-    /// Locks the slot.
+    /// Locks the slot with the current task set.
     fn lock(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)

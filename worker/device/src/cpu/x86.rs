@@ -26,7 +26,7 @@ pub(crate) struct Avx512(());
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// Creates a value without checking the machine.
+    /// Creates a value without checking that the machine has the instructions.
     ///
     /// # Safety
     ///
@@ -38,7 +38,7 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// Creates a value without checking the machine.
+    /// Creates a value without checking that the machine has the instructions.
     ///
     /// # Safety
     ///
@@ -168,8 +168,8 @@ unsafe fn run_micro_kernel_avx512(s: Avx512, nv: usize, t: &MicroTile) {
     }
 }
 
-/// Lane masks for `maskload`: 8 set masks, then 8 clear masks. The eight consecutive masks from
-/// index `8 − n` on select the first `n` lanes.
+/// Lane masks for AVX2's `maskload` and `maskstore`: 8 set masks, then 8 clear masks. The eight
+/// consecutive masks from index `8 − n` on select the first `n` lanes.
 static LANE_MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// Returns the masks of two ymm registers that together select the first `n` of 16 lanes.
@@ -311,7 +311,7 @@ fn sum_8_lanes(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Returns the largest of 8 lanes.
+/// Returns the value of the largest of 8 lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn max_of_8_lanes(v: __m256) -> f32 {

@@ -1,18 +1,19 @@
-//! Rotary position embedding and activations.
+//! Rotary position embedding and activation functions on a GPU.
 use super::compile::ACTIVATION;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Cuda, THREADS_PER_BLOCK, TensorArg, are_vectorizable, expect_len, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use std::ffi::CStr;
 
-/// Activation function that is applied to the gate of a gated linear unit.
+/// Activation function of a gated linear unit: SiLU in SwiGLU, GELU in GeGLU.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum GateActivation {
     Silu,
     Gelu,
 }
 
-/// Returns the bf16 kernel if `is_bf16`, otherwise the general one.
+/// Returns the name of the bf16 kernel if `is_bf16`, otherwise the name of the kernel for any
+/// types.
 fn select_bf16_kernel(is_bf16: bool, [bf16, general]: [&'static CStr; 2]) -> &'static CStr {
     if is_bf16 { bf16 } else { general }
 }
@@ -22,7 +23,7 @@ fn are_bf16<const N: usize>(width: usize, tensors: [TensorArg; N]) -> bool {
     are_vectorizable(width, &tensors.map(|tensor| (tensor, Dtype::Bf16)))
 }
 
-/// Shape of a matrix whose heads are rotated: `heads` heads at the beginning of each of `b·t` rows
+/// Shape of a matrix whose heads RoPE rotates: `heads` heads at the beginning of each of `b·t` rows
 /// of `stride` elements.
 #[derive(Clone, Copy)]
 pub(super) struct RopeShape {

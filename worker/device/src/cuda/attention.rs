@@ -9,14 +9,14 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
 use std::ffi::CStr;
 
-/// Number of queries or keys of a block. This is `TILE` of attention.cu.
+/// Number of queries or keys per block of a kernel of attention.cu. This is `TILE` of attention.cu.
 const TILE_ROWS: usize = 32;
-/// Number of threads of a block of attention.cu.
+/// Number of threads per block of a kernel of attention.cu.
 const THREADS_PER_BLOCK: u32 = 128;
-/// Maximum head dimension of attention.cu. This is `MAX_HEAD_DIM` of attention.cu.
+/// Maximum head dimension of the kernels of attention.cu. This is `MAX_HEAD_DIM` of attention.cu.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Number of queries or keys of a block of flash.cu. This is `BLOCK_ROWS` of flash.cu.
+/// Number of queries or keys per block of a kernel of flash.cu. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
 /// Maximum number of bytes of a flash.cu block's shared memory in addition to rows: statistics of
 /// two steps of 64 rows, and `BlockState`.
@@ -34,11 +34,12 @@ struct AttentionArg {
     scale: f32,
     /// The softcap of the scores, or 0 for none.
     cap: f32,
-    /// Number of the first sequence among all samples. Dropout's random words depend on it.
+    /// Number of the batch's first sequence among all samples, on which dropout's random words
+    /// depend.
     first_sample: i64,
     key: [u32; 2],
     threshold: u32,
-    /// Factor of probabilities that dropout keeps, or 0 without dropout.
+    /// Factor of the probabilities that dropout keeps; 0 without dropout.
     keep: f32,
 }
 
@@ -46,7 +47,7 @@ struct AttentionArg {
 unsafe impl KernelArg for AttentionArg {}
 
 impl AttentionArg {
-    /// Creates the argument for an attention shape.
+    /// Creates the kernel argument for an attention shape.
     fn new(s: AttentionShape) -> Self {
         let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
         let (first_sample, key, threshold, keep) = s.dropout.map_or((0, [0; 2], 0, 0.0), |d| {
@@ -87,17 +88,18 @@ fn build_tiled_launch_config(
     }
 }
 
-/// Order in which a kernel's blocks are scheduled. The layout is that of `BlockOrder` in flash.cu.
+/// Kernel argument with the order in which a kernel's blocks are scheduled. The layout is that of
+/// `BlockOrder` in flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
-    /// Tiles per head.
+    /// Number of tiles of each head.
     tiles: i64,
-    /// Heads per sequence.
+    /// Number of heads of each sequence.
     heads: i64,
-    /// Heads of all sequences.
+    /// Number of heads of all sequences together.
     total_heads: i64,
-    /// Heads whose blocks are scheduled together.
+    /// Number of heads whose blocks are scheduled together.
     heads_together: i64,
 }
 
@@ -108,23 +110,23 @@ unsafe impl KernelArg for BlockOrder {}
 /// for heads of at most 128. The second index is 1 for attention with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
-    /// Warps per block.
+    /// Number of warps per block of each variant.
     warps: [[u32; 2]; 2],
-    /// Number of rows in shared memory: two steps of the rows that a block iterates over, and the
-    /// rows that the block owns unless they are in registers.
+    /// Number of rows in shared memory for each variant: two steps of the rows that a block
+    /// iterates over. If the rows that the block owns are not in registers, they are added.
     rows: [[usize; 2]; 2],
     /// True if blocks own keys and iterate over queries.
     is_by_keys: bool,
 }
 
-/// Forward kernel.
+/// Variants of the forward kernel of flash.cu.
 const FLASH_FORWARD: FlashKernel = FlashKernel {
     names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
     warps: [[4, 4], [4, 8]],
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// Backward kernel whose blocks own queries.
+/// Variants of the backward kernel whose blocks own queries and compute their gradients.
 const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_q_64", c"flash_backward_q_64_any"],
@@ -134,7 +136,8 @@ const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// Backward kernel whose blocks own keys.
+/// Variants of the backward kernel whose blocks own keys, and compute the gradients of keys and
+/// values.
 const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
@@ -146,8 +149,8 @@ const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
 };
 
 impl FlashKernel {
-    /// Enqueues the variant for this shape. The shape and the order of the blocks follow
-    /// `arguments`.
+    /// Enqueues the variant of the kernel for this shape. The kernel receives `arguments`, then the
+    /// shape and the order of the blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let dim_index = usize::from(s.head_dim > 64);
         let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
@@ -166,9 +169,9 @@ impl FlashKernel {
         cuda.launch_kernel(FLASH, self.names[dim_index][variant], config, &arguments);
     }
 
-    /// Returns the order of the blocks. Each block of a head reads the same rows again. Therefore
-    /// the number of heads that are scheduled together is chosen such that their rows fit into half
-    /// of the L2 cache.
+    /// Returns the order in which blocks are scheduled for this shape. Each block of a head reads
+    /// the same rows again. Therefore as many heads are scheduled together as have rows that fit
+    /// into half of the L2 cache.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(FLASH_TILE_ROWS);
         let group = s.heads / s.kv_heads;
@@ -183,8 +186,8 @@ impl FlashKernel {
     }
 }
 
-/// Returns true if the built-in kernels compute attention with tensors of these types on tensor
-/// cores.
+/// Returns true if the built-in kernels use tensor cores for attention of this shape with tensors
+/// of these types.
 fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
     s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }
@@ -286,8 +289,9 @@ pub(super) fn backward(
     }
 }
 
-/// Enqueues the pass on cuDNN. Returns false if cuDNN is not used or was not selected for this
-/// shape. The caller then launches the built-in kernels. `run_built_in` launches them for timing.
+/// Enqueues a pass of attention on cuDNN. Returns false if cuDNN is not used or was not selected
+/// for this shape; the caller then launches the built-in kernels. `run_built_in` launches the
+/// built-in kernels, to time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

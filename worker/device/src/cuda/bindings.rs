@@ -50,7 +50,8 @@ macro_rules! library {
 
 /// An address in GPU memory.
 pub(super) type Address = u64;
-/// Opaque pointer of a library, such as a context, stream, event, module, kernel or memory pool.
+/// Opaque pointer to an object of a library, such as a context, stream, event, module, kernel or
+/// memory pool.
 pub(super) type Handle = *mut c_void;
 
 library! {
@@ -111,7 +112,7 @@ library! {
     }
 }
 
-/// `CUDA_KERNEL_NODE_PARAMS_v2`.
+/// `CUDA_KERNEL_NODE_PARAMS_v2`: the kernel, grid and arguments of a node of a CUDA graph.
 #[repr(C)]
 pub(super) struct KernelNode {
     pub(super) function: Handle,
@@ -120,33 +121,35 @@ pub(super) struct KernelNode {
     pub(super) shared: c_uint,
     pub(super) arguments: *mut *mut c_void,
     pub(super) extra: *mut *mut c_void,
-    /// The driver reads this and `context` only if `function` is null.
+    /// Always null here: the driver reads `kernel` and `context` only if `function` is null.
     pub(super) kernel: Handle,
     pub(super) context: Handle,
 }
 
-// CU_DEVICE_ATTRIBUTE_…
+// Device attributes that are queried, with their numbers `CU_DEVICE_ATTRIBUTE_…`.
 pub(super) const MULTIPROCESSORS: c_int = 16;
 pub(super) const CAPABILITY_MAJOR: c_int = 75;
 pub(super) const CAPABILITY_MINOR: c_int = 76;
 pub(super) const SHARED_PER_BLOCK: c_int = 97;
 pub(super) const L2_CACHE: c_int = 38;
 pub(super) const MEMORY_POOLS: c_int = 115;
-/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`: the attribute of a kernel that limits its
+/// dynamic shared memory.
 pub(super) const MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
-/// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
+/// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`: the attribute for how many bytes of freed memory a pool
+/// keeps.
 pub(super) const RELEASE_THRESHOLD: c_int = 4;
-/// `CU_MEMHOSTALLOC_PORTABLE`.
+/// `CU_MEMHOSTALLOC_PORTABLE`: the flag that makes pinned memory usable in every context.
 pub(super) const PORTABLE: c_uint = 1;
-/// `CU_STREAM_NON_BLOCKING`.
+/// `CU_STREAM_NON_BLOCKING`: the flag of streams that do not synchronize with the default stream.
 pub(super) const NON_BLOCKING: c_uint = 1;
-/// `CU_EVENT_DISABLE_TIMING`.
+/// `CU_EVENT_DISABLE_TIMING`: the flag of events that do not record a time.
 pub(super) const NO_TIMING: c_uint = 2;
-/// `CUDA_ERROR_NOT_READY`.
+/// `CUDA_ERROR_NOT_READY`: the status of an event that is not reached yet.
 pub(super) const NOT_READY: c_int = 600;
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: the capture mode that prohibits no calls of this thread.
 pub(super) const RELAXED: c_int = 2;
-/// `CUDA_ERROR_OUT_OF_MEMORY`.
+/// `CUDA_ERROR_OUT_OF_MEMORY`: the status of an allocation that does not fit into GPU memory.
 pub(super) const OUT_OF_MEMORY: c_int = 2;
 
 library! {
@@ -193,19 +196,19 @@ library! {
     }
 }
 
-/// `cublasLtMatmulAlgo_t`.
+/// `cublasLtMatmulAlgo_t`: an algorithm that cuBLASLt chose for a matmul. Its content is opaque.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Algorithm([u64; 8]);
 
 impl Algorithm {
-    /// Returns the bytes of the algorithm in the layout of the library.
+    /// Returns the bytes of the algorithm, in the library's own memory layout.
     pub(super) fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(&self.0)
     }
 }
 
-/// `cublasLtMatmulHeuristicResult_t`.
+/// `cublasLtMatmulHeuristicResult_t`: a suggested algorithm, its status and its workspace size.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct Heuristic {
@@ -216,32 +219,33 @@ pub(super) struct Heuristic {
     reserved: [c_int; 4],
 }
 
-/// `CUBLAS_STATUS_NOT_SUPPORTED`.
+/// `CUBLAS_STATUS_NOT_SUPPORTED`: the status of a matmul for which there is no algorithm.
 pub(super) const NOT_SUPPORTED: c_int = 15;
-/// `CUBLAS_COMPUTE_32F`.
+/// `CUBLAS_COMPUTE_32F`: sums are computed in `f32`.
 pub(super) const COMPUTE_F32: c_int = 68;
-// CUDA_R_…
+// Element types of matrices, with their numbers `CUDA_R_…`.
 pub(super) const R_F32: c_int = 0;
 pub(super) const R_F16: c_int = 2;
 pub(super) const R_BF16: c_int = 14;
 pub(super) const R_E4M3: c_int = 28;
 pub(super) const R_E5M2: c_int = 29;
-// CUBLASLT_MATMUL_DESC_TRANSA and TRANSB.
+// `CUBLASLT_MATMUL_DESC_TRANSA` and `TRANSB`: whether the operands are transposed.
 pub(super) const TRANSPOSE_A: c_int = 3;
 pub(super) const TRANSPOSE_B: c_int = 4;
 // CUBLASLT_MATMUL_DESC_EPILOGUE, what happens to the sums before they are stored, and BIAS_POINTER,
 // the GPU address of a vector that is added to each column.
 pub(super) const EPILOGUE: c_int = 7;
 pub(super) const BIAS: c_int = 8;
-/// `CUBLASLT_EPILOGUE_BIAS`.
+/// `CUBLASLT_EPILOGUE_BIAS`: a bias is added to the sums before they are stored.
 pub(super) const WITH_BIAS: c_uint = 4;
 // CUBLASLT_MATMUL_DESC_A_SCALE_POINTER and B_SCALE_POINTER: the GPU address of a factor that all
 // elements of the operand are multiplied by.
 pub(super) const SCALE_A: c_int = 17;
 pub(super) const SCALE_B: c_int = 18;
-/// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`.
+/// `CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES`: the largest workspace of a suggested algorithm.
 pub(super) const MAX_WORKSPACE: c_int = 1;
-/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of B, C and D follow.
+/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`: the alignment of matrix A. The attributes for B, C
+/// and D have the next numbers.
 pub(super) const MIN_ALIGNMENT: c_int = 5;
 
 library! {

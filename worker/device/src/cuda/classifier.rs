@@ -18,8 +18,8 @@ const MIN_CHUNK_ROWS: usize = 1024;
 /// bytes.
 const ROW_ALIGNMENT: usize = 64;
 
-/// Sizes of a classifier: `m` rows of `d` elements and a vocabulary of `v`, and the softcap of the
-/// logits.
+/// Sizes of one call of the classifier: `m` rows of `d` elements and a vocabulary of `v`, and the
+/// softcap of the logits.
 #[derive(Clone, Copy)]
 pub(super) struct ClassifierShape {
     pub(super) m: usize,
@@ -28,12 +28,14 @@ pub(super) struct ClassifierShape {
     pub(super) cap: Option<f32>,
 }
 
-/// Returns the number of rows in a chunk, for `m` rows of `v` logits in total.
+/// Returns the number of rows per chunk of the GPU's classifier, for `m` rows of `v` logits in
+/// total.
 fn choose_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).max(MIN_CHUNK_ROWS).min(m)
 }
 
-/// Returns the number of bytes of a chunk's logits, for `m` rows in total and a vocabulary of `v`.
+/// Returns the size in bytes of the logits of one chunk in GPU memory, for `m` rows in total and a
+/// vocabulary of `v`. Memory estimates use the result.
 pub fn count_classifier_workspace_bytes(m: usize, v: usize) -> usize {
     choose_chunk_rows(m, v) * v.next_multiple_of(ROW_ALIGNMENT) * size_of::<f32>()
 }

@@ -21,14 +21,15 @@ pub(super) struct KernelSource {
     pub(super) text: &'static str,
 }
 
-/// Includes the text of a kernel source at compile time.
+/// Creates a [`KernelSource`] with the text of a file in `kernels/`, which is included at compile
+/// time.
 macro_rules! source {
     ($file:literal) => {
         KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)) }
     };
 }
 
-/// Names and texts of the headers that the sources include.
+/// Names and texts of the headers that kernel sources include.
 const HEADERS: [(&CStr, &str); 3] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"attention.cuh", include_str!("kernels/attention.cuh")),
@@ -50,7 +51,7 @@ pub(super) const ATTENTION: KernelSource = source!("attention.cu");
 pub(super) const FLASH: KernelSource = source!("flash.cu");
 /// Kernels that quantize fp8 operands.
 pub(super) const FP8: KernelSource = source!("fp8.cu");
-/// Every kernel source.
+/// Every kernel source of this crate.
 pub(super) const SOURCES: [KernelSource; 8] =
     [ELEMENTWISE, NORM, ACTIVATION, EXPERT_ROWS, CLASSIFIER, ATTENTION, FLASH, FP8];
 
@@ -58,11 +59,11 @@ pub(super) const SOURCES: [KernelSource; 8] =
 /// function of a header that a source does not use.
 const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"--diag-suppress=177"];
 
-/// The opened NVRTC library.
+/// The opened NVRTC library, which compiles kernels at run time.
 pub(super) struct Nvrtc {
     library: NvrtcApi,
     pub(super) path: PathBuf,
-    /// Major and minor version, such as (13, 0).
+    /// NVRTC's major and minor version, such as (13, 0).
     pub(super) version: (u32, u32),
 }
 
@@ -114,7 +115,8 @@ impl Nvrtc {
         Ok(architectures)
     }
 
-    /// Compiles a source for an architecture such as `sm_90`, and returns the binary image.
+    /// Compiles a kernel source for an architecture such as `sm_90`, and returns the binary image.
+    /// The error contains the compiler's messages.
     pub(super) fn compile(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let (text, name) = (to_c_string(source.text), to_c_string(source.file));
         let headers = HEADERS.map(|(_, text)| to_c_string(text));
@@ -163,7 +165,7 @@ impl Nvrtc {
     }
 }
 
-/// A program of NVRTC. Dropping it destroys the program.
+/// A source that NVRTC compiles (`nvrtcProgram`). Dropping it destroys NVRTC's program.
 struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
     handle: Handle,
@@ -207,8 +209,8 @@ fn to_c_string(text: &str) -> CString {
 /// The first bytes of a cache file with a compiled image.
 const IMAGE_MAGIC: &disk_cache::Magic = b"launch kernels 1";
 
-/// Returns the file name of a cached image. The name depends on everything that determines the
-/// image: source, headers, options, architecture and NVRTC's version.
+/// Returns the file name of a compiled image in the kernel cache. The name depends on everything
+/// that determines the image: source, headers, options, architecture and NVRTC's version.
 fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u32, u32)) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in HEADERS.map(|(_, text)| text).into_iter().chain([source.text, architecture]) {
@@ -222,12 +224,14 @@ fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u
     format!("{stem}-{architecture}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
 }
 
-/// Kernels of one GPU. Each source is compiled and loaded when its first kernel is needed.
+/// The loaded kernels of one GPU. Each source is compiled and loaded when its first kernel is
+/// needed.
 pub(super) struct KernelModules {
     nvrtc: Nvrtc,
-    /// Directory of cached images. Without it, every process compiles the kernels.
+    /// The kernel cache: the directory of compiled images. If `None`, every process compiles the
+    /// kernels.
     cache: Option<PathBuf>,
-    /// The first failed write of an image to the cache.
+    /// The error of the first image that could not be written to the kernel cache.
     cache_error: OnceLock<CudaError>,
     modules: [OnceLock<KernelModule>; SOURCES.len()],
     functions: Mutex<HashMap<(&'static str, &'static CStr), KernelFunction>>,
@@ -235,8 +239,8 @@ pub(super) struct KernelModules {
 }
 
 impl KernelModules {
-    /// Creates the modules without compiling a source. Fails if NVRTC cannot compile for the GPU's
-    /// architecture.
+    /// Prepares the kernels of a GPU without compiling a source. Fails if NVRTC cannot compile for
+    /// the GPU's architecture.
     pub(super) fn new(nvrtc: Nvrtc, gpu: &GpuContext, cache: Option<PathBuf>) -> Result<KernelModules> {
         let (major, minor) = gpu.properties.capability;
         if !nvrtc.query_supported_architectures()?.contains(&((major * 10 + minor) as c_int)) {
@@ -286,7 +290,7 @@ impl KernelModules {
         Ok(function)
     }
 
-    /// Returns the directory of cached images. Returns `None` if images are not cached.
+    /// Returns the directory of the kernel cache. Returns `None` if compiled images are not cached.
     pub(super) fn cache_directory(&self) -> Option<PathBuf> {
         self.cache.clone()
     }
@@ -297,12 +301,12 @@ impl KernelModules {
         self.cache_error.get()
     }
 
-    /// Compiles and loads every source.
+    /// Compiles and loads every kernel source that is not loaded yet.
     pub(super) fn load_all_modules(&self, gpu: &GpuContext) -> Result<()> {
         SOURCES.iter().try_for_each(|source| self.get_or_load_module(gpu, *source).map(drop))
     }
 
-    /// Returns the module of a source, and compiles and loads it if that has not been done yet.
+    /// Returns the loaded module of a kernel source. Compiles and loads the source first if needed.
     fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let index = SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);
@@ -314,8 +318,8 @@ impl KernelModules {
         Ok(self.modules[index].get_or_init(|| module))
     }
 
-    /// Reads the image of a source from the cache. If the image is missing, compiles the source and
-    /// writes the image to the cache.
+    /// Reads the compiled image of a source from the kernel cache. If the image is missing,
+    /// compiles the source and writes the image to the cache.
     fn load_or_compile_image(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let name = compute_cache_file_name(source, architecture, self.nvrtc.version);
         let path = self.cache.as_ref().map(|directory| directory.join(name));

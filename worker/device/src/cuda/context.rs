@@ -31,9 +31,9 @@ pub(super) struct GpuContext {
     pub(super) properties: GpuProperties,
     /// Calls that wait to be issued to the main stream, and CUDA graphs for it.
     pub(super) graphs: Graphs,
-    /// Bytes of GPU memory that this process has allocated.
+    /// Bytes of GPU memory that this process has allocated now.
     pub(super) allocated_bytes: AtomicU64,
-    /// The largest value of `used` so far.
+    /// The largest value of `allocated_bytes` so far.
     pub(super) peak_allocated_bytes: AtomicU64,
 }
 
@@ -43,7 +43,7 @@ unsafe impl Send for GpuContext {}
 unsafe impl Sync for GpuContext {}
 
 thread_local! {
-    /// The context that is current in this thread.
+    /// The CUDA context that is current in this thread; null if none was made current.
     static CURRENT_CONTEXT: Cell<Handle> = const { Cell::new(ptr::null_mut()) };
 }
 
@@ -84,7 +84,7 @@ impl GpuContext {
         }))
     }
 
-    /// Makes the GPU's context current in the calling thread.
+    /// Makes the GPU's context current in the calling thread, which the driver's functions require.
     pub(super) fn make_current(&self) -> Result<()> {
         if CURRENT_CONTEXT.get() != self.context {
             // SAFETY: the context lives as long as self.
@@ -95,7 +95,7 @@ impl GpuContext {
         Ok(())
     }
 
-    /// Enqueues filling `bytes` bytes at `at` with zeros on this thread's stream.
+    /// Enqueues a fill of `bytes` bytes at the GPU address `at` with zeros on this thread's stream.
     pub(super) fn enqueue_zero_fill(&self, at: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -103,15 +103,16 @@ impl GpuContext {
         self.enqueue(|batch| batch.push_fill(at, bytes), |stream| self.issue_fill(at, bytes, stream))
     }
 
-    /// Issues filling `bytes` bytes at `at` with zeros to `stream` immediately.
+    /// Issues a fill of `bytes` bytes at the GPU address `at` with zeros to `stream` immediately.
     pub(super) fn issue_fill(&self, at: Address, bytes: usize, stream: Handle) -> Result<()> {
         // SAFETY: the caller owns the range.
         let status = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, stream) };
         self.driver.check_status("cuMemsetD8Async", status)
     }
 
-    /// Enqueues a copy from the host to this thread's stream. Pinned memory is read when the copy
-    /// runs. The driver copies other memory before this call returns.
+    /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.
+    /// Pinned memory is read when the copy runs. The driver copies other memory before this call
+    /// returns.
     pub(super) fn enqueue_upload(&self, at: Address, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -123,7 +124,8 @@ impl GpuContext {
         self.driver.check_status("cuMemcpyHtoDAsync", status)
     }
 
-    /// Copies from the GPU to the host, and blocks until the copy is complete.
+    /// Copies from the GPU address `at` to `bytes` on the host, and blocks until the copy is
+    /// complete.
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
             // SAFETY: the caller's range at `at` is as long as `bytes`.
@@ -135,8 +137,8 @@ impl GpuContext {
         self.synchronize()
     }
 
-    /// Enqueues a copy within the GPU's memory on this thread's stream. The ranges must not
-    /// overlap.
+    /// Enqueues a copy of `bytes` bytes within the GPU's memory on this thread's stream. The ranges
+    /// must not overlap.
     pub(super) fn enqueue_copy(&self, to: Address, from: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -147,7 +149,7 @@ impl GpuContext {
         )
     }
 
-    /// Issues a copy within the GPU's memory to `stream` immediately.
+    /// Issues a copy of `bytes` bytes within the GPU's memory to `stream` immediately.
     pub(super) fn issue_copy(&self, to: Address, from: Address, bytes: usize, stream: Handle) -> Result<()> {
         // SAFETY: the caller owns both ranges.
         let status = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, stream) };

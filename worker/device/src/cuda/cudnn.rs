@@ -30,7 +30,7 @@ use std::{
 /// Oldest supported version, 9.10. It is the first version whose graphs accept an infinite mask
 /// value.
 const MIN_VERSION: usize = 91_000;
-/// Maximum number of bytes of an error message.
+/// Maximum size in bytes of an error message that is read from cuDNN.
 const MAX_MESSAGE: usize = 1 << 12;
 
 /// The opened cuDNN library, with a handle for one GPU.
@@ -38,7 +38,7 @@ pub(super) struct Cudnn {
     library: Arc<CudnnApi>,
     version: usize,
     path: PathBuf,
-    /// `None` if the library was opened without a GPU.
+    /// The library's handle of the GPU; `None` if the library was opened without a GPU.
     handle: Mutex<Option<CudnnHandle>>,
 }
 
@@ -65,7 +65,7 @@ pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, Pat
 }
 
 impl Cudnn {
-    /// Opens the library for the GPU whose context is current.
+    /// Opens cuDNN for the GPU whose context is current in this thread.
     fn open(paths: &LibraryPaths) -> Result<Cudnn> {
         let cudnn = Cudnn::open_without_gpu(paths)?;
         let mut handle = ptr::null_mut();
@@ -76,7 +76,7 @@ impl Cudnn {
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
 
-    /// Opens the library without a GPU, only to create plans.
+    /// Opens cuDNN without a GPU, only to create execution plans.
     fn open_without_gpu(paths: &LibraryPaths) -> Result<Cudnn> {
         let opened = paths.open(CudaLibrary::Cudnn)?;
         let path = opened.path.clone();
@@ -97,14 +97,14 @@ impl Cudnn {
         Ok(cudnn)
     }
 
-    /// Returns the version, such as `9.19.0`.
+    /// Formats cuDNN's version, such as `9.19.0`.
     fn format_version(&self) -> String {
         let v = self.version;
         format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)
     }
 
-    /// Returns plans for a pass of attention on the GPU, the library's best guess first. There are
-    /// none if cuDNN does not support the pass.
+    /// Returns cuDNN's execution plans for a pass of attention on the GPU, the library's best guess
+    /// first. There are none if cuDNN does not support the pass.
     fn create_plans(
         &self,
         pass: &AttentionPass,
@@ -114,8 +114,9 @@ impl Cudnn {
         })
     }
 
-    /// Returns the bytes of memory that a pass needs in addition to its operands. `properties`
-    /// describes the GPU as JSON in cuDNN's form. Returns `None` if there is no plan.
+    /// Returns the bytes of GPU memory that cuDNN's first plan for a pass needs in addition to the
+    /// operands. `properties` describes the GPU as JSON in cuDNN's form. Returns `None` if there is
+    /// no plan.
     fn compute_plan_workspace(&self, pass: &AttentionPass, properties: &str) -> Result<Option<usize>> {
         let target = PlanTarget::Properties(Descriptor::from_device_properties(&self.library, properties)?);
         let plan =
@@ -131,7 +132,8 @@ impl Cudnn {
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))
     }
 
-    /// Issues a plan to a stream. `variant_pack` contains the addresses of the plan's tensors.
+    /// Issues an execution plan to a stream immediately. `variant_pack` contains the addresses of
+    /// the plan's tensors.
     fn execute(&self, plan: &ExecutionPlan, variant_pack: &Descriptor, stream: Handle) -> Result<()> {
         self.with_handle(|handle| {
             // SAFETY: handle and stream live.
@@ -163,7 +165,7 @@ pub fn compute_cudnn_plan_workspaces(
     Ok([workspace(false)?, workspace(true)?])
 }
 
-/// Converts a status code of `function` to a result. The error contains the library's own messages.
+/// Fails with cuDNN's own messages if `status`, which `function` returned, is an error.
 fn check_status(library: &CudnnApi, function: &str, status: c_int) -> Result<()> {
     if status == 0 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Cache files for compiled kernels and chosen algorithms, which other processes reuse.
+//! Cache files for compiled kernels and chosen matmul algorithms, which other processes reuse.
 //!
 //! A file is used only if it is complete and its hash is right.
 use std::{
@@ -8,13 +8,13 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Maximum number of bytes of a file's content.
+/// Maximum size in bytes of a cache file's content. Larger files are ignored.
 pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 
 /// The first bytes of a cache file, which identify the kind of its content. The content's hash
 /// follows.
 pub(super) type Magic = [u8; 16];
-/// Number of bytes before the content: the magic and the content's hash.
+/// Number of bytes before the content of a cache file: the magic and the content's hash.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
 /// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or begins

@@ -1,5 +1,5 @@
-//! Ops on vectors: elementwise ops, dropout, stochastic rounding, sums of squares by block, and
-//! optimizers.
+//! Ops on vectors on a GPU: elementwise ops, dropout, stochastic rounding, sums of squares by
+//! block, and optimizers.
 use super::compile::ELEMENTWISE;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Address, Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
@@ -192,7 +192,7 @@ struct AdamWScalars {
 unsafe impl KernelArg for AdamWScalars {}
 
 impl AdamWScalars {
-    /// Computes the scalars of the update `h.step`.
+    /// Computes the scalars of update number `h.step`.
     fn new(h: &AdamWHyperparams) -> Self {
         let (weight, t) = ((1.0 - h.beta1) as f32, h.step as f64);
         // PyTorch's lerp starts from the nearer end

@@ -1,4 +1,4 @@
-//! [`CudaError`]: why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
+//! [`CudaError`]: errors of opening a GPU and its libraries, and of work on the GPU.
 use super::library_search::{CudaLibrary, RejectedLibrary};
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
@@ -6,15 +6,15 @@ use std::path::PathBuf;
 /// Status of `cuInit` on a machine that shows this process no GPU: `CUDA_ERROR_NO_DEVICE`.
 const NO_DEVICE: i32 = 100;
 
-/// Reason why a GPU or one of its libraries cannot be used, or why work on the GPU failed.
+/// Error of opening a GPU or one of its libraries, or of work on the GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     /// No file of a library was found.
     #[error("{} ({file_names}) was not found", library.title())]
     LibraryNotFound {
-        /// The library.
+        /// The library that cannot be used.
         library: CudaLibrary,
-        /// The accepted file names, best first.
+        /// The library's accepted file names, best first.
         file_names: String,
         /// Every directory that was searched, in order.
         searched: Vec<String>,
@@ -22,25 +22,25 @@ pub enum CudaError {
     /// Files of a library were found, but every one of them is unusable.
     #[error("{} ({file_names}) cannot be loaded: {}", library.title(), list_rejected_libraries(rejected))]
     LibraryUnusable {
-        /// The library.
+        /// The library that cannot be used.
         library: CudaLibrary,
-        /// The accepted file names, best first.
+        /// The library's accepted file names, best first.
         file_names: String,
         /// Every directory that was searched, in order.
         searched: Vec<String>,
-        /// The files that were found.
+        /// The files that were found, each with the reason why it cannot be used.
         rejected: Vec<RejectedLibrary>,
     },
     /// A library is older than this program supports, or too old for this GPU.
     #[error("{} is {found}, but {required} is required", path.display())]
     LibraryTooOld {
-        /// The library.
+        /// The library that cannot be used.
         library: CudaLibrary,
-        /// File of the library.
+        /// The library file that was opened.
         path: PathBuf,
         /// The version that was found, or the function that is missing.
         found: String,
-        /// The version that is required.
+        /// The oldest version that this program or this GPU requires.
         required: String,
     },
     /// The GPU lacks a feature that the job needs.
@@ -52,7 +52,7 @@ pub enum CudaError {
         name: String,
         /// The GPU's architecture, such as `sm_80`.
         architecture: String,
-        /// The missing feature.
+        /// The feature that the GPU lacks.
         feature: &'static str,
         /// The hardware or architecture that has the feature.
         required: &'static str,
@@ -68,7 +68,7 @@ pub enum CudaError {
     /// NVRTC rejected a kernel source.
     #[error("cannot compile the kernels of {file}:\n{log}")]
     KernelCompile {
-        /// The source file.
+        /// Name of the kernel source file.
         file: &'static str,
         /// The compiler's messages.
         log: String,
@@ -76,7 +76,7 @@ pub enum CudaError {
     /// A compiled kernel could not be written to the kernel cache.
     #[error("cannot write {}: {error}", path.display())]
     KernelCacheWrite {
-        /// The file of the cache.
+        /// The cache file that could not be written.
         path: PathBuf,
         /// The operating system's message.
         error: String,
@@ -92,11 +92,11 @@ pub enum CudaError {
         to_gib(*used)
     )]
     OutOfMemory {
-        /// Bytes of the allocation that failed.
+        /// Size in bytes of the allocation that failed.
         requested: usize,
-        /// Free bytes of the GPU's memory.
+        /// Number of free bytes of the GPU's memory.
         free: usize,
-        /// Bytes of the GPU's memory.
+        /// Size of the GPU's memory in bytes.
         total: usize,
         /// Bytes that this process has allocated on the GPU.
         used: u64,
@@ -108,13 +108,13 @@ pub enum CudaError {
     AttentionUnsupported {
         /// cuDNN's version.
         version: String,
-        /// The attention, by its shape or by the feature that cuDNN lacks.
+        /// Description of the attention: its shape, or the feature that cuDNN lacks.
         attention: String,
     },
     /// A function of a library failed.
     #[error("{function} failed: {message} ({status})")]
     Call {
-        /// The function, and what it was called for.
+        /// Name of the function, with the purpose of the call.
         function: String,
         /// The library's status code.
         status: i32,
@@ -123,10 +123,10 @@ pub enum CudaError {
     },
 }
 
-/// Result of work on a GPU.
+/// Result of a call of CUDA: a value, or a [`CudaError`].
 pub type Result<T> = std::result::Result<T, CudaError>;
 
-/// Converts bytes to GiB.
+/// Converts a number of bytes to GiB, for messages.
 fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
@@ -137,7 +137,7 @@ fn list_rejected_libraries(rejected: &[RejectedLibrary]) -> String {
 }
 
 impl CudaError {
-    /// Returns the error code that the user sees.
+    /// Returns the stable error code, which `launch explain` documents.
     pub fn code(&self) -> Code {
         match self {
             CudaError::LibraryNotFound { .. } => codes::DEVICE_LIBRARY_MISSING,

@@ -1,12 +1,13 @@
-//! Ops on rows: the embedding, gathering and combining the rows of experts, and the router.
+//! Ops on rows on a GPU: the embedding, gathering and combining the rows of experts, and the
+//! router.
 use super::compile::EXPERT_ROWS;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{RouterBackwardInputs, RouterShape, WriteMode};
 
-/// Maximum number of experts. A warp of the router kernel holds the scores of all experts in
-/// registers.
+/// Maximum number of experts of a router. A warp of the router kernel holds the scores of all
+/// experts in registers.
 const MAX_EXPERTS: usize = 1024;
 
 /// Gathers rows for the op `op`: `y[i] = x[rows[i]]`. Panics if an index is out of bounds.
@@ -54,7 +55,7 @@ struct RowsByToken {
     order: Vec<u32>,
 }
 
-/// Groups the rows of a batch by token. `tokens` has the token of each row.
+/// Groups the rows of a batch by token. `tokens[i]` is the token of row `i`.
 fn group_by_token(tokens: &[u32]) -> RowsByToken {
     let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
     order.sort_by_key(|&row| tokens[row as usize]); // stable

@@ -1,5 +1,5 @@
-//! Matmuls in fp8. Operands are quantized on the GPU. The quantized operands are contiguous along
-//! the summed dimension, as cuBLASLt requires. Their scales stay on the GPU.
+//! Matmuls in fp8 on a GPU. Operands are quantized by kernels. The quantized operands are
+//! contiguous along the summed dimension, as cuBLASLt requires, and their scales stay on the GPU.
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
@@ -10,14 +10,17 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
 
-/// Alignment of fp8 operands that cuBLASLt requires: 16 bytes for pointers, and 16 terms for sums.
+/// Alignment of fp8 operands that cuBLASLt requires: 16 bytes for addresses, and multiples of 16
+/// terms for sums.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads of a block. The kernel that transposes a tile has exactly this number
 /// of threads.
 const MAX_THREADS_PER_BLOCK: usize = 256;
-/// Number of elements of a tile along the sum. This is `TILE_DEPTH` of fp8.cu.
+/// Number of elements of a transposed tile along the summed dimension. This is `TILE_DEPTH` of
+/// fp8.cu.
 const TILE_DEPTH: usize = 128;
-/// Number of elements of a tile across the sum. This is `TILE_WIDTH` of fp8.cu.
+/// Number of elements of a transposed tile across the summed dimension. This is `TILE_WIDTH` of
+/// fp8.cu.
 const TILE_WIDTH: usize = 32;
 
 /// Implements [`crate::Ops::fp8_matmul`].
@@ -60,13 +63,13 @@ pub(super) fn matmul_fp8(
 struct QuantizedMatrix {
     format: Fp8Format,
     elements: DeviceMemory,
-    /// The scale and its reciprocal, in GPU memory.
+    /// The matrix's scale and its reciprocal, two `f32` in GPU memory.
     scales: DeviceMemory,
 }
 
 impl QuantizedMatrix {
-    /// Quantizes `count` vectors of `k` terms. If `is_contiguous`, a stored row of the matrix is
-    /// such a vector. Otherwise the matrix is transposed.
+    /// Quantizes an operand: `count` rows or columns of `k` terms each. If `is_contiguous`, each is
+    /// a row of the matrix in memory. Otherwise the matrix is transposed.
     fn new(cuda: &Cuda, matrix: Fp8Operand, is_contiguous: bool, count: usize, k: usize) -> Self {
         let (format, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
         let scales = compute_scales(cuda, x, count * k, format);
@@ -115,14 +118,14 @@ fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8Format) -> Dev
     scales
 }
 
-/// Returns the configuration for `blocks` blocks of about `threads` threads each, rounded up to
-/// whole warps.
+/// Returns the launch configuration for `blocks` blocks of about `threads` threads each, rounded up
+/// to whole warps.
 fn build_launch_config(blocks: usize, threads: usize) -> LaunchConfig {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
     LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
 }
 
-/// Returns the number by which fp8.cu identifies a format.
+/// Returns the number that represents a format in the kernels of fp8.cu.
 fn format_code(kind: Fp8Format) -> i64 {
     match kind {
         Fp8Format::E4M3 => 0,

@@ -42,7 +42,8 @@ const MIN_BATCH_CALLS: usize = 4;
 /// recorded. It also limits the number of calls that cannot be in a graph because one call of the
 /// batch differs each time.
 const MAX_BATCH_CALLS: usize = 64;
-/// Maximum number of graphs. The graph whose last launch is the longest ago is evicted first.
+/// Maximum number of cached graphs. The graph whose last launch is the longest ago is evicted
+/// first.
 const MAX_GRAPHS: usize = 512;
 /// Maximum number of batches whose hashes are remembered after their first occurrence.
 const MAX_SEEN_HASHES: usize = 4096;
@@ -55,13 +56,13 @@ const MAX_WASTED_GRAPHS: usize = 64;
 /// Counts of the ways in which calls were issued to the main stream while graphs were on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
-    /// True if graphs are on now.
+    /// True if CUDA graphs are on now.
     pub enabled: bool,
-    /// Number of graphs that exist.
+    /// Number of graphs that are cached now.
     pub cached_graphs: usize,
-    /// Number of graph launches.
+    /// Number of graph launches so far.
     pub launches: u64,
-    /// Number of calls that these launches replaced.
+    /// Number of calls that the graph launches replaced.
     pub calls: u64,
     /// Number of kernels in graphs whose arguments or grids were updated.
     pub updated_kernels: u64,
@@ -72,9 +73,9 @@ pub struct GraphStats {
 /// Recorded calls of the main stream, and the graphs that replace them.
 #[derive(Default)]
 pub(super) struct Graphs {
-    /// True if graphs are on.
+    /// True if CUDA graphs are on for the main stream.
     on: AtomicBool,
-    /// Number of calls to all streams, in whatever way they were issued.
+    /// Number of calls that were enqueued on any stream so far, in graphs or one by one.
     calls: AtomicU64,
     state: Mutex<GraphState>,
 }
@@ -99,15 +100,15 @@ pub(super) struct GraphState {
     graphs: HashMap<u64, CachedGraph>,
     /// Hashes of batches that have occurred once.
     seen_hashes: HashSet<u64>,
-    /// The last batch without a graph, by structure hash.
+    /// By structure hash: the last batch for which no graph was created.
     unmatched_batches: HashMap<u64, CallBatch>,
-    /// Hash of the last graph, by structure hash.
+    /// By structure hash: the hash of the last graph's batch.
     graph_by_structure: HashMap<u64, u64>,
-    /// Scratch memory of the main stream.
+    /// Allocator of the main stream's scratch memory.
     pub(super) arena: ScratchArena,
     /// Error that could not be returned where it occurred. The next flush returns it.
     deferred_error: Option<CudaError>,
-    /// Error because of which graphs were turned off. It is reported once.
+    /// Error because of which graphs were turned off, until it is reported to the user.
     disable_reason: Option<CudaError>,
     wasted_graphs: usize,
     stats: GraphStats,
@@ -117,16 +118,16 @@ pub(super) struct GraphState {
 unsafe impl Send for GraphState {}
 
 impl Graphs {
-    /// Locks the state. A panic of another thread may leave the batch incomplete, but then the
-    /// worker ends.
+    /// Locks the graph state. A panic of another thread may leave the batch incomplete, but then
+    /// the worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl GpuContext {
-    /// Locks the state that records this thread's calls. Returns `None` if this thread's calls are
-    /// issued immediately.
+    /// Locks the graph state if this thread's calls are recorded. Returns `None` if they are issued
+    /// immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.on.load(Relaxed) && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }
@@ -173,8 +174,8 @@ impl GpuContext {
         flushed
     }
 
-    /// Returns the error because of which graphs were turned off, the first time that it is called
-    /// afterwards.
+    /// Returns the error because of which graphs were turned off, once. Returns `None` at later
+    /// calls and if there was no error.
     fn take_disable_reason(&self) -> Option<CudaError> {
         self.graphs.lock().disable_reason.take()
     }
@@ -202,13 +203,13 @@ impl Cuda {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
-    /// Returns counts of the ways in which calls were issued so far.
+    /// Returns counts of graph launches and of calls that were issued one by one, so far.
     pub fn graph_stats(&self) -> GraphStats {
         let state = self.gpu.graphs.lock();
         GraphStats { enabled: state.on, cached_graphs: state.graphs.len(), ..state.stats }
     }
 
-    /// Locks the graph autotuner, which is `None` if nothing is measured.
+    /// Locks the graph autotuner. It is `None` if nothing is measured.
     fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -251,7 +252,8 @@ impl Cuda {
 }
 
 impl GraphState {
-    /// Issues every recorded call. Also returns an error that an earlier flush deferred.
+    /// Issues every recorded call to the main stream. Fails with the error of a call, or with an
+    /// error that an earlier flush deferred.
     pub(super) fn flush_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         let issued = match self.deferred_error.take() {
             Some(error) => Err(error),
@@ -265,8 +267,8 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded call, for callers that cannot return an error. The next flush returns
-    /// the error.
+    /// Issues every recorded call to the main stream, for callers that cannot return an error. The
+    /// next flush returns the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);
@@ -352,7 +354,7 @@ impl GraphState {
         self.batch.issue_all(gpu)
     }
 
-    /// Marks a batch as seen. Returns true if a batch with this hash occurred before.
+    /// Remembers the hash of a batch. Returns true if a batch with this hash occurred before.
     fn mark_seen(&mut self, hash: u64) -> bool {
         if self.seen_hashes.remove(&hash) {
             return true;
@@ -400,7 +402,7 @@ impl GraphState {
         }
     }
 
-    /// Destroys the graph whose last launch is the longest ago.
+    /// Destroys the cached graph whose last launch is the longest ago.
     fn evict_oldest_graph(&mut self, gpu: &GpuContext) {
         let oldest = self.graphs.iter().min_by_key(|(_, cached)| cached.last_launch).map(|(hash, _)| *hash);
         if let Some(evicted) = oldest.and_then(|hash| self.graphs.remove(&hash)) {
@@ -424,7 +426,7 @@ impl GraphState {
         self.destroy_graphs(gpu);
     }
 
-    /// Destroys every graph and forgets every batch.
+    /// Destroys every cached graph and forgets every remembered batch.
     fn destroy_graphs(&mut self, gpu: &GpuContext) {
         self.graphs.drain().for_each(|(_, cached)| cached.graph.destroy(gpu));
         self.seen_hashes.clear();
@@ -433,7 +435,8 @@ impl GraphState {
     }
 }
 
-/// Returns true if so few kernels changed that updating a graph is cheaper than issuing the calls.
+/// Returns true if so few kernels (`changed`) of the batch changed that updating a graph is cheaper
+/// than issuing the calls.
 fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
     3 * changed.len() <= batch.len()
 }

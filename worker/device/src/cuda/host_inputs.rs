@@ -39,19 +39,20 @@ pub(super) struct HostInputCache {
 /// GPU memory for the inputs of one name and size.
 #[derive(Default)]
 struct InputSlots {
-    /// Memory and content of each slot.
+    /// GPU memory of each slot, and a copy of the slot's content.
     slots: Vec<(DeviceMemory, Vec<u8>)>,
-    /// The slot that the next new input overwrites.
+    /// Index of the slot that the next new input overwrites.
     next: usize,
-    /// The input that was overwritten last.
+    /// Content of the input that was overwritten last.
     overwritten: Vec<u8>,
     /// Number of new inputs in a row that were equal to `overwritten`.
     alternations: u32,
 }
 
 impl HostInputCache {
-    /// Uploads `input` unless it is on the GPU already. Returns its GPU address, which is valid
-    /// until another input of this name is uploaded. The address of an empty input is 0.
+    /// Uploads the input `input` with the name `name`, unless a slot already has this content.
+    /// Returns its GPU address, which is valid until another input of this name is uploaded. The
+    /// address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,
         gpu: &Arc<GpuContext>,

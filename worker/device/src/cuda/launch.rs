@@ -11,7 +11,7 @@ use std::{
 /// A loaded image of one kernel source. It stays loaded as long as the context exists.
 pub(super) struct KernelModule(Handle);
 
-/// A kernel of a loaded module.
+/// A handle of a kernel in a loaded module, which can be launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KernelFunction(pub(super) Handle);
 
@@ -24,8 +24,8 @@ unsafe impl Send for KernelFunction {}
 // SAFETY: as for Send.
 unsafe impl Sync for KernelFunction {}
 
-/// Configuration of a launch: number of blocks, threads per block, and bytes of dynamic shared
-/// memory per block.
+/// Launch configuration of a kernel: number of blocks, threads per block, and bytes of dynamic
+/// shared memory per block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchConfig {
     pub(super) grid: [u32; 3],
@@ -36,6 +36,7 @@ pub(super) struct LaunchConfig {
 /// An argument of a kernel, which is copied byte by byte.
 ///
 /// # Safety
+///
 /// The type must have the memory layout of the kernel's C parameter, without padding.
 pub(super) unsafe trait KernelArg {}
 
@@ -47,7 +48,7 @@ unsafe impl KernelArg for f32 {}
 unsafe impl KernelArg for Address {}
 
 impl GpuContext {
-    /// Loads an image that was compiled for this GPU from the source `file`.
+    /// Loads a binary image that was compiled for this GPU from the kernel source `file`.
     pub(super) fn load_module(&self, file: &str, image: &[u8]) -> Result<KernelModule> {
         self.make_current()?;
         let mut module = ptr::null_mut();
@@ -67,7 +68,7 @@ impl GpuContext {
         Ok(KernelFunction(function))
     }
 
-    /// Allows a kernel's blocks to use this much dynamic shared memory.
+    /// Allows each block of a kernel to use up to `bytes` bytes of dynamic shared memory.
     pub(super) fn set_max_shared_memory(&self, function: KernelFunction, bytes: usize) -> Result<()> {
         self.make_current()?;
         // SAFETY: the function lives as long as the context.
@@ -76,9 +77,10 @@ impl GpuContext {
         self.driver.check_status("cuFuncSetAttribute", status)
     }
 
-    /// Enqueues a kernel on this thread's stream.
+    /// Enqueues a kernel launch on this thread's stream.
     ///
     /// # Safety
+    ///
     /// `arguments` must match the kernel's parameters in number, type and order. Each address must
     /// point to all memory that the kernel accesses through it.
     pub(super) unsafe fn launch(
@@ -101,6 +103,7 @@ impl GpuContext {
     /// Launches a kernel on `stream` immediately.
     ///
     /// # Safety
+    ///
     /// `arguments` must point to values that match the kernel's parameters in number, type and
     /// order. Each address among them must point to all memory that the kernel accesses through it.
     pub(super) unsafe fn issue_launch(

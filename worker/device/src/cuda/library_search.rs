@@ -33,11 +33,11 @@ pub enum CudaLibrary {
     Driver,
     /// NVRTC, the run-time compiler.
     Nvrtc,
-    /// cuBLASLt, matmuls.
+    /// cuBLASLt, which computes matmuls.
     CublasLt,
     /// cuDNN, used for attention. Optional.
     Cudnn,
-    /// NCCL, collectives between GPUs.
+    /// NCCL, which runs collectives between GPUs.
     Nccl,
 }
 
@@ -53,7 +53,7 @@ impl CudaLibrary {
         }
     }
 
-    /// Returns the library's name in messages.
+    /// Returns the name of the library for messages, such as `cuBLASLt`.
     pub(super) fn title(self) -> &'static str {
         match self {
             CudaLibrary::Driver => "the NVIDIA driver",
@@ -97,7 +97,7 @@ const SYSTEM_DIRECTORIES: [&str; 6] = [
 ];
 /// Directories in which installers of CUDA toolkits put them.
 const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
-/// Maximum number of entries of a directory that are read.
+/// Maximum number of entries that are read from a directory.
 const MAX_ENTRIES: usize = 4096;
 
 /// Entry of [`CudaError::LibraryNotFound`]'s list of searched directories that stands for the
@@ -107,18 +107,18 @@ const LOADER_ENTRY: &str = "the dynamic loader's directories";
 /// An open library and the path at which it was found.
 #[derive(Debug)]
 pub struct OpenLibrary {
-    /// The library.
+    /// The library, opened by the dynamic loader.
     pub library: Library,
-    /// Its path, or only its file name if the dynamic loader found it.
+    /// The library's path, or only its file name if the dynamic loader found it.
     pub path: PathBuf,
 }
 
 /// A library file that exists but cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedLibrary {
-    /// The file.
+    /// Path of the library file.
     pub path: PathBuf,
-    /// Why it cannot be used.
+    /// Reason why the file cannot be used.
     pub reason: RejectReason,
 }
 
@@ -160,14 +160,14 @@ impl LibraryPaths {
         LibraryPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
-    /// Returns the library's file names, best first: those that the driver can use, and those that
-    /// are too new for the driver.
+    /// Returns two lists of the library's file names, best first: names of versions that the driver
+    /// can use, and names of versions that are too new for the driver.
     fn file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
     }
 
-    /// Returns the directories in which the library is searched for, best first.
+    /// Returns the directories in which `library` is searched for, best first.
     ///
     /// The driver is not searched for in toolkits, because they contain only a stub of the driver
     /// for linking.
@@ -187,7 +187,7 @@ impl LibraryPaths {
         directories
     }
 
-    /// Opens the library from the first directory that has a usable file of it. The error lists the
+    /// Opens `library` from the first directory that has a usable file of it. The error lists the
     /// searched directories and the rejected files.
     pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
@@ -227,8 +227,8 @@ impl LibraryPaths {
         })
     }
 
-    /// Returns the rejection of a file that requires a newer driver. Returns `None` if the file
-    /// does not exist.
+    /// Returns a rejection for the file at `path`, which requires a newer driver. Returns `None` if
+    /// the file does not exist.
     fn reject_newer(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })

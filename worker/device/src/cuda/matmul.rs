@@ -28,13 +28,13 @@ use std::{
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-/// Maximum number of bytes of a matmul's workspace.
+/// Maximum size in bytes of the workspace of a matmul.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// Largest alignment in bytes that algorithms are distinguished by. A larger alignment makes no
 /// algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
 
-/// Address and layout of a matrix of a matmul.
+/// Address and layout of a matrix in GPU memory that a matmul reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MatrixRef {
     pub(super) at: Address,
@@ -73,7 +73,7 @@ pub(super) enum InputFormat {
 }
 
 impl Matmul {
-    /// Returns the key by which plans are stored.
+    /// Returns the key under which the plan of this matmul is stored.
     fn to_key(&self) -> Key {
         let [a, b] = self.inputs.cuda_types();
         Key {
@@ -86,7 +86,8 @@ impl Matmul {
         }
     }
 
-    /// Describes shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16 → f32)`.
+    /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16
+    /// → f32)`.
     pub(super) fn describe(&self) -> String {
         let name = |which| match which {
             R_F16 => "f16",
@@ -100,7 +101,7 @@ impl Matmul {
         format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
     }
 
-    /// Returns the addresses of the scales and of the bias.
+    /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
     fn call_pointers(&self) -> CallPointers {
         CallPointers { scales: self.inputs.scales(), bias: self.bias }
     }
@@ -145,14 +146,15 @@ struct Key {
     bias: Option<u32>,
 }
 
-/// Descriptors and the chosen algorithm, which all matmuls of one key share.
+/// Execution plan of matmuls: descriptors and the chosen algorithm, which all matmuls of one key
+/// share.
 struct MatmulPlan {
     library: Arc<CublasLtApi>,
     descriptor: MatmulDescriptor,
     /// Layouts of cuBLASLt's first and second operand and of the result.
     layouts: [Handle; 3],
     algorithm: Algorithm,
-    /// Number of bytes of workspace that the algorithm needs.
+    /// Size in bytes of the workspace that the algorithm needs.
     workspace: usize,
 }
 
@@ -177,7 +179,7 @@ pub(super) struct CublasLt {
     pub(super) version: usize,
     /// Plans by key. The value is `None` where the library has no algorithm.
     plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
-    /// Set if algorithms are timed.
+    /// The search for the fastest algorithms; set once autotuning is enabled.
     search: OnceLock<AlgorithmSearch>,
 }
 
@@ -206,7 +208,7 @@ pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, Pat
 }
 
 impl CublasLt {
-    /// Opens the library for the GPU whose context is current.
+    /// Opens cuBLASLt for the GPU whose context is current in this thread.
     pub(super) fn open(paths: &LibraryPaths) -> Result<CublasLt> {
         let opened = paths.open(CudaLibrary::CublasLt)?;
         let path = opened.path.clone();
@@ -249,7 +251,7 @@ impl CublasLt {
         Ok(self.get_or_create_plan(gpu, matmul)?.is_some())
     }
 
-    /// Returns the plan for a matmul, and creates it if there is none yet. Returns `None` if the
+    /// Returns the stored plan for a matmul, or creates and stores a plan. Returns `None` if the
     /// library has no algorithm.
     fn get_or_create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
         let key = matmul.to_key();
@@ -300,7 +302,7 @@ impl CublasLt {
         Ok(Some(plan))
     }
 
-    /// Returns the algorithms that the library suggests, best guess first.
+    /// Returns the algorithms that cuBLASLt's heuristic suggests for a matmul, best guess first.
     fn query_candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<Heuristic>> {
         let lt = &self.lt.library;
         let preference = AlgorithmPreference::new(lt)?;
@@ -337,9 +339,10 @@ impl CublasLt {
     }
 
     /// Runs a matmul several times with this algorithm and returns the seconds of all timed runs
-    /// together. Returns `None` if the algorithm fails, or if there is no memory to try it. A
-    /// result to which the matmul is added keeps its content. Any other result is unspecified
-    /// afterwards.
+    /// together. Returns `None` if the algorithm fails, or if there is no memory to try it.
+    ///
+    /// If the matmul is added to its result, the result keeps its content. Any other result is
+    /// unspecified afterwards.
     fn time_candidate(
         &self,
         gpu: &Arc<GpuContext>,

@@ -12,7 +12,7 @@ use std::{
 };
 
 impl GpuContext {
-    /// Returns the number of free bytes and of all bytes of the GPU's memory.
+    /// Returns the number of free bytes and the total number of bytes of the GPU's memory.
     pub(super) fn query_memory_info(&self) -> Result<(usize, usize)> {
         self.make_current()?;
         let (mut free, mut total) = (0, 0);
@@ -84,8 +84,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Frees memory of [`GpuContext::allocate`] after the work that this thread has given to its
-    /// stream so far.
+    /// Frees memory from [`GpuContext::allocate`] after the work that this thread has enqueued on
+    /// its stream so far.
     pub(super) fn free(&self, at: Address, bytes: usize) {
         if self.make_current().is_ok() {
             let mut recording = self.lock_if_recording();
@@ -96,7 +96,7 @@ impl GpuContext {
         }
     }
 
-    /// Returns memory to the driver's pool, in the order of `stream`.
+    /// Returns `bytes` bytes at `at` to the driver's pool, in the order of `stream`.
     pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: Handle) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         // SAFETY: the address came from the pool and is freed once. An error here belongs to
@@ -123,7 +123,8 @@ impl GpuContext {
         })
     }
 
-    /// Frees memory of [`GpuContext::allocate_pinned`]. No copy may use the memory any more.
+    /// Frees pinned host memory from [`GpuContext::allocate_pinned`]. No copy may use the memory
+    /// any more.
     pub(super) fn free_pinned(&self, at: Address) {
         if self.make_current().is_ok() {
             // SAFETY: freed once. Errors cannot be handled here.
@@ -203,7 +204,7 @@ impl DriverApi {
         self.check_status("cuMemPoolTrimTo", unsafe { (self.cuMemPoolTrimTo)(pool, 0) })
     }
 
-    /// Returns the default memory pool of the device.
+    /// Returns the driver's default memory pool of the device.
     fn get_default_pool(&self, device: c_int) -> Result<Handle> {
         let mut pool = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -222,13 +223,13 @@ pub(super) struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Returns the address in GPU memory. It is 0 if there are no bytes.
+    /// Returns the GPU address of the range. It is 0 if there are no bytes.
     pub(super) fn address(&self) -> Address {
         self.at
     }
 
-    /// Returns the address to a caller who frees the memory with [`GpuContext::free`]. Must not be
-    /// called for scratch memory.
+    /// Gives up ownership and returns the GPU address. The caller must free the memory with
+    /// [`GpuContext::free`]. Must not be called for scratch memory.
     pub(super) fn into_address(mut self) -> Address {
         self.bytes = 0;
         self.at

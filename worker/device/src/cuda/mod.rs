@@ -68,7 +68,7 @@ use streams::CudaEvent;
 pub struct Cuda {
     kernels: KernelModules,
     cublas_lt: CublasLt,
-    /// Set if cuDNN may compute attention.
+    /// The opened cuDNN library; set if the job lets cuDNN compute attention.
     cudnn: OnceLock<CudnnAttention>,
     /// Caches of host inputs by stream and thread, because inputs of one thread would overwrite
     /// those of another.
@@ -99,7 +99,7 @@ impl MemoryOwner for GpuContext {
     }
 }
 
-/// Owner of a buffer in pinned host memory.
+/// Frees the pinned host memory of a buffer when the buffer is dropped.
 struct PinnedOwner(Arc<GpuContext>);
 
 impl MemoryOwner for PinnedOwner {
@@ -248,7 +248,7 @@ impl Cuda {
         unwrap_or_panic(inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input)))
     }
 
-    /// Locks the caches of host inputs.
+    /// Locks the map of host input caches.
     fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
@@ -278,7 +278,8 @@ impl Cuda {
         unwrap_or_panic(self.cublas_lt.has_algorithm(&self.gpu, matmul))
     }
 
-    /// Enqueues a matmul on this thread's stream. Panics with a [`DeviceError`] if that fails.
+    /// Enqueues a matmul on this thread's stream. Panics with a [`DeviceError`] if the matmul
+    /// cannot be enqueued.
     fn run_matmul(&self, matmul: &Matmul) {
         self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
     }
@@ -363,7 +364,7 @@ fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     width.is_multiple_of(8) && tensors.iter().all(is_aligned)
 }
 
-/// Number of threads of a block, unless a kernel needs another number.
+/// Number of threads per block of kernels that need no other number.
 const THREADS_PER_BLOCK: usize = 256;
 
 /// Returns the number of threads for a row of `width` elements: whole warps, with eight elements
@@ -411,8 +412,8 @@ pub fn compile_kernel_sources(
     compile::SOURCES.iter().map(|source| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
 }
 
-/// Returns the value, or panics with the error as a [`DeviceError`], which the worker reports as
-/// its own error.
+/// Returns the value of `result`. Panics with the error as a [`DeviceError`], which the worker
+/// reports as its own error.
 #[track_caller]
 fn unwrap_or_panic<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| std::panic::panic_any(DeviceError(error.into())))
@@ -430,7 +431,7 @@ struct TensorArg {
 unsafe impl KernelArg for TensorArg {}
 
 impl TensorArg {
-    /// Argument for an optional tensor that is absent.
+    /// Kernel argument for an optional tensor that is absent.
     const NONE: TensorArg = TensorArg { at: 0, dtype: 0 };
 }
 
@@ -448,7 +449,7 @@ impl From<&ViewMut<'_>> for TensorArg {
     }
 }
 
-/// Returns the number by which common.cuh identifies an element type.
+/// Returns the number that represents an element type in the kernels (common.cuh).
 fn dtype_code(dtype: Dtype) -> i64 {
     match dtype {
         Dtype::F32 => 0,

@@ -1,4 +1,5 @@
-//! Ops that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and bias.
+//! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and
+//! bias.
 use super::compile::NORM;
 use super::launch::{KernelArg, LaunchConfig};
 use super::{Address, Cuda, TensorArg, are_vectorizable, choose_row_threads, expect_len, f32_gpu_address};
@@ -6,9 +7,9 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{HeadLayout, LayerNormParams, WriteMode};
 use std::ffi::CStr;
 
-/// Number of rows that a block sums. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
+/// Number of rows that a thread block sums. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
 const ROWS_PER_PARTIAL_SUM: usize = 64;
-/// Number of columns that a block sums. This is `COLUMNS_PER_BLOCK` of norm.cu.
+/// Number of columns that a thread block sums. This is `COLUMNS_PER_BLOCK` of norm.cu.
 const COLUMNS_PER_BLOCK: usize = 256;
 
 /// Layout of rows, or of heads within rows, in a tensor. The layout of this type is that of
@@ -38,8 +39,8 @@ impl RowLayout {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
 
-    /// Returns the layout in which each head is a row. Panics if there are too many heads for a
-    /// grid.
+    /// Returns the layout in which each head of a wider matrix is a row. Panics if there are too
+    /// many heads for a grid.
     fn from_heads(h: HeadLayout) -> Self {
         let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first_column].map(|x| x as i64);
         let count = h.rows * h.heads;
@@ -69,7 +70,7 @@ fn require_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype);
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// Factor by which each row is multiplied before the sum.
+/// Factor by which each row is multiplied before [`sum_rows`] sums the rows.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,
@@ -115,7 +116,7 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: Row
     );
 }
 
-/// Computes RMSNorm of `x`. If there is a `delta`, first adds it to `x` in place.
+/// Computes RMSNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
 pub(super) fn rmsnorm_forward(
     cuda: &Cuda,
     y: ViewMut,
@@ -235,7 +236,7 @@ pub(super) fn rmsnorm_heads_backward(
     cuda.launch_row_warps(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
 }
 
-/// Computes LayerNorm of `x`. If there is a `delta`, first adds it to `x` in place.
+/// Computes LayerNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
 pub(super) fn layernorm_forward(
     cuda: &Cuda,
     y: ViewMut,

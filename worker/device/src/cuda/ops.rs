@@ -35,7 +35,7 @@ impl MatmulOperand {
         MatrixRef { at: self.at, stride: self.stride, transposed: self.transposed }
     }
 
-    /// Returns the operand as a kernel argument, without its layout.
+    /// Returns the operand's address and element type as a kernel argument, without its layout.
     fn to_tensor_arg(self) -> TensorArg {
         TensorArg { at: self.at, dtype: dtype_code(self.dtype) }
     }
@@ -104,7 +104,7 @@ fn matmul_with_operand_type(
     true
 }
 
-/// Returns the type to which operands of these types are converted.
+/// Returns the element type to which a matmul's operands of the types `a` and `b` are converted.
 fn select_operand_type(a: Dtype, b: Dtype) -> Dtype {
     match (a, b) {
         _ if a == b => a,
@@ -175,8 +175,8 @@ pub(super) fn run_with_f32_result(
     elementwise::convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
 }
 
-/// Converts an operand to a type. Returns the converted operand, and the memory of the copy if one
-/// was needed.
+/// Converts a matmul operand to the element type `dtype`. Returns the converted operand, and the
+/// memory of the copy if one was needed.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

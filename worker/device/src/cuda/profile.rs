@@ -13,11 +13,11 @@ use std::{
 /// GPU time of all profiled calls with one name: calls of a kernel, or matmuls of one shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProfileEntry {
-    /// Name of the calls.
+    /// Name of the kernel, or shape and types of the matmuls.
     pub name: String,
     /// Number of calls.
     pub calls: u32,
-    /// Seconds on the GPU. They include the launch latency between two calls.
+    /// Seconds of GPU time of all calls together, including the launch latency between two calls.
     pub seconds: f64,
 }
 
@@ -51,8 +51,8 @@ impl Cuda {
         Ok(entries)
     }
 
-    /// Makes a call, and measures its GPU time if profiling is on. Panics with a
-    /// [`crate::storage::DeviceError`] if the call fails.
+    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on. Panics with
+    /// a [`crate::storage::DeviceError`] if the call fails.
     #[track_caller]
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         if !self.profile.is_on.load(Relaxed) {

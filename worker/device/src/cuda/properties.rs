@@ -1,4 +1,5 @@
-//! [`GpuProperties`], and the first calls to the driver: its version, its devices, its errors.
+//! [`GpuProperties`], and the functions that open the driver and query its version, GPUs and error
+//! messages.
 use super::bindings::{
     CAPABILITY_MAJOR, CAPABILITY_MINOR, DriverApi, L2_CACHE, MULTIPROCESSORS, SHARED_PER_BLOCK,
 };
@@ -26,15 +27,15 @@ pub struct GpuProperties {
     pub capability: (u32, u32),
     /// Number of streaming multiprocessors.
     pub multiprocessor_count: usize,
-    /// Bytes of memory.
+    /// Size of the GPU's memory in bytes.
     pub memory_bytes: usize,
     /// Bytes of shared memory that one block can use.
     pub shared_memory_per_block: usize,
-    /// Bytes of the L2 cache.
+    /// Size of the L2 cache in bytes.
     pub l2_cache_bytes: usize,
     /// The CUDA version that the driver implements: (13, 0).
     pub driver_version: (u32, u32),
-    /// The driver's library.
+    /// Path of the driver's library.
     pub driver_path: PathBuf,
 }
 
@@ -140,7 +141,7 @@ impl DriverApi {
         })
     }
 
-    /// Queries the properties of a device.
+    /// Queries the properties of a GPU from the driver. `device` is the driver's handle of the GPU.
     pub(super) fn query_properties(
         &self,
         device: c_int,

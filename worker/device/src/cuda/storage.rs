@@ -1,4 +1,4 @@
-//! [`Storage`] on a GPU.
+//! Implementation of [`Storage`] on a GPU.
 use super::{Cuda, PinnedOwner, gpu_address, streams, unwrap_or_panic};
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::storage::{BackendEvent, BackendNotice, DeviceError, Event, Storage};

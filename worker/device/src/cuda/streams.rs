@@ -1,4 +1,4 @@
-//! Streams of threads, and the events that order streams.
+//! Separate CUDA streams of threads, and the events with which streams wait for each other.
 use super::bindings::{Address, DriverApi, Handle, NO_TIMING, NON_BLOCKING, NOT_READY};
 use super::context::GpuContext;
 use super::error::Result;
@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-/// Name in errors for work that failed after it was enqueued.
+/// Operation name in errors for work that failed after it was enqueued.
 const GPU_WORK: &str = "work on the GPU";
 
 thread_local! {
@@ -41,7 +41,8 @@ impl GpuContext {
         Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
 
-    /// Records an event after the work that this thread has given to its stream so far.
+    /// Records an event on this thread's stream, after the work that the thread has enqueued so
+    /// far.
     pub(super) fn record_event(self: &Arc<Self>) -> Result<CudaEvent> {
         self.record_event_with_flags(NO_TIMING)
     }
@@ -97,7 +98,7 @@ impl GpuContext {
 }
 
 impl DriverApi {
-    /// Creates a stream that runs concurrently with the others.
+    /// Creates a CUDA stream of this priority that runs concurrently with the others.
     pub(super) fn create_stream(&self, priority: c_int) -> Result<Handle> {
         let mut stream = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -107,7 +108,8 @@ impl DriverApi {
     }
 }
 
-/// Separate stream of a thread. Dropping it waits for the stream's work.
+/// Separate stream of a thread. Dropping it waits for the stream's work and restores the thread's
+/// previous stream.
 pub(super) struct ThreadStream {
     gpu: Arc<GpuContext>,
     stream: Handle,
@@ -136,7 +138,7 @@ impl Drop for ThreadStream {
     }
 }
 
-/// A recorded event of the driver. Dropping it destroys the event.
+/// A CUDA event that was recorded on a stream. Dropping it destroys the event.
 pub(super) struct CudaEvent {
     gpu: Arc<GpuContext>,
     handle: Handle,

@@ -5,9 +5,9 @@ use crate::fp8::Fp8Format;
 /// Whether an op overwrites its output (`=`) or adds to its output (`+=`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteMode {
-    /// The result replaces the output. Its previous content is not read.
+    /// The result replaces the output. The previous content of the output is not read.
     Overwrite,
-    /// The result is added to the output.
+    /// The result is added elementwise to the previous content of the output.
     Accumulate,
 }
 
@@ -16,7 +16,7 @@ pub enum WriteMode {
 pub struct AttentionShape {
     /// Number of sequences.
     pub b: usize,
-    /// Tokens of each sequence.
+    /// Number of tokens of each sequence.
     pub t: usize,
     /// Number of query heads.
     pub heads: usize,
@@ -167,11 +167,11 @@ pub const FP8_COLUMN_MULTIPLE: usize = 16;
 /// Parameters of a LayerNorm over rows of `d` elements.
 #[derive(Clone, Copy)]
 pub struct LayerNormParams<'a> {
-    /// Weight, `[d]`.
+    /// Weight of each column, `[d]`.
     pub w: View<'a>,
-    /// Bias, `[d]`.
+    /// Bias of each column, `[d]`.
     pub b: View<'a>,
-    /// Added to the variance before the square root.
+    /// Number that is added to the variance before the square root.
     pub eps: f32,
 }
 
@@ -185,7 +185,7 @@ pub struct AdamWHyperparams {
     pub beta1: f64,
     /// Decay of the second moment `exp_avg_sq`.
     pub beta2: f64,
-    /// Added to the denominator of the update.
+    /// Number that is added to the denominator of the update.
     pub eps: f64,
     /// Weight decay per unit of learning rate.
     pub weight_decay: f64,
@@ -215,9 +215,10 @@ pub struct SgdHyperparams {
 pub struct LionHyperparams {
     /// Learning rate.
     pub lr: f64,
-    /// Weight of `exp_avg` in the sum whose sign is the update.
+    /// Weight of `exp_avg` in its weighted sum with the gradient; the sign of the sum is the
+    /// update.
     pub beta1: f64,
-    /// Decay of `exp_avg`.
+    /// Decay of `exp_avg`, the moving average of the gradients.
     pub beta2: f64,
     /// Weight decay per unit of learning rate.
     pub weight_decay: f64,
@@ -297,12 +298,12 @@ pub const NORM_BLOCK_LEN: usize = 4096;
 
 /// Outputs of the backward pass of [`crate::Ops::compute_classifier_loss`].
 pub struct ClassifierGrads<'a> {
-    /// Gradient of the input, `[m, d]`; overwritten.
+    /// Gradient of the classifier's input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,
-    /// Gradient of the weight, `[v, d]`; empty if it is not needed.
+    /// Gradient of the output layer's weight, `[v, d]`; empty if it is not needed.
     pub dw: ViewMut<'a>,
     /// Whether `dw` is overwritten or added to.
     pub dw_write: WriteMode,
-    /// Factor of the gradient of the logits.
+    /// Factor by which the gradient of the logits is multiplied.
     pub scale: f32,
 }

@@ -20,9 +20,9 @@ inline uint32_t float_to_bits(float x) {
     return bits;
 }
 inline float bf16_to_float(uint32_t half) { return bits_to_float(half << 16); }
-// Rounds to nearest, ties to even, in a format with these numbers of exponent and mantissa bits.
-// Larger numbers than `largest` become infinite, or `largest` if `saturates`. `nan_code` is the
-// code of NaN.
+// Converts x to a small floating-point format with these numbers of exponent and mantissa bits, and
+// returns the code. Rounds to nearest, ties to even. Larger numbers than `largest` become infinite,
+// or `largest` if `saturates`. `nan_code` is the code of NaN.
 inline uint32_t to_small_float(float x, int exponent_bits, int mantissa_bits, double largest, bool saturates, uint32_t nan_code) {
     uint32_t sign = float_to_bits(x) >> 31 << (exponent_bits + mantissa_bits);
     if (std::isnan(x)) return nan_code;

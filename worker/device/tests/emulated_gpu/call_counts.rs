@@ -1,4 +1,4 @@
-//! Counts of the emulated libraries' calls.
+//! Access to the counts of calls that the emulated libraries keep.
 use super::emulated_gpu;
 use std::ffi::{CString, c_char, c_long};
 

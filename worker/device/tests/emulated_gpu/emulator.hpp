@@ -37,7 +37,7 @@ constexpr size_t STACK = 64 << 10, GUARD = 64; // bytes
     abort();
 }
 
-// A barrier between some threads of a block.
+// A barrier at which some threads of a block wait for each other.
 struct Barrier {
     unsigned arrived = 0;
     uint64_t generation = 0; // how often the barrier opened
@@ -267,7 +267,7 @@ static inline float from_f16(unsigned short h) {
     else x = __int_as_float((int)((exponent + 112) << 23 | mantissa << 13));
     return __int_as_float((int)((unsigned)__float_as_int(x) | sign));
 }
-// Rounds to nearest, ties to even.
+// Rounds x to the nearest IEEE half-precision number, ties to even, and returns its bits.
 static inline unsigned short to_f16(float x) {
     unsigned bits = (unsigned)__float_as_int(x), sign = bits >> 16 & 0x8000;
     float size = fabsf(x);
@@ -287,7 +287,8 @@ inline void expect_shared(const void* at, size_t bytes, const char* what) {
     if ((uintptr_t)at % bytes) stop(what);
     if (from < begin || from + bytes > begin + block.shared.size() - GUARD) stop("an address is outside of shared memory");
 }
-// Until the copy completes, its target holds neither the old content nor the new.
+// Starts an asynchronous copy. Until the copy completes, its target holds neither the old content
+// nor the new.
 inline void copy(void* to, const void* from, size_t bytes, bool is_valid) {
     expect_shared(to, bytes, "the target of a copy is not aligned");
     if ((uintptr_t)from % bytes) stop("the source of a copy is not aligned");
@@ -300,8 +301,8 @@ inline void copy(void* to, const void* from, size_t bytes, bool is_valid) {
 static inline void copy_16_bytes_async(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 16, is_valid); }
 static inline void copy_4_bytes_async(void* to, const void* from, bool is_valid) { emulator::copy(to, from, 4, is_valid); }
 static inline void commit_copies() { emulator::block.groups[emulator::block.current]++; }
-// Completes all committed groups except the latest `Open`. A GPU may complete them earlier; here
-// they complete as late as possible.
+// Completes all committed groups of copies except the latest `Open`. A GPU may complete them
+// earlier; here they complete as late as possible.
 template <int Open> void await_copies() {
     unsigned self = emulator::block.current, committed = emulator::block.groups[self];
     auto& copies = emulator::block.copies[self];

@@ -4,7 +4,8 @@
 #pragma once
 
 typedef std::vector<std::shared_ptr<Node>> Nodes;
-// An executable graph. Its nodes are copies of the source graph's nodes, by which they are found.
+// An executable graph. Its nodes are copies of the source graph's nodes. An update finds a copy by
+// its source node.
 struct ExecutableGraph {
     Nodes source;
     std::shared_ptr<Nodes> nodes; // shared with launches in progress, which see no update
@@ -24,7 +25,7 @@ API cuStreamBeginCapture_v2(void* stream, int mode) {
     s->invalid = false;
     return SUCCESS;
 }
-// Ends the capture, even if it is invalid.
+// Ends the capture of a stream and returns the graph. Ends the capture even if it is invalid.
 API cuStreamEndCapture(void* stream, void** graph) {
     *graph = nullptr;
     Stream* s = (Stream*)stream;
@@ -61,7 +62,7 @@ API cuGraphInstantiateWithFlags(void** ready, void* graph, unsigned long long fl
     *ready = new ExecutableGraph{source, std::make_shared<Nodes>(source)};
     return SUCCESS;
 }
-// CUDA_KERNEL_NODE_PARAMS_v2.
+// CUDA_KERNEL_NODE_PARAMS_v2: the kernel, grid and arguments of a graph node.
 struct KernelNode {
     void* function;
     Shape shape;

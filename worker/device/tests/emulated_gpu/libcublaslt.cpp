@@ -112,8 +112,8 @@ static bool fits(const Desc* d, const Layout* a, const Layout* b, const Layout* 
     return k == k2 && c->rows == m && c->cols == n && types;
 }
 
-// BLAS_LACKS=odd: there is no algorithm that adds a bias, and none for 16-bit operands whose rows
-// are not aligned to 16 bytes.
+// Returns true if the library has no algorithm for the matmul. With BLAS_LACKS=odd there is no
+// algorithm that adds a bias, and none for 16-bit operands whose rows are not aligned to 16 bytes.
 static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const Preference* p) {
     const char* value = getenv("BLAS_LACKS");
     if (!value || strcmp(value, "odd")) return false;
@@ -121,7 +121,8 @@ static bool is_lacking(const Desc* desc, const Layout* a, const Layout* b, const
     return desc->epilogue != 1 || (a->type != R_32F && odd);
 }
 
-// An algorithm stores the alignment that it was requested for. For fp8 it is at least 16 bytes.
+// Suggests algorithms. Each stores the alignment that it was requested for. For fp8 the alignment
+// is at least 16 bytes.
 API cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void* c, void* d, void* preference, int requested,
                                    Result* results, int* count) {
     *count = 0;

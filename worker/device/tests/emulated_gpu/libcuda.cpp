@@ -102,7 +102,7 @@ static bool is_allocated(uintptr_t at, size_t bytes) {
     return at + bytes <= start + a.bytes;
 }
 
-// Memory that the running work may access.
+// Ranges of GPU memory that the running work may access: address and size.
 static std::map<uintptr_t, size_t> mapped;
 static bool is_accessible(uint64_t at, size_t bytes) {
     static thread_local std::pair<uintptr_t, size_t> last;
@@ -182,7 +182,8 @@ API cuMemFreeHost(void* at) {
     free(at);
     return SUCCESS;
 }
-// Unpinned host memory is copied before the call returns, pinned memory when the copy runs.
+// Copies from the host to GPU memory. Unpinned host memory is copied before the call returns,
+// pinned memory when the copy runs.
 API cuMemcpyHtoDAsync_v2(uintptr_t to, const void* from, size_t bytes, void* stream) {
     COUNT_CALL("cuMemcpyHtoDAsync");
     FORBID_IN_CAPTURE(stream); // a GPU would read the host's memory at each launch
@@ -363,7 +364,8 @@ API cuGetErrorString(int code, const char** text) {
 
 // --- kernels --------------------------------------------------------------------------------------
 
-// Blocks, threads per block, and bytes of shared memory per block.
+// Launch configuration of a kernel: blocks, threads per block, and bytes of shared memory per
+// block.
 struct Shape {
     unsigned grid[3], threads[3], shared;
 };

@@ -24,7 +24,7 @@
 
 #define API extern "C" __attribute__((visibility("default"))) int
 enum { SUCCESS = 0, NOT_INITIALIZED = 1001, BAD_PARAM = 2000, NOT_SUPPORTED = 3000, EXECUTION_FAILED = 5000 };
-// CUDNN_BACKEND_…_DESCRIPTOR.
+// Kinds of descriptors, with the values of CUDNN_BACKEND_…_DESCRIPTOR.
 enum {
     POINTWISE = 0, CONFIG = 3, HEURISTICS = 4, PLAN = 5, POINTWISE_OPERATION = 13, GRAPH = 15, VARIANT_PACK = 16, TENSOR = 17, MATMUL = 18,
     MATMUL_OPERATION = 19, REDUCTION = 21, REDUCTION_OPERATION = 22, RESHAPE_OPERATION = 31
@@ -52,7 +52,7 @@ struct Desc {
     }
     const Desc& part(int attribute) const { return *parts.at(attribute)[0]; }
 };
-// A descriptor's handle. A descriptor keeps the descriptors alive to which it refers.
+// A descriptor's handle. A descriptor keeps the descriptors alive that its attributes name.
 typedef std::shared_ptr<Desc> SharedDesc;
 
 static thread_local std::string last_error;
@@ -250,8 +250,8 @@ static void execute_pointwise(Execution& execution, const Desc& d) {
     });
     execution.write(y, to);
 }
-// Several heads of a share a head of b. A result of fp32 in memory is a sum over blocks: it is
-// added to.
+// Executes a matmul. Several heads of a may share a head of b. A result of fp32 in memory is a sum
+// over blocks, to which the matmul is added.
 static void execute_matmul(Execution& execution, const Desc& d) {
     Shape a = shape(d.part(1520)), b = shape(d.part(1521)), c = shape(d.part(1522));
     std::vector<float> x = execution.read(a), y = execution.read(b), z(c.count());
@@ -277,7 +277,7 @@ static void execute_reduction(Execution& execution, const Desc& d) {
     });
     execution.write(y, to);
 }
-// Reinterprets the memory of x with the dimensions and strides of y.
+// Executes a reshape: reinterprets the memory of x with the dimensions and strides of y.
 static void execute_reshape(Execution& execution, const Desc& d) {
     Shape x = shape(d.part(2200)), y = shape(d.part(2201));
     std::vector<float> from = execution.read(x), to(y.count());
@@ -368,8 +368,8 @@ API cudnnBackendFinalize(void* desc) {
     return code;
 }
 
-// Returns an attribute. The heuristics suggest three engines: a slow one, a fast one, and one that
-// fails.
+// Reads an attribute of a descriptor. The heuristics suggest three engines: a slow one, a fast one,
+// and one that fails.
 API cudnnBackendGetAttribute(void* desc, int attribute, int type, int64_t count, int64_t* returned, void* values) {
     Desc& d = **(SharedDesc*)desc;
     REQUIRE(d.finished);
@@ -390,7 +390,7 @@ API cudnnBackendGetAttribute(void* desc, int attribute, int type, int64_t count,
     return SUCCESS;
 }
 
-// Changes one element of the last operation's result.
+// Changes one element of the last operation's result, for tests of wrong results.
 static void corrupt(Execution& execution, const Desc& d) {
     Shape y = shape(d.part(d.kind == MATMUL_OPERATION ? 1522 : 753));
     std::vector<float> elements = execution.read(y);

@@ -21,7 +21,8 @@ API nvrtcVersion(int* major, int* minor) {
     return 0;
 }
 
-// Returns a function of NVIDIA's NVRTC, or null if NVRTC is not there.
+// Returns a function of NVIDIA's NVRTC, or null if NVRTC is not in the directory `nvrtc` next to
+// this library.
 static void* real_function(const char* name) {
     static void* library = [] {
         Dl_info here;
@@ -64,7 +65,8 @@ API nvrtcGetProgramLog(void* program, char* to) {
     return 0;
 }
 
-// Generates PTX instead of a binary: `sm_90` becomes `compute_90`.
+// Compiles a program. NVIDIA's NVRTC is asked for PTX instead of a binary: `sm_90` becomes
+// `compute_90`.
 API nvrtcCompileProgram(void* program, int n, const char* const* options) {
     Program* p = (Program*)program;
     bool arch = false;

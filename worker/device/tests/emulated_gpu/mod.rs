@@ -17,8 +17,8 @@ const LIBRARIES: [(&str, &str); 4] = [
     ("libcublasLt.so.13", "libcublaslt.cpp"),
     (CUDNN, "libcudnn.cpp"),
 ];
-/// File name of cuDNN. cuDNN is optional, so it is in a separate directory, `cudnn`, below the
-/// directory of the other libraries.
+/// File name of the emulated cuDNN. cuDNN is optional, so it is in a separate directory, `cudnn`,
+/// below the directory of the other libraries.
 const CUDNN: &str = "libcudnn.so.9";
 /// Names of the kernel sources, without `.cu`.
 const KERNEL_SOURCES: [&str; 8] =
@@ -96,7 +96,7 @@ pub(crate) fn nvrtc_directory() -> Option<PathBuf> {
     None
 }
 
-/// Finds the directory of the crate `device`. The tests of `device`, of `worker` and of the
+/// Returns the directory of the crate `device`. The tests of `device`, of `worker` and of the
 /// executable include this module, each from another directory.
 fn find_device_crate() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));

@@ -142,8 +142,8 @@ inline void begin_copy(Warp& w, const Instruction& i, uint32_t lanes) {
 inline void commit_copies(Warp& w, const Instruction&, uint32_t lanes) {
     each_lane(lanes, [&](int l) { w.groups[l]++; });
 }
-// Completes all groups except the latest ones. A GPU may complete them earlier; here they complete
-// as late as possible.
+// Executes cp.async.wait_group: completes all groups of copies except the latest ones. A GPU may
+// complete them earlier; here they complete as late as possible.
 inline void await_copies(Warp& w, const Instruction& i, uint32_t lanes) {
     each_lane(lanes, [&](int l) {
         auto& copies = w.copies[l];

@@ -49,7 +49,7 @@ struct Instruction {
     std::string text;
 };
 
-// Inaccessible bytes between static variables.
+// Number of inaccessible bytes between static variables in shared memory.
 constexpr uint32_t GAP = 64;
 // The first bytes of a block's shared memory are reserved by the system.
 constexpr uint32_t RESERVED = 1024;
@@ -167,7 +167,7 @@ class Parser {
     std::map<std::string, uint32_t> labels;
     std::vector<std::pair<size_t, std::string>> jumps;
 
-    // `.align 4 .b8 name[128];`
+    // Parses the declaration of a variable, such as `.align 4 .b8 name[128];`.
     void variable(Space space, std::map<std::string, Variable>& into) {
         Variable v{space, 0, 1};
         std::string word = text.next();
@@ -223,7 +223,7 @@ class Parser {
         return kernel;
     }
 
-    // `.param .align 8 .b8 name[16],`
+    // Parses a kernel parameter, such as `.param .align 8 .b8 name[16],`.
     void parameter() {
         std::string word = text.next();
         uint32_t align = 0, count = 1;
@@ -275,8 +275,8 @@ class Parser {
         kernel.code.push_back(i);
     }
 
-    // `.reg .b32 %r<16>;`, `.reg .b16 tmp;`: a register without `%` gets its slot here, the others
-    // at their first use.
+    // Parses `.reg .b32 %r<16>;` or `.reg .b16 tmp;`. A register without `%` gets its slot here,
+    // the others at their first use.
     void declare_registers() {
         for (std::string word = text.next(); word != ";" && !word.empty(); word = text.next())
             if (isalpha((unsigned char)word[0]) || word[0] == '_') registers[word] = kernel.slots++;
@@ -300,7 +300,8 @@ class Parser {
         }
     }
 
-    // `%rd1`, `%rd1+-16`, `name`, `name+4`. The second address of a copy is an ordinary operand.
+    // Parses an address operand: `%rd1`, `%rd1+-16`, `name`, `name+4`. The second address of a copy
+    // is an ordinary operand.
     void address(Instruction& i, const std::string& word) {
         size_t plus = word.find('+');
         std::string name = word.substr(0, plus);

@@ -42,7 +42,7 @@ class ShadowMemory {
             p.copying = copying;
         }
     }
-    // Completes a copy, as if its thread had written the bytes now.
+    // Marks an asynchronous copy as complete, as if its thread had written the bytes now.
     void complete_copy(uint32_t thread, uint64_t at, uint32_t bytes) {
         for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) {
             locations[i].copying = false;

@@ -20,7 +20,7 @@
 #include <unistd.h>
 #include <vector>
 
-// A captured piece of work.
+// A captured piece of work: one node of a graph.
 struct Node {
     std::function<void()> work;
     bool is_kernel = false;
@@ -47,7 +47,7 @@ struct Stream {
         queue.push_back(std::move(work));
         changed.notify_all();
     }
-    // Waits until all work is complete.
+    // Blocks until all work of the stream is complete.
     void finish() {
         while (pending > 0) usleep(20);
         std::unique_lock<std::mutex> held(lock);
@@ -79,7 +79,7 @@ static inline void* new_stream(bool side) {
     s->thread = std::thread([s] { s->run(); });
     return s;
 }
-// Completes all work first, so that the library may be closed afterwards.
+// Destroys a stream after all its work is complete, so that the library may be closed afterwards.
 static inline void destroy_stream(void* stream) {
     Stream* s = (Stream*)stream;
     if (s->threaded) {

@@ -136,7 +136,7 @@ inline uint32_t Warp::run_until_divergence(uint32_t at, uint32_t lanes, uint32_t
     }
 }
 
-// Runs until every lane has ended or waits at a barrier of the block.
+// Runs the warp until every lane has ended or waits at a barrier of the block.
 inline void Warp::advance() {
     for (;;) {
         uint32_t able = live & ~at_barrier & ~waiting, first = ALL, lanes = 0;

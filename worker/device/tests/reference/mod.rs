@@ -142,7 +142,7 @@ pub(crate) fn compute_layernorm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> Ve
     x.chunks(d).flat_map(row).collect()
 }
 
-/// Computes GELU in its tanh approximation.
+/// Computes the tanh approximation of GELU of one number.
 pub(crate) fn compute_gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
 }
@@ -193,7 +193,7 @@ fn compute_dropout_factor(shape: &AttentionShape, seq: usize, h: usize, q: usize
     }
 }
 
-/// Returns the outputs of attention and the log-sum-exps of the scores.
+/// Computes causal grouped-query attention. Returns the outputs and the log-sum-exps of the scores.
 pub(crate) fn compute_attention(qkv: &[f64], starts: &[u32], shape: AttentionShape) -> (Vec<f64>, Vec<f64>) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let stride = (heads + 2 * kv_heads) * head_dim;

@@ -1,4 +1,4 @@
-//! The causes in a [`super::DataError`]: what is wrong with a pattern, record, template, tokenizer
+//! The causes in a [`super::DataError`]: the problems of a pattern, record, template, tokenizer
 //! file or token cache.
 use diagnostic::{Code, codes::data as codes};
 use minijinja::ErrorKind;
@@ -19,7 +19,7 @@ fn take_fields(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Why a pattern of data files is malformed.
+/// The reason why a pattern of data files is malformed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PatternProblem {
     /// The pattern has no characters, or contains a NUL byte.
@@ -28,7 +28,7 @@ pub enum PatternProblem {
     /// The braces of the pattern stand for too many patterns.
     #[error("the braces stand for more than {limit} patterns")]
     TooManyAlternatives {
-        /// The largest number of patterns.
+        /// The largest number of patterns that one pattern may stand for.
         limit: usize,
     },
     /// A closing brace has no opening brace.
@@ -70,7 +70,7 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// Why a record of a JSON lines or Parquet file cannot be used.
+/// The reason why a record of a JSON lines or Parquet file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordProblem {
     /// The line is not a JSON object whose field has the expected type.
@@ -115,7 +115,7 @@ pub enum RecordProblem {
     /// Values of a chat are nested too deep.
     #[error("values are nested deeper than {limit} levels")]
     NestedTooDeep {
-        /// The deepest nesting that is read.
+        /// The largest number of levels of nested values that is read.
         limit: usize,
     },
     /// A value of a chat has no JSON form, such as a timestamp.
@@ -195,7 +195,7 @@ impl RecordProblem {
     }
 }
 
-/// Why a Parquet file as a whole cannot be used.
+/// The reason why a Parquet file as a whole cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ParquetProblem {
     /// The file is damaged, cut off, or has an unsupported codec.
@@ -209,7 +209,7 @@ pub enum ParquetProblem {
     TooManyColumns {
         /// Number of columns of the file.
         count: usize,
-        /// The largest number of columns.
+        /// The largest number of columns that is supported.
         limit: usize,
     },
     /// The file lacks the column with the text or chat.
@@ -276,7 +276,7 @@ impl fmt::Display for TemplateFailure {
 
 impl std::error::Error for TemplateFailure {}
 
-/// Why a chat cannot be rendered to a text with a loss mask.
+/// The reason why a chat cannot be rendered to a text with a loss mask.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChatProblem {
     /// The messages are not a list.
@@ -345,7 +345,7 @@ impl ChatProblem {
     }
 }
 
-/// Why a chat template cannot be loaded.
+/// The reason why a chat template cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatTemplateProblem {
     /// The file of `train.data.chat_template` does not exist.
@@ -359,7 +359,7 @@ pub enum ChatTemplateProblem {
     FileUnreadable {
         /// Path of the template file.
         path: PathBuf,
-        /// What is wrong with the file.
+        /// The reason why the file cannot be read.
         problem: TextFileError,
     },
     /// The job names no template, and the tokenizer has none.
@@ -368,19 +368,19 @@ pub enum ChatTemplateProblem {
     /// The tokenizer's configuration lists several templates without a default.
     #[error("{config_file} lists several chat templates, and none is named `default`")]
     NoDefault {
-        /// The file name of the configuration.
+        /// The name of the tokenizer's configuration file.
         config_file: &'static str,
     },
     /// The template in the tokenizer's configuration is not a string.
     #[error("the chat_template of {config_file} is not a string")]
     NotAString {
-        /// The file name of the configuration.
+        /// The name of the tokenizer's configuration file.
         config_file: &'static str,
     },
     /// The template is larger than the limit.
     #[error("the template is larger than {} MiB", limit >> 20)]
     TooLarge {
-        /// The largest template, bytes.
+        /// The largest size of a template, bytes.
         limit: usize,
     },
     /// The template is not valid Jinja.
@@ -411,16 +411,16 @@ impl ChatTemplateProblem {
     }
 }
 
-/// Why a small text file cannot be read.
+/// The reason why a small text file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TextFileError {
     /// The operating system reported an error.
     #[error("{0}")]
     Io(io::Error),
-    /// The file is larger than the largest that is read.
+    /// The file is larger than the limit.
     #[error("the file is larger than {limit} bytes")]
     TooLarge {
-        /// The largest file, bytes.
+        /// The largest size that is read, bytes.
         limit: u64,
     },
     /// The file is not UTF-8.
@@ -431,7 +431,7 @@ pub enum TextFileError {
     },
 }
 
-/// Why a file of the tokenizer cannot be used.
+/// The reason why a file of the tokenizer cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerProblem {
     /// tokenizer.json does not exist.
@@ -459,7 +459,7 @@ pub enum TokenizerProblem {
     NoEndOfDocument {
         /// The texts of the tokens that are known to end documents.
         known: &'static [&'static str],
-        /// The file that can name the token.
+        /// The name of the file that can name the end-of-document token.
         config_file: &'static str,
     },
     /// The largest token id is beyond the largest vocabulary.
@@ -526,7 +526,7 @@ impl fmt::Display for CacheOperation {
     }
 }
 
-/// Why a file of the token cache is not used.
+/// The reason why a file of the token cache is not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheDamage {
     /// The file is shorter than a header.
@@ -552,7 +552,7 @@ pub enum CacheDamage {
     /// The header has a valid digest, but its values contradict each other.
     #[error("the values of the header contradict each other")]
     HeaderInconsistent,
-    /// The file belongs to other data, another tokenizer or another split.
+    /// The file was built from other data, with another tokenizer or for another split.
     #[error("the file was built from other data")]
     OtherKey,
     /// The file does not have the length that its header implies.

@@ -11,7 +11,8 @@ use device::{
 };
 
 impl DecoderModel {
-    /// Returns shape, scale, softcap and dropout of the attention of a layer.
+    /// Returns shape, scale, softcap and dropout of the layer's attention, as the attention ops
+    /// need them.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let batch = input.batch;
         let (heads, kv_heads, head_dim) = (self.config.heads, self.config.kv_heads, self.config.head_dim);
@@ -47,7 +48,7 @@ impl DecoderModel {
     }
 
     /// Computes attention of a layer. Saves the projected output in the buffer of the residual
-    /// stream; the second half of the layer adds the layer's input to it.
+    /// stream. The second half of the layer adds the layer's input to this buffer.
     pub(super) fn attention_forward(
         &self,
         ops: &dyn Ops,
@@ -89,7 +90,7 @@ impl DecoderModel {
         }
     }
 
-    /// Computes the gradients of attention, and writes those of parameters to `g`, the gradient of
+    /// Computes the gradients of attention. Writes the parameter gradients to `g`, the gradient of
     /// the layer's unit. `dx` is the gradient of the residual stream after attention on entry, and
     /// of the layer's input on return.
     pub(super) fn attention_backward(

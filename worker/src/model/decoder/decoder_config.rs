@@ -55,9 +55,9 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) has_output_norms: bool,
     /// Whether the activation of the MLP's gate is GELU (tanh approximation) instead of SiLU.
     pub(in crate::model) uses_gelu: bool,
-    /// Factor of embedded tokens; `None` for 1.
+    /// Factor by which embedded tokens are multiplied; `None` for 1.
     pub(in crate::model) embedding_scale: Option<f32>,
-    /// Factor of attention scores.
+    /// Factor by which attention scores are multiplied.
     pub(in crate::model) attention_scale: f32,
     /// Softcap of attention scores: a score s becomes cap·tanh(s / cap).
     pub(in crate::model) attention_softcap: Option<f32>,
@@ -178,7 +178,8 @@ impl DecoderConfig {
         Ok(())
     }
 
-    /// Returns the initial weight of norms, with which a norm multiplies by 1.
+    /// Returns the initial weights of a norm, which make the norm multiply by 1: zeros if the norm
+    /// adds one to its weight, otherwise ones.
     pub(super) fn initial_norm_weights(&self) -> ParamInit {
         if self.norms_add_one { ParamInit::Zeros } else { ParamInit::Ones }
     }
@@ -197,7 +198,7 @@ impl DecoderConfig {
         self.read_layer_types(fields)
     }
 
-    /// Reads the config key `layer_types`. If it is set, it replaces the selection of
+    /// Reads the config key `layer_types`. If the key is set, its value replaces the selection of
     /// sliding-window layers that other keys made.
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const KEY: &str = "layer_types";

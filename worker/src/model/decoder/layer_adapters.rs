@@ -1,5 +1,5 @@
-//! Creates the LoRA adapters of the layers of a [`DecoderModel`], and calls them in forward and
-//! backward pass.
+//! Creates the LoRA adapters of the layers of a [`DecoderModel`], and calls these adapters in
+//! forward and backward pass.
 use super::{DecoderModel, ParamUnit, build_layer_unit};
 use crate::model::{
     LayerInput,
@@ -12,7 +12,7 @@ use device::{Ops, View, ViewMut};
 pub(super) const QKV_ADAPTERS: usize = 0;
 /// The index of the adapters of the attention's output projection in [`LayerAdapters`].
 pub(super) const O_ADAPTERS: usize = 1;
-/// The index of the adapters of gate and up in [`LayerAdapters`].
+/// The index of the adapters of the gate and up projections in [`LayerAdapters`].
 pub(super) const GATE_UP_ADAPTERS: usize = 2;
 /// The index of the adapters of the down projection in [`LayerAdapters`].
 pub(super) const DOWN_ADAPTERS: usize = 3;
@@ -21,7 +21,8 @@ impl DecoderModel {
     /// Adds LoRA adapters to the targeted matrices of the layers. Experts and routers have none.
     ///
     /// # Errors
-    /// [`crate::model::ModelError::LoraTargetUnknown`].
+    ///
+    /// Fails with [`crate::model::ModelError::LoraTargetUnknown`] if a target matches no matrix.
     pub(super) fn add_adapters(&mut self, lora: &LoraConfig) -> Result<()> {
         let (d, f, hd) = (self.config.hidden_size, self.config.intermediate_size, self.config.head_dim);
         let (q, kv) = (self.config.heads * hd, self.config.kv_heads * hd);
@@ -64,8 +65,8 @@ impl DecoderModel {
         self.adapters.get(layer).is_some()
     }
 
-    /// Adds the outputs of the adapters of matmul `group` to `y`, the output of the matmul. `x` is
-    /// the input of the matmul.
+    /// Adds the outputs of the adapters of matmul `group`, an index in [`LayerAdapters`], to `y`,
+    /// the output of the matmul. `x` is the input of the matmul.
     pub(super) fn adapters_forward(
         &self,
         ops: &dyn Ops,

@@ -1,7 +1,7 @@
 //! [`DecoderLayerSpans`]: the layout of a decoder layer's tensors in the flat vector of its unit.
 //!
 //! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
-//! gate and up. Their biases are adjacent, too.
+//! gate and up. The biases of such matrices are adjacent, too.
 use super::DecoderConfig;
 use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use std::ops::Range;
@@ -12,19 +12,19 @@ pub(super) struct DecoderLayerSpans {
     pub(super) input_norm: Range<usize>,
     pub(super) qkv: Range<usize>,
     pub(super) qkv_bias: Option<Range<usize>>,
-    /// The norms of q and of k.
+    /// The weights of the norms of q and of k.
     pub(super) qk_norm: Option<[Range<usize>; 2]>,
     pub(super) o: Range<usize>,
     pub(super) o_bias: Option<Range<usize>>,
-    /// The norm of the attention output, before it is added to the residual stream.
+    /// The weight of the norm of the attention output before the residual addition.
     pub(super) attention_out_norm: Option<Range<usize>>,
-    /// The norm before the MLP.
+    /// The weight of the norm before the MLP.
     pub(super) post_norm: Range<usize>,
     pub(super) gate_up: Range<usize>,
     pub(super) gate_up_bias: Option<Range<usize>>,
     pub(super) down: Range<usize>,
     pub(super) down_bias: Option<Range<usize>>,
-    /// The norm of the MLP output, before it is added to the residual stream.
+    /// The weight of the norm of the MLP output before the residual addition.
     pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 
@@ -42,7 +42,7 @@ impl DecoderLayerSpans {
 
 /// A builder that lays out the tensors of a layer one after another.
 struct LayerLayoutBuilder {
-    /// The prefix of the tensors' names, without the dot.
+    /// The prefix of the tensors' names, without a trailing dot.
     prefix: String,
     init_std: f32,
     norm_init: ParamInit,
@@ -77,8 +77,8 @@ impl LayerLayoutBuilder {
         from..self.len
     }
 
-    /// Adds the biases of matrices, and returns their common range. Does nothing and returns `None`
-    /// unless `has_biases` is set.
+    /// Adds the biases of matrices, and returns their common range. Returns `None` and adds nothing
+    /// if `has_biases` is false.
     fn add_biases(&mut self, has_biases: bool, modules: &[(&str, usize)]) -> Option<Range<usize>> {
         let from = self.len;
         for (name, outputs) in modules.iter().filter(|_| has_biases) {

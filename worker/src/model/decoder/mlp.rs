@@ -93,7 +93,7 @@ impl DecoderModel {
         }
     }
 
-    /// Computes the gradients of the MLP, and writes those of parameters to `g`, the gradient of
+    /// Computes the gradients of the MLP. Writes the parameter gradients to `g`, the gradient of
     /// the layer's unit. `dx` is the gradient of the layer's output on entry, and of the residual
     /// stream after attention on return.
     pub(super) fn mlp_backward(

@@ -23,7 +23,7 @@ pub(in crate::model) struct DecoderMoeConfig {
 
 /// The parts of the names of router and expert tensors that differ between model families.
 pub(in crate::model) struct ExpertTensorNames {
-    /// The name of the module with router and experts within a layer.
+    /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,
     /// The names of the gate, up and down projections of an expert.
     pub(in crate::model) matrices: [&'static str; 3],
@@ -46,7 +46,8 @@ impl DecoderModel {
     /// Returns the configuration of the model's experts.
     ///
     /// # Panics
-    /// The model is dense.
+    ///
+    /// Panics if the model is dense.
     fn moe_config(&self) -> &DecoderMoeConfig {
         self.config.moe.as_ref().expect("`MoeModel` is only used with experts")
     }

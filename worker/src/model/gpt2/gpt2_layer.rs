@@ -135,7 +135,8 @@ const MLP_PROJ_ADAPTERS: usize = 3;
 /// Creates the LoRA adapters of every layer.
 ///
 /// # Errors
-/// [`crate::model::ModelError::LoraTargetUnknown`].
+///
+/// Fails with [`crate::model::ModelError::LoraTargetUnknown`] if a target matches no matrix.
 pub(super) fn create_layer_adapters(config: &Gpt2Config, lora: &LoraConfig) -> Result<Vec<LayerAdapters>> {
     let (d, f) = (config.hidden_size, config.intermediate_size);
     let modules = [[("attn.c_attn", 3 * d)], [("attn.c_proj", d)], [("mlp.c_fc", f)], [("mlp.c_proj", d)]];
@@ -217,7 +218,8 @@ impl Gpt2Model {
         ops.bias_backward(g.slice_mut(at.b.clone()), dy, m, out);
     }
 
-    /// Adds the output of the adapter of a projection for input `x` to `y`.
+    /// Adds the output of a projection's adapter to `y`, the output of the projection. `x` is the
+    /// projection's input.
     fn adapters_forward(
         &self,
         ops: &dyn Ops,
@@ -276,7 +278,7 @@ impl Gpt2Model {
     }
 
     /// Computes attention of a layer. Saves the projected output in the buffer of the residual
-    /// stream; [`Gpt2Model::mlp_forward`] adds the layer's input to it.
+    /// stream. [`Gpt2Model::mlp_forward`] adds the layer's input to this buffer.
     pub(super) fn attention_forward(
         &self,
         ops: &dyn Ops,
@@ -304,7 +306,7 @@ impl Gpt2Model {
         self.layer_dropout[input.layer].attention_out.apply_dropout(ops, input.batch, d, mid.view_mut());
     }
 
-    /// Computes the gradients of attention, and writes those of parameters to `g`, the gradient of
+    /// Computes the gradients of attention. Writes the parameter gradients to `g`, the gradient of
     /// the layer's unit. `dx` is the gradient of the residual stream after attention on entry, and
     /// of the layer's input on return.
     pub(super) fn attention_backward(
@@ -388,7 +390,7 @@ impl Gpt2Model {
         ops.add(y, mid.view());
     }
 
-    /// Computes the gradients of the MLP, and writes those of parameters to `g`, the gradient of
+    /// Computes the gradients of the MLP. Writes the parameter gradients to `g`, the gradient of
     /// the layer's unit. `dx` is the gradient of the layer's output on entry, and of the residual
     /// stream after attention on return.
     pub(super) fn mlp_backward(

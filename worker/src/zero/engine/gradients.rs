@@ -21,8 +21,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Returns the trained elements of the whole gradient of unit `u`, in a buffer of the unit's
-    /// sums. Gives other buffers back to the pool.
+    /// Returns the trained elements of the whole gradient of unit `u`. If some elements are frozen,
+    /// packs the trained ones into another buffer and gives `whole` back to the pool.
     fn extract_trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
         if shard.unit.is_all_trained() {
@@ -36,7 +36,8 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether gradients of unit `u` are added to an existing sum.
+    /// Returns whether a further gradient of unit `u` is added to the existing sum, without a
+    /// separate partial sum.
     fn accumulates_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
@@ -113,9 +114,9 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Takes empty sums for gradients of unit `u` over several micro-batches.
-    /// [`ZeroEngine::push_micro_batch_gradient`] adds to them in the order of the micro-batches,
-    /// and [`ZeroEngine::reduce_partial_sums`] reduces them.
+    /// Takes an empty [`MicroBatchSums`] for gradients of unit `u`.
+    /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
+    /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
     pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -125,8 +126,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Adds the gradient of unit `u` for one micro-batch to `ranges`. `write` computes the gradient
-    /// of the whole unit.
+    /// Adds the gradient of unit `u` for one micro-batch to `partial_sums`. `write` computes the
+    /// gradient of the whole unit.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -150,8 +151,8 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums` to the owner ranks of unit `u`. Only some ranks own the
-    /// unit. The sums cover the micro-batches that this rank's group computed in `round`.
+    /// Starts to reduce `partial_sums` to the owners of unit `u`, which only some ranks own. The
+    /// sums cover the micro-batches that this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -245,8 +246,8 @@ impl ZeroEngine {
         self.gather_trained(u, owned, whole)
     }
 
-    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`, and returns it.
-    /// Collective: every rank must call it.
+    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`, and returns
+    /// `whole`. Collective: every rank must call it.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {

@@ -6,34 +6,35 @@ use std::time::Duration;
 /// A fault that the simulator injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::controller::tests) enum InjectedFault {
-    /// A worker of this rank exits with this code.
+    /// The newest worker of this rank exits with this exit code.
     WorkerExits(Rank, u8),
-    /// A worker of this rank is killed by SIGKILL.
+    /// The newest worker of this rank is killed by SIGKILL.
     WorkerKilled(Rank),
     /// The agent of this host is killed by SIGKILL.
     AgentKilled(HostIndex),
-    /// The control connection breaks, and both ends notice.
+    /// The control connection to the agent of this host breaks, and both ends notice.
     ConnectionBreaks(HostIndex),
-    /// The network of the host is disconnected, and no end notices.
+    /// The network of this host is disconnected. Neither the controller nor the agent notices.
     Silence(HostIndex),
-    /// The host is gone without a message.
+    /// This host and all its processes are gone. The controller gets no message about the loss.
     HostDies(HostIndex),
-    /// Every process on the host freezes for this many milliseconds.
+    /// Every process on this host freezes for this many milliseconds.
     HostFreezes(HostIndex, u64),
     /// The controller is killed by SIGKILL.
     ControllerKilled,
     /// The user presses Ctrl-C.
     Interrupt,
-    /// A host is added to the list.
+    /// A new host is added to the list of hosts.
     HostAdded,
-    /// A host is removed from the list.
+    /// This host is removed from the list of hosts.
     HostUnlisted(HostIndex),
-    /// A removed host is listed again.
+    /// This host, which was removed from the list of hosts, is listed again.
     HostListed(HostIndex),
 }
 
 impl Simulation {
-    /// Injects a fault, and records it if it has an effect. Does nothing once the run has ended.
+    /// Injects a fault, and adds the fault to `injected` if it has an effect. Does nothing once the
+    /// run has ended. Fails if an invariant is violated.
     pub(super) fn inject_fault(&mut self, fault: InjectedFault) -> Result<(), String> {
         if self.outcome.is_some() {
             return Ok(());
@@ -95,7 +96,8 @@ impl Simulation {
         Ok(())
     }
 
-    /// Lists or unlists a host. Returns whether that is a change.
+    /// Adds a host to the list of hosts or removes the host from the list, and informs the
+    /// controller of a change. Returns whether the list has changed.
     fn set_listed(&mut self, host: HostIndex, listed: bool) -> bool {
         let changes = std::mem::replace(&mut self.listed[host], listed) != listed;
         if changes {
@@ -104,7 +106,8 @@ impl Simulation {
         changes
     }
 
-    /// Ends the worker of this rank in the newest attempt. Returns whether it was running.
+    /// Ends the worker of this rank in the newest attempt in which the rank runs. Returns `false`
+    /// if no worker of the rank runs, or if its host is frozen.
     fn end_newest_worker(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
         let newest = self
             .list_running_workers()

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-/// The process of a simulated agent.
+/// A simulated agent: the real core of an agent, with a simulated control connection.
 pub(super) struct SimAgent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
@@ -39,13 +39,13 @@ pub(super) struct SimHost {
 }
 
 impl Simulation {
-    /// Returns the agent of this number, if it is alive.
+    /// Returns the agent with this number on a host, or `None` if that agent has ended.
     pub(super) fn find_agent(&mut self, host: HostIndex, number: u32) -> Option<&mut SimAgent> {
         self.hosts[host].agents.iter_mut().find(|a| a.number == number)
     }
 
     /// Gives the core of an agent an input and executes the resulting actions. Does nothing if the
-    /// agent is gone.
+    /// agent has ended. Fails if an invariant is violated.
     pub(super) fn feed_agent(
         &mut self,
         host: HostIndex,
@@ -69,8 +69,8 @@ impl Simulation {
         Ok(())
     }
 
-    /// Executes an action of an agent's core. Returns the input for the core that follows
-    /// immediately, if there is one.
+    /// Executes an action of an agent's core. Returns the input that the core receives immediately
+    /// as a result, or `None` if there is none. Fails if an invariant is violated.
     fn execute_action(
         &mut self,
         host: HostIndex,
@@ -141,8 +141,9 @@ impl Simulation {
         })
     }
 
-    /// Starts a worker of the agent's plan. Fails if a worker of another attempt still runs on the
-    /// host.
+    /// Starts the worker at position `index` of the agent's plan, and schedules the worker's
+    /// messages and its end. Returns the input that reports the start to the agent. Fails if a
+    /// worker of another attempt still runs on the host.
     fn spawn_worker(
         &mut self,
         host: HostIndex,
@@ -187,7 +188,8 @@ impl Simulation {
         Ok(Some(AgentInput::Spawned { rank, pid }))
     }
 
-    /// Schedules the end of all workers of this rank on the host, of any attempt.
+    /// Schedules the end of all workers of this rank on the host, whatever their attempt, at the
+    /// time `at` and with the exit status `status`.
     fn schedule_rank_end(&mut self, host: HostIndex, rank: Rank, at: Duration, status: ExitStatus) {
         let attempts: Vec<u32> =
             self.hosts[host].workers.keys().filter(|(_, r)| *r == rank).map(|(e, _)| *e).collect();
@@ -196,8 +198,8 @@ impl Simulation {
         }
     }
 
-    /// Ends a worker and informs the agent that started it. Does nothing if the worker does not
-    /// run.
+    /// Ends a worker and informs the agent that started the worker. Does nothing if the worker does
+    /// not run.
     pub(super) fn end_worker(
         &mut self,
         host: HostIndex,
@@ -217,7 +219,8 @@ impl Simulation {
         self.feed_agent(host, number, AgentInput::WorkerExited { rank, status, oom: false, gpu: None })
     }
 
-    /// Ends the process of an agent and the workers that the agent started.
+    /// Ends the process of an agent and the workers that the agent started. The controller sees the
+    /// end if the control connection is open and not silent.
     pub(super) fn end_agent(&mut self, host: HostIndex, number: u32) {
         let linked = self.find_agent(host, number).is_some_and(|a| a.is_connected && !a.silent)
             && !self.hosts[host].disconnected;

@@ -13,7 +13,7 @@ pub enum DcpError {
     /// The pickle of `.metadata` is invalid.
     #[error("{0}")]
     Pickle(#[from] PickleError),
-    /// The pickled object is not `Metadata`.
+    /// The object pickled in `.metadata` is not of torch's class `Metadata`.
     #[error("the pickled object is {}, not Metadata", .class.unwrap_or("a plain value"))]
     NotMetadata {
         /// The class of the object; `None` for a plain value.
@@ -25,7 +25,7 @@ pub enum DcpError {
     /// An attribute of an object in `.metadata` has an unexpected type or value.
     #[error("invalid {0}")]
     InvalidField(&'static str),
-    /// An object has another class than expected.
+    /// An object in `.metadata` has another class than expected.
     #[error("expected an object of class {0}")]
     WrongClass(&'static str),
     /// The planner data, which record the nested keys, lack an item.
@@ -44,15 +44,15 @@ pub enum DcpError {
     LocationMissing {
         /// Key of the item.
         key: String,
-        /// Offsets of the chunk; empty for a value.
+        /// Index of the chunk's first element in each dimension. Empty for a pickled value.
         offsets: Vec<u64>,
     },
     /// A storage location belongs to no item.
     #[error("the storage location of {key} at {offsets:?} belongs to no tensor")]
     LocationUnused {
-        /// Key in the storage data.
+        /// Key of the item in the storage data.
         key: String,
-        /// Offsets of the chunk, if any.
+        /// Index of the chunk's first element in each dimension. `None` for a pickled value.
         offsets: Option<Vec<u64>>,
     },
     /// An item has two storage locations.
@@ -63,7 +63,7 @@ pub enum DcpError {
     SharedBytes {
         /// Name of the file.
         file: String,
-        /// Offset in the file.
+        /// Offset in the file of the item that begins later.
         offset: u64,
     },
     /// An item is compressed or otherwise transformed.
@@ -77,9 +77,9 @@ pub enum DcpError {
     ChunkOutside {
         /// Key of the tensor.
         key: String,
-        /// First index, per dimension.
+        /// Index of the chunk's first element in each dimension.
         offsets: Vec<u64>,
-        /// Size, per dimension.
+        /// Size of the chunk in each dimension.
         sizes: Vec<u64>,
         /// Shape of the tensor.
         shape: Vec<u64>,
@@ -87,11 +87,11 @@ pub enum DcpError {
     /// An item reaches beyond the end of its file.
     #[error("the file is truncated: {length} bytes expected at {offset}, the file has {size}")]
     ItemTruncated {
-        /// Offset of the item.
+        /// Offset of the item in the file.
         offset: u64,
-        /// Length of the item.
+        /// Length of the item in bytes.
         length: u64,
-        /// Size of the file.
+        /// Size of the file in bytes.
         size: u64,
     },
     /// An item is not a valid torch file.
@@ -109,7 +109,7 @@ pub enum DcpError {
         key: String,
         /// Name of the file.
         file: String,
-        /// Offset of the item.
+        /// Offset of the item in the file.
         offset: u64,
     },
     /// The stored chunk differs from its description.
@@ -119,17 +119,17 @@ pub enum DcpError {
     ChunkMismatch {
         /// Key of the tensor.
         key: String,
-        /// First index of the chunk, per dimension.
+        /// Index of the chunk's first element in each dimension.
         offsets: Vec<u64>,
-        /// Described dtype.
+        /// Dtype of the tensor in `.metadata`.
         expected_dtype: Dtype,
-        /// Described size.
+        /// Size of the chunk in `.metadata`, per dimension.
         expected_shape: Vec<u64>,
-        /// Name of the file.
+        /// Name of the file with the chunk.
         file: String,
-        /// Stored dtype.
+        /// Dtype of the stored chunk.
         dtype: Dtype,
-        /// Stored shape.
+        /// Shape of the stored chunk.
         shape: Vec<u64>,
     },
     /// The number of elements of a tensor overflows.
@@ -140,7 +140,7 @@ pub enum DcpError {
     TooManyRuns {
         /// Key of the tensor.
         key: String,
-        /// The limit.
+        /// The largest accepted number of runs in all tensors together.
         limit: usize,
     },
     /// An optimizer step is not a whole number.
@@ -157,7 +157,7 @@ pub enum DcpError {
 }
 
 impl DcpError {
-    /// Returns an error about the item at `location`.
+    /// Returns [`DcpError::Item`] for the item at `location`.
     pub(super) fn in_item(location: &StorageLocation, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: location.offset, error }
     }

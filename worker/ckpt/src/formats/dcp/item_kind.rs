@@ -1,39 +1,42 @@
-//! [`DcpItemKind`]: whether an item of a torch distributed checkpoint is a weight, an optimizer
-//! state or a hyper-parameter, which follows from the item's key.
+//! [`DcpItemKind`]: the kind of an item of a torch distributed checkpoint.
+//!
+//! The item's key determines whether the item is a weight, an optimizer state or a hyper-parameter.
 use super::metadata::ItemMetadata;
 
-/// What an item of the saved state dict stands for.
+/// The kind of an item of the saved state dict, with the names in its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DcpItemKind {
     /// The weight of this name.
     Weight(String),
-    /// An optimizer state: the name of the weight, and the key of the state.
+    /// An optimizer state, with the name of the weight and the key of the state.
     State(String, String),
-    /// A hyper-parameter: the name of the parameter group, and the key.
+    /// A hyper-parameter, with the name of the parameter group and the key of the hyper-parameter.
     Group(String, String),
-    /// Anything else.
+    /// Any other item, which the reader ignores.
     Other,
 }
 
 /// Keys of the outermost dict under which programs save the weights.
 const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dict", "model_state"];
-/// Prefixes of flattened keys of an optimizer, for checkpoints without recorded paths.
+/// Prefixes of the flattened keys of optimizer states, for checkpoints without recorded paths.
 const OPTIMIZER_PREFIXES: [&str; 4] = ["optimizer.", "optim.", "optimizer_state_dict.", ""];
 
-/// Parses the keys of one checkpoint.
+/// Parses the keys of the items of one checkpoint into their kinds.
 pub(super) struct ItemKeyParser {
-    /// The dict that contains all weights, which the flattened keys of weights begin with.
+    /// Name of the dict that contains all weights. The flattened keys of weights begin with this
+    /// name. `None` if the keys begin with the names of weights.
     model_dict: Option<&'static str>,
 }
 
 impl ItemKeyParser {
-    /// Derives from all items whether their keys begin with the name of a dict.
+    /// Makes a parser for the checkpoint with these items. Derives from all keys whether the keys
+    /// of weights begin with the name of a dict.
     pub(super) fn new(items: &[ItemMetadata]) -> ItemKeyParser {
         let is_weight = |i: &&ItemMetadata| {
             i.path.is_none() && matches!(parse_kind_from_key(&i.key), DcpItemKind::Weight(_))
         };
         let keys: Vec<&str> = items.iter().filter(is_weight).map(|i| i.key.as_str()).collect();
-        // names of Hugging Face weights begin with `model.`, too; `model` is the key of a dict only
+        // names of Hugging Face weights begin with `model.`, too. `model` is the key of a dict only
         // if a second `model.` or the name of a head follows it
         let inner = ["model.", "transformer.", "lm_head."];
         let is_dict = |dict: &&'static str| {
@@ -44,7 +47,8 @@ impl ItemKeyParser {
         ItemKeyParser { model_dict: MODEL_KEYS.into_iter().find(is_dict) }
     }
 
-    /// Decides what an item stands for.
+    /// Returns the kind of an item. Uses the recorded path of nested keys if the item has one, and
+    /// the flattened key otherwise.
     pub(super) fn parse_item_kind(&self, item: &ItemMetadata) -> DcpItemKind {
         match &item.path {
             Some(path) => parse_kind_from_path(path),
@@ -58,7 +62,7 @@ impl ItemKeyParser {
     }
 }
 
-/// Decides what an item stands for by its nested keys.
+/// Returns the kind of an item with the nested keys `path`.
 fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     let at = |key: &str| path.iter().take(2).position(|p| p == key);
     if let Some(at) = at("state").filter(|at| path.len() == at + 3) {
@@ -81,7 +85,8 @@ fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     }
 }
 
-/// Decides what an item stands for by its flattened key, such as `optimizer.state.NAME.exp_avg`.
+/// Returns the kind of an item with the flattened key `key`, such as
+/// `optimizer.state.NAME.exp_avg`. Keys without a known prefix are names of weights.
 fn parse_kind_from_key(key: &str) -> DcpItemKind {
     for prefix in OPTIMIZER_PREFIXES {
         let Some(rest) = key.strip_prefix(prefix) else { continue };

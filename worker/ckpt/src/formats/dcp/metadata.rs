@@ -1,12 +1,12 @@
-//! Parses `.metadata` of torch distributed checkpoints: the tensors, their chunks, and where each
-//! chunk is stored.
+//! Parses `.metadata` of torch distributed checkpoints, which lists the tensors, their chunks, and
+//! the location of each chunk.
 use super::error::DcpError;
 use crate::dtype::Dtype;
 use crate::formats::torch_file::{parse_dtype, parse_shape};
 use crate::pickle::{self, PickleTree, PickleView};
 use std::collections::HashMap;
 
-/// Classes and functions that the pickle may name.
+/// Classes and functions that the pickle in `.metadata` may name.
 const GLOBALS: &[&[&str]] = &[&[
     "collections.OrderedDict",
     "pathlib.PosixPath",
@@ -41,7 +41,7 @@ const GLOBALS: &[&[&str]] = &[&[
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 ]];
-/// Limit on the dimensions of a tensor.
+/// Limit on the number of dimensions of a tensor.
 const DIMENSIONS_MAX: usize = 16;
 
 /// Result of parsing `.metadata`.
@@ -50,15 +50,15 @@ type Result<T> = std::result::Result<T, DcpError>;
 /// The description of one item of the saved state dict.
 #[derive(Debug)]
 pub(crate) struct ItemMetadata {
-    /// The flattened key.
+    /// The flattened key, which joins the keys of the nested dicts with dots.
     pub(crate) key: String,
-    /// The keys of the nested dicts; `None` if they are not recorded.
+    /// The keys of the nested dicts, or `None` if `.metadata` does not record these keys.
     pub(crate) path: Option<Vec<String>>,
-    /// Where the value or the tensor is stored.
+    /// The kind of the item, and the locations of its value or chunks.
     pub(crate) content: ItemContent,
 }
 
-/// The content of an item.
+/// The content of an item, which is a pickled value or a tensor.
 #[derive(Debug)]
 pub(crate) enum ItemContent {
     /// A pickled value.
@@ -67,7 +67,7 @@ pub(crate) enum ItemContent {
     Tensor { dtype: Dtype, shape: Vec<u64>, chunks: Vec<TensorChunk> },
 }
 
-/// A rectangular part of a tensor.
+/// A rectangular part of a tensor, which is stored as one item of a file.
 #[derive(Debug)]
 pub(crate) struct TensorChunk {
     /// Index of the chunk's first element, per dimension.
@@ -77,7 +77,7 @@ pub(crate) struct TensorChunk {
     pub(crate) location: StorageLocation,
 }
 
-/// A byte range of a file.
+/// The byte range of a file that stores a pickled value or a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StorageLocation {
     pub(crate) file: String,
@@ -117,13 +117,14 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     }
 }
 
-/// Returns the value of the string key `key`, or an error that names the key.
+/// Returns the value of the string key `key` of a dict. Fails with [`DcpError::MissingField`] if
+/// the key is missing.
 fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
 }
 
-/// Returns the attributes of an object. `class` is the last component of the class name that the
-/// object must have.
+/// Returns the attributes of an object. Fails if `class` is not the last component of the object's
+/// class name.
 fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<PickleView<'t>> {
     match value.as_object() {
         Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),
@@ -135,10 +136,11 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
 /// `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-/// Reads the storage locations of all chunks.
+/// Reads the storage locations of all chunks and pickled values.
 ///
 /// # Errors
-/// Fails if two locations share bytes, or an item is stored in a transformed form.
+/// Fails if a description is invalid, two locations share bytes, or an item is stored in a
+/// transformed form.
 fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     let mut locations = HashMap::new();
     let mut taken: Vec<StorageLocation> = Vec::new();
@@ -177,8 +179,8 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads the nested keys of each item and checks that they match its flattened key. Returns `None`
-/// if nested keys are not recorded.
+/// Reads the nested keys of each item, by flattened key. Returns `None` if nested keys are not
+/// recorded. Fails if nested keys do not match the flattened key.
 fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
@@ -197,7 +199,8 @@ fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, 
     Ok(Some(paths))
 }
 
-/// Reads the description of one item, and removes its storage locations from `locations`.
+/// Reads the description of the item `key`, and moves its storage locations out of `locations`.
+/// Fails if a location is missing, or a chunk is outside of its tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,

@@ -1,5 +1,5 @@
-//! Reads torch distributed checkpoints (DCP), the format of sharded FSDP states: `.metadata` and
-//! `__RANK_N.distcp`.
+//! Reads torch distributed checkpoints (DCP), the format of sharded FSDP states. A checkpoint has a
+//! file `.metadata` and data files `__RANK_N.distcp`.
 pub(crate) mod error;
 mod item_kind;
 pub(crate) mod metadata;
@@ -26,21 +26,21 @@ use std::fs::File;
 
 /// Name of the file that lists the contents of a DCP directory.
 pub(crate) const METADATA_FILE: &str = ".metadata";
-/// Limit on the runs of consecutive elements of all tensors together.
+/// Limit on the number of runs of consecutive elements, in all tensors together.
 const PARTS_MAX: usize = 8 << 20;
 
 /// The stored value of an item.
 enum ItemValue {
-    /// A tensor: the index of its file in the store, and the view.
+    /// A tensor, with the index of its file in the store and its view.
     Tensor(usize, TensorView),
     /// A plain value.
     Value(Json),
-    /// A value of a class that is not allowed; the error names the class.
+    /// A value of a class that is not allowed. The error names the class.
     Forbidden(TorchFileError),
 }
 
 /// Adds the tensors and facts of the DCP checkpoint in the subdirectory `inside` of the builder's
-/// directory. An empty `inside` stands for the directory itself.
+/// directory to the builder. An empty `inside` stands for the directory itself.
 pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
@@ -71,12 +71,12 @@ pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside:
     Ok(())
 }
 
-/// Parses the rank in a file name such as `__3_0.distcp`.
+/// Parses the rank in a file name such as `__3_0.distcp`. Returns `None` for other names.
 fn parse_rank_in_name(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-/// Iterates over the storage locations of all items.
+/// Iterates over the storage locations of all values and chunks.
 fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
@@ -84,7 +84,9 @@ fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &Stora
     })
 }
 
-/// Opens each file once and reads every item in it, except the data of tensors.
+/// Opens each file once and reads every item in the file, except the data of tensors. Adds the
+/// files to the builder's store. `within(name)` must return the path of a file in the builder's
+/// directory.
 ///
 /// # Errors
 /// Fails if a file is missing (the error names all missing files) or damaged.
@@ -118,8 +120,8 @@ fn read_all_items(
     }
 }
 
-/// Reads the item at `location` of `file`, whose index in the store is `index`, and adds its zip
-/// members to `stored`.
+/// Reads the item at `location` of `file`, which has `size` bytes and the index `index` in the
+/// store. Adds the zip members of a tensor to `stored`.
 fn read_item(
     builder: &ExternalCheckpointBuilder,
     file: &File,
@@ -136,7 +138,7 @@ fn read_item(
     let at = location.offset;
     let torch = match TorchFile::open_range(file, at..end, GLOBALS) {
         Ok(torch) => torch,
-        // a value of an unknown class is ignored; an unreadable item is damage
+        // a value of an unknown class is ignored, but an unreadable item is damage
         Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
         Err(error) => return Err(builder.damaged(name, DcpError::in_item(location, error))),
     };
@@ -158,19 +160,19 @@ fn read_item(
 /// Collects tensors, steps and hyper-parameters from the items of a checkpoint.
 #[derive(Default)]
 struct ItemCollector {
-    /// Hyper-parameters of each group. A group is identified by its name, and also by its number if
-    /// the name is one. Groups of a single parameter have its name.
+    /// Hyper-parameters of each parameter group. The key is the number of the group, if its name is
+    /// a number, and the name. Groups of a single parameter have the parameter's name.
     hyper: BTreeMap<(Option<u64>, String), Map<String, Json>>,
     /// Keys of unknown optimizer states, which are ignored.
     unknown: BTreeSet<String>,
     notices: Vec<String>,
-    /// Runs of consecutive elements so far, limited to [`PARTS_MAX`].
+    /// Number of runs of consecutive elements so far, limited to [`PARTS_MAX`].
     part_count: usize,
 }
 
 impl ItemCollector {
-    /// Collects an item. `metadata` is the name of the `.metadata` file, for errors. Values in
-    /// `read` that are used are removed.
+    /// Collects an item, whose stored values are moved out of `read`. `metadata` is the name of the
+    /// `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -192,7 +194,8 @@ impl ItemCollector {
         }
     }
 
-    /// Collects a hyper-parameter, and ignores other values.
+    /// Records a hyper-parameter. Adds a notice for a hyper-parameter or optimizer state of a class
+    /// that is not allowed, and ignores other values.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
@@ -205,8 +208,8 @@ impl ItemCollector {
         }
     }
 
-    /// Adds a weight, buffer or optimizer state to the builder, or records a step or
-    /// hyper-parameter that is stored as a tensor.
+    /// Adds a weight, buffer or optimizer state to the builder. Records a step or hyper-parameter
+    /// that is stored as a tensor.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -262,8 +265,8 @@ impl ItemCollector {
     /// their first element.
     ///
     /// # Errors
-    /// Fails if a chunk is not a tensor or differs from its description, or the limit on runs is
-    /// exceeded.
+    /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
+    /// have more than [`PARTS_MAX`] runs.
     fn collect_parts(
         &mut self,
         key: &str,
@@ -307,8 +310,8 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// Returns the parameter groups. Groups of a single named parameter are merged if their
-    /// hyper-parameters are equal.
+    /// Returns the collected parameter groups. Groups of a single named parameter are merged if
+    /// their hyper-parameters are equal.
     fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         for ((number, called), mut hyper) in self.hyper {
@@ -329,8 +332,8 @@ impl ItemCollector {
 }
 
 /// Splits a chunk of a tensor of shape `shape` into runs of consecutive elements of the tensor.
-/// Each run is the index of its first element in the tensor, and its range of elements in the
-/// chunk. Returns `None` if the number of elements overflows.
+/// Each item is the index of the run's first element in the tensor, and the run's range of elements
+/// in the chunk. Returns `None` if the number of elements overflows.
 fn compute_chunk_runs(
     shape: &[u64],
     chunk: &TensorChunk,
@@ -362,7 +365,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Every element of a chunk is where multi-dimensional indexing finds it.
+        /// Checks that the runs place every element of a chunk where multi-dimensional indexing
+        /// does.
         #[test]
         fn runs_equal_multi_dimensional_indexing(dims in proptest::collection::vec((1u64..5, 0u64..4, 0u64..4), 0..4)) {
             let sizes: Vec<u64> = dims.iter().map(|d| d.0).collect();

@@ -9,7 +9,7 @@ use crate::external::ExternalTensor;
 use crate::formats::torch_file::TensorView;
 use std::collections::{HashMap, HashSet};
 
-/// The tensors of a tag, and what is missing or ignored in it.
+/// The tensors of a tag, with the ties, frozen weights, lost weights and notices.
 #[derive(Default)]
 pub(super) struct CollectedTensors {
     pub(super) entries: Vec<ExternalTensor>,
@@ -18,12 +18,13 @@ pub(super) struct CollectedTensors {
     /// Names of weights that the tag lists without storing their values.
     pub(super) lost: Vec<String>,
     pub(super) ties: Vec<TiedWeight>,
-    /// Why an existing optimizer state is ignored.
+    /// Why an existing optimizer state is ignored. `None` if no optimizer state is ignored.
     pub(super) ignored_optimizer: Option<String>,
     pub(super) notices: Vec<String>,
 }
 
-/// Collects the tensors from the files of all ranks. `stage` is the ZeRO stage.
+/// Collects the tensors of a tag from the files of all ranks. `stage` is the ZeRO stage. Returns no
+/// tensors if the model file of rank 0 is missing.
 pub(super) fn collect_tensors(tag: &TagContents, stage: u8) -> Result<CollectedTensors> {
     let mut found = CollectedTensors::default();
     let Some((file, model)) = tag.model.get(&0) else { return Ok(found) };
@@ -46,8 +47,8 @@ impl CollectedTensors {
             .collect()
     }
 
-    /// Collects the FP32 master weights and optimizer states of the trained parameters. Stage 0 has
-    /// none in optimizer files.
+    /// Collects the FP32 master weights and optimizer states of the trained parameters from the
+    /// optimizer files. Does nothing in stage 0, which has no optimizer files.
     fn collect_groups(&mut self, tag: &TagContents, model: &ModelStates, stage: u8) -> Result<()> {
         if stage == 0 {
             return Ok(());
@@ -77,7 +78,8 @@ impl CollectedTensors {
         Ok(())
     }
 
-    /// Collects the frozen weights that the optimizer files do not contain.
+    /// Collects the frozen weights from the model files. For a frozen weight that the optimizer
+    /// files contain, keeps the FP32 values of the optimizer and adds a notice.
     pub(super) fn collect_frozen(&mut self, tag: &TagContents, model: &ModelStates, stage: u8) -> Result<()> {
         let trained: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         let (frozen_late, frozen): (Vec<_>, Vec<_>) =
@@ -115,7 +117,8 @@ impl CollectedTensors {
         Ok(())
     }
 
-    /// Collects the ties between weights, except those whose alias is stored as well.
+    /// Collects the ties between weights. If the alias of a tie is stored as a separate weight,
+    /// adds a notice instead of the tie.
     pub(super) fn collect_ties(&mut self, model: &ModelStates) {
         let stored: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         for tie in &model.ties {
@@ -130,8 +133,8 @@ impl CollectedTensors {
         }
     }
 
-    /// Collects buffers, and weights that only the 16-bit module has. `file` is the index of the
-    /// model file in the store.
+    /// Collects buffers, and weights that only the 16-bit module has. Records weights without
+    /// values as lost. `file` is the index of the model file in the store.
     pub(super) fn collect_module(&mut self, file: usize, model: &ModelStates, stage: u8) {
         let mut known: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));
@@ -198,7 +201,8 @@ impl CollectedTensors {
     }
 }
 
-/// Returns the weight that `alias` is tied to, or `None` if it is not tied.
+/// Returns the name of the weight to which the weight `alias` is tied, or `None` if `alias` is not
+/// tied.
 fn find_tie_target<'a>(model: &'a ModelStates, alias: &str) -> Option<&'a str> {
     model.ties.iter().find(|t| t.alias == alias).map(|t| t.target.as_str())
 }

@@ -33,7 +33,7 @@ pub enum DeepSpeedError {
     /// The flat tensor of a group is not F32.
     #[error("flat group {group} is {dtype}, expected F32")]
     FlatGroupDtype {
-        /// Index of the group.
+        /// Index of the flat group.
         group: usize,
         /// Dtype of the flat tensor.
         dtype: Dtype,
@@ -41,9 +41,9 @@ pub enum DeepSpeedError {
     /// The optimizer file and the model file have different numbers of parameter groups.
     #[error("the file has {found} parameter groups, the model file {expected}")]
     GroupCount {
-        /// Groups of the optimizer file.
+        /// Number of parameter groups of the optimizer file.
         found: usize,
-        /// Groups of the model file.
+        /// Number of parameter groups of the model file.
         expected: usize,
     },
     /// The flat tensors of a group do not match its parameters.
@@ -51,13 +51,13 @@ pub enum DeepSpeedError {
     Group {
         /// Index of the group.
         group: usize,
-        /// The mismatch.
+        /// How the flat tensors and the parameters differ.
         error: LayoutError,
     },
-    /// The slices of a frozen weight do not match its shape.
+    /// The slices of a frozen weight do not match the shape of the weight.
     #[error("frozen weight: {0}")]
     Frozen(LayoutError),
-    /// The flat tensor of a parameter does not match its shape.
+    /// The flat tensor of a parameter does not match the shape of the parameter.
     #[error("{0}")]
     Layout(#[from] LayoutError),
     /// A model file lacks a frozen weight that it lists.
@@ -121,9 +121,9 @@ pub enum DeepSpeedError {
     MasterCount {
         /// Index of the group.
         group: usize,
-        /// FP32 weights of the group.
+        /// Number of FP32 master weights of the group.
         weights: usize,
-        /// States of the group.
+        /// Number of optimizer states of the group.
         states: usize,
     },
     /// The FP32 master of a weight has an unexpected dtype, or another shape than the weight.
@@ -131,11 +131,11 @@ pub enum DeepSpeedError {
     MasterMismatch {
         /// Name of the weight.
         name: String,
-        /// Stored dtype.
+        /// Dtype of the master weight.
         dtype: Dtype,
-        /// Stored shape.
+        /// Shape of the master weight.
         found: Vec<u64>,
-        /// Shape in the module.
+        /// Shape of the weight in the module.
         expected: Vec<u64>,
     },
     /// `latest` does not contain the name of a directory.
@@ -143,7 +143,7 @@ pub enum DeepSpeedError {
     InvalidLatest,
 }
 
-/// How flat tensors do not match the shapes of their parameters.
+/// Why flat tensors do not match the shapes of their parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -166,15 +166,15 @@ pub enum LayoutError {
     /// The ranks hold another number of elements than the parameters have.
     #[error("the parameters have {expected} elements, the ranks hold {found}")]
     ElementCount {
-        /// Elements of the parameters.
+        /// Number of elements of all parameters.
         expected: u64,
-        /// Elements of all ranks.
+        /// Number of elements that all ranks hold together.
         found: u64,
     },
     /// A rank lacks an optimizer state that other ranks have.
     #[error("rank {rank} has no {role}")]
     StateMissing {
-        /// The rank.
+        /// The rank without the state.
         rank: usize,
         /// Role of the missing state.
         role: TensorRole,
@@ -182,15 +182,15 @@ pub enum LayoutError {
     /// An optimizer state has another length than the weights of its rank.
     #[error("rank {rank} has {states} elements of {role} ({dtype}) for {weights} elements of weights")]
     StateLength {
-        /// The rank.
+        /// The rank that stores the state.
         rank: usize,
         /// Role of the state.
         role: TensorRole,
-        /// Elements of the state.
+        /// Number of elements of the state.
         states: u64,
         /// Dtype of the state.
         dtype: Dtype,
-        /// Elements of the weights.
+        /// Number of elements of the rank's weights.
         weights: u64,
     },
     /// A flat tensor of stage 3 ends within a parameter.
@@ -198,9 +198,9 @@ pub enum LayoutError {
     PartitionTooShort {
         /// Role of the flat tensor.
         role: TensorRole,
-        /// The rank.
+        /// The rank that stores the flat tensor.
         rank: usize,
-        /// Elements of the flat tensor.
+        /// Number of elements of the flat tensor.
         elements: u64,
         /// Dtype of the flat tensor.
         dtype: Dtype,
@@ -209,16 +209,16 @@ pub enum LayoutError {
         /// End of the parameter in the flat tensor, in elements.
         end: u64,
     },
-    /// A flat tensor of stage 3 is longer than its parameters.
+    /// A flat tensor of stage 3 has another length than the rank's slices of its parameters.
     #[error("the parameters have {expected} elements of {role} per rank, rank {rank} has {found}")]
     PartitionLength {
         /// Role of the flat tensor.
         role: TensorRole,
-        /// The rank.
+        /// The rank that stores the flat tensor.
         rank: usize,
-        /// Elements of the rank.
+        /// Number of elements of the rank's flat tensor.
         found: u64,
-        /// Elements of the parameters, per rank.
+        /// Number of elements of the parameters per rank, padding included.
         expected: u64,
     },
     /// A slice of a frozen weight has another length than expected.
@@ -226,13 +226,13 @@ pub enum LayoutError {
     SliceLength {
         /// Name of the weight.
         name: String,
-        /// The rank.
+        /// The rank that stores the slice.
         rank: usize,
-        /// Elements of the slice.
+        /// Number of elements of the slice.
         elements: u64,
         /// Dtype of the slice.
         dtype: Dtype,
-        /// Elements per rank.
+        /// Number of elements that each rank should store, padding included.
         expected: u64,
     },
     /// A tensor of a universal checkpoint has another number of elements than its shape.
@@ -240,7 +240,7 @@ pub enum LayoutError {
     TensorLength {
         /// Role of the tensor.
         role: TensorRole,
-        /// Elements of the tensor.
+        /// Number of elements of the tensor.
         elements: u64,
         /// The shape of the weight.
         shape: Vec<u64>,

@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 /// Names of the files of a tag, by rank.
 #[derive(Debug, Default)]
 pub(super) struct TagFiles {
-    /// Model files by rank. Stages below 3 have one, that of rank 0.
+    /// Names of the model files, by rank. Stages below 3 have only the model file of rank 0.
     pub(super) model: BTreeMap<u32, String>,
-    /// Optimizer files by rank.
+    /// Names of the optimizer files, by rank.
     pub(super) optimizer: BTreeMap<u32, String>,
 }
 
-/// The kind of a file, as its name shows it.
+/// The kind of a DeepSpeed file, which follows from the file's name.
 #[derive(Debug, PartialEq, Eq)]
 enum DeepSpeedFileKind {
     /// The model file of this rank.
@@ -27,7 +27,7 @@ enum DeepSpeedFileKind {
 }
 
 impl TagFiles {
-    /// Lists the files in the directory of a tag.
+    /// Lists the model and optimizer files in the directory of a tag.
     ///
     /// # Errors
     /// Fails if a file belongs to tensor, pipeline or expert parallelism, or two files belong to
@@ -36,8 +36,8 @@ impl TagFiles {
         TagFiles::list_files(directory, false)
     }
 
-    /// Lists the files of a universal checkpoint. If there are two model files of one rank, the
-    /// first is used.
+    /// Lists the model and optimizer files of a universal checkpoint. Of two files of one rank,
+    /// uses the file whose name sorts first.
     pub(super) fn list_universal(directory: &Directory) -> Result<TagFiles> {
         TagFiles::list_files(directory, true)
     }
@@ -47,8 +47,8 @@ impl TagFiles {
         self.model.len() + self.optimizer.len()
     }
 
-    /// Lists the files in a directory. With `both`, two files of one rank are allowed and the first
-    /// is used.
+    /// Lists the model and optimizer files in a directory. With `both`, allows two files of one
+    /// rank and uses the file whose name sorts first.
     fn list_files(directory: &Directory, both: bool) -> Result<TagFiles> {
         let mut found = TagFiles::default();
         for name in directory.list_names()? {
@@ -73,16 +73,17 @@ impl TagFiles {
     }
 }
 
-/// Parses the number after `prefix` at the start of `text`. Returns the number and the rest of the
-/// text.
+/// Parses `prefix` and a number at the start of `text`. Returns the number and the rest of the
+/// text, or `None` if `text` does not have this form.
 fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
     let rest = text.strip_prefix(prefix)?;
     let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
     Some((rest[..end].parse().ok()?, &rest[end..]))
 }
 
-/// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM`. Returns the data-parallel rank, the
-/// model-parallel rank, and the rest of the name.
+/// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM` at the start of `name`. Returns the
+/// data-parallel rank, the model-parallel rank, and the rest of the name. Returns `None` for other
+/// names.
 fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
     let plain = name.strip_prefix("bf16_").or_else(|| name.strip_prefix("fp16_")).unwrap_or(name);
     let (rank, rest) = parse_number_after(plain, "zero_pp_rank_")?;
@@ -90,7 +91,7 @@ fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
     Some((rank, mp, rest))
 }
 
-/// Decides from a file's name which kind of file it is.
+/// Returns the kind of a file with the name `name`.
 fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     if let Some((rank, mp, rest)) = parse_ranks(name) {
         return match (rest, mp) {
@@ -116,7 +117,7 @@ pub(super) fn parse_rank_in_root(root: &str) -> Option<u32> {
     parse_ranks(root).map(|(rank, _, _)| rank)
 }
 
-/// Parses the step in the name of a tag, such as `global_step10`.
+/// Parses the step in the name of a tag, such as `global_step10`. Returns `None` for other names.
 pub(super) fn parse_step_in_tag(tag: &str) -> Option<u64> {
     tag.strip_prefix("global_step")?.parse().ok()
 }

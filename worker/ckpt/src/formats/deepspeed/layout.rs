@@ -1,4 +1,4 @@
-//! Locates each parameter in the flat tensors of the ranks.
+//! Locates each parameter in the flat tensors that the optimizer files of the ranks store.
 use super::error::LayoutError;
 use super::states::FlatGroupShard;
 use crate::catalog::{TensorInfo, TensorRole, count_elements};
@@ -19,12 +19,12 @@ pub(super) struct RankShard<'a> {
 }
 
 impl RankShard<'_> {
-    /// Returns the number of elements of the rank's weights, padding included.
+    /// Returns the number of elements of the rank's flat weights, padding included.
     fn len(&self) -> u64 {
         self.shard.fp32.elements()
     }
 
-    /// Returns the flat tensor of this role, or `None` if the rank has none.
+    /// Returns the rank's flat tensor of this role, or `None` if the rank has no such state.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -33,7 +33,8 @@ impl RankShard<'_> {
     }
 }
 
-/// Lists the roles of a group's tensors: the weights, and the optimizer states that any rank has.
+/// Lists the roles of a group's tensors, which are the weights and every optimizer state that any
+/// rank has.
 fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
     // a rank whose part is empty may lack optimizer states
@@ -50,7 +51,7 @@ fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Makes the tensor of one parameter from its parts.
+/// Makes the tensor `name` of the parts `parts`, which must be sorted by their first element.
 fn make_tensor(
     name: &str,
     shape: &[u64],
@@ -61,8 +62,8 @@ fn make_tensor(
     ExternalTensor { info: TensorInfo { name: name.to_owned(), role, dtype, shape: shape.to_vec() }, parts }
 }
 
-/// Locates the parameters of a group of stage 1 or 2, in which they are concatenated and the result
-/// is split into one part per rank. With `is_unpadded`, the parts have no padding.
+/// Locates the parameters of a group of stage 1 or 2. Such a group concatenates its parameters and
+/// splits the result into one part per rank. With `is_unpadded`, the parts have no padding.
 ///
 /// # Errors
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.
@@ -105,8 +106,8 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Locates the elements `span` of the concatenated parts of all ranks. Returns one part for each
-/// rank that has some of them.
+/// Locates the elements `span` in the concatenated parts of all ranks. Returns one part for each
+/// rank that has some of these elements.
 fn locate_concatenated_parts(
     ranks: &[RankShard<'_>],
     role: TensorRole,
@@ -125,7 +126,8 @@ fn locate_concatenated_parts(
     Ok(parts)
 }
 
-/// Checks that the states of each rank are as long as its weights, or longer by the padding.
+/// Fails if a rank's state `role` is not F32, or is not as long as the rank's weights. A state may
+/// be longer than the weights by the recorded padding.
 fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
@@ -139,8 +141,8 @@ fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), 
     Ok(())
 }
 
-/// Locates the parameters of a group of stage 3, in which each parameter is split evenly among the
-/// ranks, with padding at the end, and each rank concatenates its slices.
+/// Locates the parameters of a group of stage 3. Each parameter is split evenly among the ranks,
+/// with padding at the end, and each rank concatenates its slices of all parameters.
 ///
 /// # Errors
 /// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
@@ -188,8 +190,8 @@ pub(super) fn locate_partitioned_params(
     Ok(entries)
 }
 
-/// Locates a frozen parameter. `slices` has the file and the view of each slice: a single one with
-/// all elements, or (stage 3) one per rank with padding at the end.
+/// Locates a frozen parameter. `slices` has the file index and the view of each slice. There is a
+/// single slice with all elements, or in stage 3 one slice per rank with padding at the end.
 pub(super) fn locate_frozen_param(
     name: &str,
     shape: &[u64],

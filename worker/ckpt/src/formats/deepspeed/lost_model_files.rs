@@ -1,5 +1,5 @@
-//! Replaces lost model files of ZeRO stage 3 by those of other ranks. The model files of all ranks
-//! are equal if no weights are frozen.
+//! Replaces lost model files of ZeRO stage 3 by copies of another rank's model file. The model
+//! files of all ranks are equal if no weights are frozen.
 use super::file_names::TagFiles;
 use super::states::{GLOBALS, ModelStates, OptimizerStates};
 use crate::disk::{self, Directory, DiskBufferPool, SMALL_WINDOW};
@@ -10,7 +10,7 @@ use crate::formats::torch_writer::TorchWriter;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Bytes copied at a time.
+/// Bytes of a member that are copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 /// A lost model file, and an equal file of another rank.
@@ -20,16 +20,16 @@ pub(crate) struct ReplacementFile {
     pub(crate) lost_file: String,
     /// Name of the equal file of another rank.
     pub(crate) source_file: String,
-    /// The module has buffers, whose values may have differed on the lost rank.
+    /// True if the module has buffers, whose values on the rank of the lost file may have differed.
     pub(crate) has_buffers: bool,
 }
 
-/// Finds the missing and damaged model files in the tag directory `path`, with the files that can
-/// replace them. Returns an empty list if no file is lost, the stage is not 3, or the ranks are
-/// unknown.
+/// Finds the missing and damaged model files in the tag directory `path`, each with a file that can
+/// replace it. Returns an empty list if no file is lost, the stage is not 3, no model file is
+/// readable, or optimizer files are missing.
 ///
 /// # Errors
-/// Fails if a file is lost that had the only copy of slices of frozen weights.
+/// Fails if a lost file had the only copy of slices of frozen weights.
 pub(crate) fn find_replacements(path: &Path) -> Result<Vec<ReplacementFile>> {
     let directory = Directory::open(path)?;
     let names = TagFiles::list(&directory)?;
@@ -118,8 +118,8 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Writes a lost file in the tag directory `path`: the members of the equal file, under the name of
-/// the lost file. Removes a damaged file of this name first. The new file is not durable yet.
+/// Writes the lost file of `donor` in the tag directory `path`, with the members of the equal file.
+/// Removes a damaged file of this name first. The new file is not durable on return.
 pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

@@ -1,8 +1,8 @@
-//! Reads DeepSpeed checkpoints of ZeRO stages 0 to 3, including those of HF Trainer and Accelerate.
+//! Reads DeepSpeed checkpoints of ZeRO stages 0 to 3, also if HF Trainer or Accelerate wrote them.
 //!
 //! `DIR/latest` names a tag. `DIR/TAG` has model files and the optimizer files of all ranks. If
-//! several sources have a weight, the flat groups (`param_shapes`) take precedence, then frozen
-//! weights, then the 16-bit `module`.
+//! several sources have values of a weight, the flat groups (`param_shapes`) take precedence, then
+//! the frozen weights, then the 16-bit `module`.
 mod collect;
 pub(crate) mod error;
 mod file_names;
@@ -29,8 +29,8 @@ pub(crate) const LATEST_FILE: &str = "latest";
 /// Name of the file that names the newest universal checkpoint.
 pub(crate) const LATEST_UNIVERSAL_FILE: &str = "latest_universal";
 
-/// Opens the DeepSpeed checkpoint at `path`: a directory with tags, a tag, or a universal
-/// checkpoint. Returns `None` for any other path.
+/// Opens the DeepSpeed checkpoint at `path`, which is a directory with tags, the directory of a
+/// tag, or a universal checkpoint. Returns `None` for any other directory.
 pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     let directory = Directory::open(path)?;
     if universal::is_universal_directory(path) {
@@ -92,8 +92,8 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Returns a message about a `latest` that names a missing tag, for a directory without tags.
-/// Returns `None` if there is no `latest`.
+/// Returns a message that the tag named in `latest` does not exist. The caller has found no tags in
+/// the directory. Returns `None` if there is no `latest`.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);
@@ -104,12 +104,13 @@ pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<Strin
     )))
 }
 
-/// Returns true if the directory has tags.
+/// Returns true if a subdirectory of `path` is a tag.
 fn has_tags(path: &Path) -> bool {
     list_tags(path).is_ok_and(|tags| !tags.is_empty())
 }
 
-/// Returns true for a directory with DeepSpeed files that is not a universal checkpoint.
+/// Returns true if `path` is a directory with DeepSpeed's model or optimizer files, but not a
+/// universal checkpoint.
 pub(crate) fn is_tag_directory(path: &Path) -> bool {
     if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) || universal::is_universal_directory(path) {
         return false;
@@ -121,7 +122,7 @@ pub(crate) fn is_tag_directory(path: &Path) -> bool {
     }
 }
 
-/// Lists the tags in a directory, in ascending order of their steps.
+/// Lists the names of the tags in the directory `path`, in ascending order of their steps.
 pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
     let mut tags = Directory::open(path)?.list_names()?;
     tags.retain(|t| is_plain_file_name(t) && is_tag_directory(&path.join(t)));
@@ -129,8 +130,8 @@ pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
     Ok(tags)
 }
 
-/// Returns a warning if a tag that is newer than `tag`, which `latest` names, has at least as many
-/// files.
+/// Returns a warning if `latest` is stale. This is assumed if the newest of `tags` is newer than
+/// `tag`, which `latest` names, and has at least as many files.
 fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
     let (Some(step), Some(newest)) = (file_names::parse_step_in_tag(tag), tags.last()) else {
@@ -145,10 +146,11 @@ fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<Stri
     Ok(if newer { vec![notice] } else { Vec::new() })
 }
 
-/// Opens the newest readable one of `tags`, for a directory without `latest`.
+/// Opens the newest tag that can be opened among `tags`, for a directory without `latest`. `tags`
+/// are in ascending order of their steps. Notices of the checkpoint list the skipped tags.
 ///
 /// # Errors
-/// Returns the error of the newest tag if no tag can be opened.
+/// Fails with the error of the newest tag if no tag can be opened.
 fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
     let mut notices = Vec::new();
     let mut first = None;
@@ -167,7 +169,8 @@ fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
 }
 
 /// Opens the tag in the directory `path`. `given` is the path that the user gave. The directory
-/// `root` may have a config, a tokenizer and companion files.
+/// `root` may have a config, a tokenizer and companion files. `notices` come first among the
+/// notices of the checkpoint.
 fn open_tag(given: &Path, path: &Path, root: &Path, mut notices: Vec<String>) -> Result<ExternalCheckpoint> {
     let tag = TagContents::load(path)?;
     let stage = tag.check_ranks()?;
@@ -228,7 +231,7 @@ fn add_companion_files(
     Ok(facts)
 }
 
-/// Returns the program that ran DeepSpeed, which its files next to the tag show.
+/// Returns the program that ran DeepSpeed. The program's files in the directory `root` identify it.
 fn detect_program(root: &Path) -> &'static str {
     let has = |name: &str| exists(&root.join(name));
     match () {

@@ -1,4 +1,4 @@
-//! Collects the passthrough state of DeepSpeed's files: objects that a conversion copies unchanged.
+//! Collects the passthrough state of DeepSpeed's files, which a conversion copies unchanged.
 use super::TagContents;
 use super::states::{ModelStates, OptimizerStates, StepValue};
 use crate::dtype::Dtype;
@@ -33,7 +33,7 @@ const REGENERATED: [&str; 13] = [
 /// Entries of an optimizer file that are copied unchanged.
 const COPIED: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
-/// Objects by name, in the order of the file.
+/// Objects with their keys, in the order of the file.
 type NamedObjects = Vec<(String, PythonObject)>;
 
 /// The passthrough state of a model file.
@@ -45,7 +45,7 @@ pub(super) struct ModelPassthrough {
     scheduler: PythonObject,
     /// The tensors in `other_entries` and `scheduler`, by storage index.
     tensors: Vec<TensorView>,
-    /// Keys of entries that cannot be copied.
+    /// Keys of entries that cannot be copied, such as entries with byte strings.
     dropped: Vec<String>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct ModelPassthrough {
 pub(super) struct OptimizerPassthrough {
     /// For each parameter group, its hyper-parameters and the indices of its flat groups.
     groups: Vec<(NamedObjects, Vec<u64>)>,
-    /// The entries listed in [`COPIED`].
+    /// The entries whose keys are in [`COPIED`].
     other_entries: NamedObjects,
 }
 
@@ -95,8 +95,8 @@ impl ModelPassthrough {
 }
 
 impl OptimizerPassthrough {
-    /// Reads the passthrough state of an optimizer file. `base` is the state of the inner
-    /// optimizer.
+    /// Reads the passthrough state of an optimizer file. `root` is the state of DeepSpeed's
+    /// optimizer, and `base` the state of the torch optimizer that it wraps.
     pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
         let mut left = VALUES_MAX;
         let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);
@@ -121,7 +121,8 @@ impl OptimizerPassthrough {
     }
 }
 
-/// Collects the passthrough state of a tag from the files of rank 0, with copies of small tensors.
+/// Collects the passthrough state of a tag from the files of rank 0. Tensors in this state are read
+/// into memory. Entries that cannot be copied are dropped with a notice.
 pub(super) fn collect_passthrough(tag: &TagContents, facts: &ExternalFacts) -> Result<PassthroughState> {
     let Some((file, model)) = tag.model.get(&0) else { return Ok(PassthroughState::default()) };
     let mut notices = Vec::new();
@@ -158,15 +159,16 @@ pub(super) fn collect_passthrough(tag: &TagContents, facts: &ExternalFacts) -> R
     })
 }
 
-/// Returns the dtype that the first trained parameter has in the module.
+/// Returns the dtype that the first trained parameter has in the module. Without a trained
+/// parameter, returns the dtype of the module's first tensor.
 fn find_precision(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// Collects the parameter groups with the names of their parameters. Several flat groups into which
-/// one group was split are merged again.
+/// Collects the parameter groups of rank 0, with the names and steps of their parameters. Flat
+/// groups into which DeepSpeed split one parameter group are merged again.
 fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
     let steps = read_group_steps(tag, *file, states)?;
@@ -193,7 +195,8 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
     Ok(groups)
 }
 
-/// Reads the step of each flat group; `None` for a group without a step.
+/// Reads the step of each flat group in the optimizer file with index `file`. The step is `None`
+/// for a group without a step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
     let step = |shard: &super::states::FlatGroupShard| match &shard.step {
         Some(StepValue::Number(n)) => Ok(Some(*n)),
@@ -203,7 +206,7 @@ fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) ->
     states.shards.iter().map(step).collect()
 }
 
-/// Replaces references to tensors in a file by copies of the tensors.
+/// Replaces references to tensors of a model file by copies of the tensors in memory.
 struct TensorInliner<'a> {
     tag: &'a TagContents,
     /// Index of the model file in the store.
@@ -214,7 +217,8 @@ struct TensorInliner<'a> {
 }
 
 impl TensorInliner<'_> {
-    /// Returns the value with copies of its tensors, or `None` if the tensors are too large.
+    /// Returns the value with copies of its tensors. Returns `None` if the tensors have more than
+    /// `left` bytes. Subtracts the copied bytes from `left`.
     fn inline_tensors(&mut self, value: &PythonObject) -> Result<Option<PythonObject>> {
         let inline_all = |this: &mut Self, v: &[PythonObject]| -> Result<Option<Vec<PythonObject>>> {
             v.iter().map(|o| this.inline_tensors(o)).collect::<Result<Option<Vec<_>>>>()
@@ -233,7 +237,8 @@ impl TensorInliner<'_> {
         })
     }
 
-    /// Returns a copy of one tensor, or `None` if it is too large or unknown.
+    /// Returns a copy of the tensor `t`, or `None` if the tensor has more than `left` bytes or is
+    /// unknown. Subtracts the copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.elements();

@@ -1,5 +1,5 @@
-//! Reads stage 0, in which the model file contains the whole optimizer, with numbered states and
-//! FP32 master weights.
+//! Reads the optimizer of stage 0. The model file contains the whole optimizer, with numbered
+//! states and FP32 master weights.
 use super::TagContents;
 use super::collect::CollectedTensors;
 use super::error::DeepSpeedError;
@@ -14,15 +14,15 @@ use crate::formats::torch_file::{TensorView, TorchFile};
 use crate::training_state::ParamGroupInfo;
 use std::collections::{BTreeMap, HashMap};
 
-/// The optimizer in a model file.
+/// The optimizer that a model file of stage 0 contains.
 pub(super) struct EmbeddedOptimizer {
     optimizer: OptimizerStateDict,
-    /// FP32 master weights of each parameter group.
+    /// FP32 master weights of each parameter group. Empty if the file has no master weights.
     masters: Vec<Vec<TensorView>>,
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer at `root`. Returns `None` if the model file has none.
+    /// Reads the optimizer at `root`. Returns `None` if `root` has no parameter groups.
     pub(super) fn read(
         file: &TorchFile,
         root: crate::pickle::PickleView<'_>,
@@ -47,9 +47,9 @@ impl EmbeddedOptimizer {
     }
 }
 
-/// Adds master weights and optimizer states to the weights of the 16-bit module. Returns the
-/// parameter groups, and the number of updates of each weight. States that cannot be assigned to
-/// weights are ignored with a notice, and both results are then empty.
+/// Replaces the 16-bit weights in `found` by the master weights, and adds the optimizer states.
+/// Returns the parameter groups, and the number of updates of each weight. If the states cannot be
+/// assigned to weights, adds only a notice and returns empty results.
 pub(super) fn add_embedded_optimizer(
     tag: &TagContents,
     file: usize,
@@ -93,8 +93,8 @@ pub(super) fn add_embedded_optimizer(
     Ok((groups.map(|((hyper, _), names)| ParamGroupInfo { hyper: hyper.clone(), names }).collect(), steps))
 }
 
-/// Adds the optimizer states of one parameter to `found`. Returns its step, or `None` if it has
-/// none.
+/// Adds the optimizer states of the parameter `id` to `found`, as states of the weight `name`.
+/// Returns the parameter's step, or `None` if the parameter has no step.
 fn add_param_states(
     tag: &TagContents,
     file: usize,
@@ -114,7 +114,8 @@ fn add_param_states(
     })
 }
 
-/// Replaces the 16-bit values of the module by the FP32 master weights.
+/// Replaces the 16-bit weights in `found` by the FP32 master weights. `names` are the names of the
+/// weights of each group. Does nothing without master weights.
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.

@@ -10,7 +10,7 @@ use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, Torc
 use crate::pickle::PickleView;
 use serde_json::{Map, Value as Json};
 
-/// Classes and functions that the files may name.
+/// Classes and functions that the pickles of model and optimizer files may name.
 pub(super) const GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     PLAIN_GLOBALS,
@@ -27,7 +27,8 @@ type Result<T> = std::result::Result<T, DeepSpeedError>;
 
 /// The contents of a model file.
 pub(super) struct ModelStates {
-    /// Every tensor of the module, in its order. In stage 3, parameters are empty.
+    /// Name and view of every tensor of the module, in the module's order. In stage 3, the views of
+    /// parameters are empty.
     pub(super) module: Vec<(String, TensorView)>,
     /// Names of the buffers of the module.
     pub(super) buffers: Vec<String>,
@@ -36,24 +37,25 @@ pub(super) struct ModelStates {
     pub(super) groups: Vec<Vec<(String, Vec<u64>)>>,
     /// Name and full shape of each frozen weight.
     pub(super) frozen_shapes: Vec<(String, Vec<u64>)>,
-    /// This rank's slice of each frozen weight; in stages below 3, the whole weight.
+    /// The rank's slice of each frozen weight. In stages below 3, the whole weight.
     pub(super) frozen_fragments: Vec<(String, TensorView)>,
     pub(super) ties: Vec<TiedWeight>,
-    /// State of the learning rate scheduler; null if there is none.
+    /// State of the learning rate scheduler, or null if the file has no scheduler.
     pub(super) scheduler: Json,
-    /// Steps of the run, including those that a loss scaler skipped.
+    /// Number of steps of the run, including steps that a loss scaler skipped. `None` if not
+    /// recorded.
     pub(super) step: Option<u64>,
-    /// Samples consumed by all ranks together.
+    /// Samples consumed by all ranks together. `None` if not recorded.
     pub(super) samples: Option<u64>,
-    /// Steps that a loss scaler skipped.
+    /// Number of steps that a loss scaler skipped.
     pub(super) skipped: u64,
     /// Number of ranks that wrote the checkpoint.
     pub(super) world: u32,
     /// ZeRO stage in the DeepSpeed config.
     pub(super) stage: Option<u8>,
-    /// Version of DeepSpeed.
+    /// Version of DeepSpeed that wrote the file.
     pub(super) version: Option<String>,
-    /// The optimizer, if this file contains it (stage 0).
+    /// The optimizer. `None` except in stage 0, where the model file contains the optimizer.
     pub(super) embedded_optimizer: Option<EmbeddedOptimizer>,
     pub(super) passthrough: ModelPassthrough,
 }
@@ -65,9 +67,9 @@ pub(super) struct FlatGroupShard {
     /// The optimizer states, by role.
     pub(super) states: Vec<(TensorRole, TensorView)>,
     pub(super) step: Option<StepValue>,
-    /// Elements by which the states are longer than the weights, if recorded.
+    /// Number of elements by which the states are longer than the weights. `None` if not recorded.
     pub(super) padding: Option<u64>,
-    /// Elements of padding after each parameter. Empty if not recorded.
+    /// Number of elements of padding after each parameter. Empty if not recorded.
     pub(super) alignment: Vec<u64>,
     /// Keys of unknown optimizer states, which are ignored.
     pub(super) unknown: Vec<String>,
@@ -76,15 +78,15 @@ pub(super) struct FlatGroupShard {
 /// The contents of an optimizer file.
 pub(super) struct OptimizerStates {
     pub(super) stage: u8,
-    /// The file records `zero_stage`, so the partitions have no padding.
+    /// True if the file records `zero_stage`. The partitions of such files have no padding.
     pub(super) is_unpadded: bool,
-    /// Number of ranks that share each group.
+    /// Number of ranks among which each flat group is divided.
     pub(super) partitions: Vec<u64>,
-    /// This rank's part of each flat group.
+    /// The rank's part of each flat group.
     pub(super) shards: Vec<FlatGroupShard>,
     /// Hyper-parameters of each parameter group, and the indices of its flat groups.
     pub(super) groups: Vec<NumberedGroup>,
-    /// State of the loss scaler; null if the scale is always 1.
+    /// State of the loss scaler, or null if the scale is always 1.
     pub(super) loss_scaler: Json,
     pub(super) passthrough: OptimizerPassthrough,
 }
@@ -94,17 +96,18 @@ pub(super) struct OptimizerStates {
 pub(crate) struct NumberedGroup {
     /// Hyper-parameters by key.
     pub(crate) hyper: Map<String, Json>,
-    /// Numbers of the parameters.
+    /// Numbers of the parameters. In optimizer files, these are the indices of flat groups.
     pub(crate) ids: Vec<u64>,
 }
 
-/// Returns the value of the string key `key`, or an error that names the key.
+/// Returns the value of the string key `key` of a dict. Fails with [`DeepSpeedError::MissingField`]
+/// if the key is missing.
 fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView<'a>> {
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
 
-/// Reads a dict of tensors by name, in its order. Skips values that are not tensors. `key` is the
-/// key of the dict, for errors.
+/// Reads a dict of tensors by name, in the order of the dict. Skips values that are not tensors.
+/// Returns an empty list for Python's `None`. `key` is the key of the dict, for errors.
 fn read_tensors(
     file: &TorchFile,
     key: &'static str,
@@ -126,7 +129,8 @@ fn read_tensors(
     Ok(found)
 }
 
-/// Reads a dict of shapes by name, in its order. `key` is the key of the dict, for errors.
+/// Reads a dict of shapes by name, in the order of the dict. `key` is the key of the dict, for
+/// errors.
 fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     pairs
@@ -138,7 +142,8 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 }
 
 impl ModelStates {
-    /// Reads the contents of a model file.
+    /// Reads the contents of a model file, without the data of tensors. Fails if an entry is
+    /// invalid, or if `module` or `dp_world_size` is missing.
     pub(super) fn read(file: &TorchFile) -> Result<ModelStates> {
         let root = file.value();
         let optional = |key: &str| root.get(key).filter(|v| !v.is_none());
@@ -195,7 +200,8 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Reads the contents of an optimizer file.
+    /// Reads the contents of an optimizer file, without the data of tensors. Fails if an entry is
+    /// missing or invalid, or if a flat tensor is not F32.
     pub(super) fn read(file: &TorchFile) -> Result<OptimizerStates> {
         let root = read_field(file.value(), "optimizer_state_dict")?;
         let stage = root.get("zero_stage").and_then(read_zero_stage);
@@ -269,8 +275,8 @@ pub(super) fn read_loss_scaler(value: PickleView<'_>) -> Json {
 }
 
 impl FlatGroupShard {
-    /// Reads this rank's part of flat group `i`, whose master weights are `fp32`. `root` is the
-    /// state of the optimizer, and `base` that of the inner optimizer.
+    /// Reads the rank's part of flat group `i`, whose master weights are `fp32`. `root` is the
+    /// state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
     fn read_shard(
         file: &TorchFile,
         root: PickleView<'_>,
@@ -308,8 +314,8 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Records one state of the inner optimizer: a tensor of a known role, the step, or an unknown
-    /// key.
+    /// Records one entry of the torch optimizer's state, which is a tensor of a known role, the
+    /// step, or a tensor with an unknown key. Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
         match (key, parse_optimizer_state_role(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),

@@ -21,7 +21,7 @@ pub(super) struct TagContents {
     pub(super) model: BTreeMap<u32, (usize, ModelStates)>,
     /// Index in the store and contents of each optimizer file, by rank.
     pub(super) optimizer: BTreeMap<u32, (usize, OptimizerStates)>,
-    /// The files that the indices refer to.
+    /// The model and optimizer files, to which the indices in `model` and `optimizer` refer.
     pub(super) store: StoredFiles,
 }
 
@@ -52,8 +52,8 @@ impl TagContents {
         Ok(tag)
     }
 
-    /// Reads the file of one rank and adds it to the store. Returns its index there, and what
-    /// `read` makes of it.
+    /// Reads the file of one rank and adds it to the store. Returns the file's index in the store,
+    /// and the contents that `read` returns for the file.
     ///
     /// # Errors
     /// Fails if the file is damaged, or was written by another rank.
@@ -72,12 +72,13 @@ impl TagContents {
         Ok((self.store.files.len() - 1, states))
     }
 
-    /// Returns an error about a missing part of the tag.
+    /// Returns [`CkptError::Missing`] for the part `part` of the tag.
     pub(super) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(&self.path, part)
     }
 
-    /// Returns an error unless each of `world` ranks has a file. `kind` is `model` or `optimizer`.
+    /// Fails with [`CkptError::Missing`] if a rank below `world` has no entry in `files`. `kind` is
+    /// `model` or `optimizer`, for the error.
     fn require_files_of_ranks<T>(
         &self,
         kind: &'static str,
@@ -93,13 +94,13 @@ impl TagContents {
         }
     }
 
-    /// Returns an error about the file with index `file`.
+    /// Returns [`CkptError::Damaged`] for the file with index `file` in the store.
     pub(super) fn damaged(&self, file: usize, error: DeepSpeedError) -> CkptError {
         CkptError::damaged(&self.path, self.store.files[file].name.as_str(), error)
     }
 
-    /// Checks that the files of exactly all ranks exist, and that they agree on stage and world
-    /// size. Returns the ZeRO stage.
+    /// Returns the ZeRO stage. Fails if a rank's file is missing, a file's rank is not below the
+    /// world size, or the files contradict each other in stage or world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.missing("the model file of rank 0"));
@@ -135,8 +136,8 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Checks that all ranks have equal steps. Returns the optimizer step, or `None` if no file
-    /// records it.
+    /// Returns the optimizer step, or `None` if no optimizer file records a step. Fails if the
+    /// optimizer files, or the model files, of two ranks have different steps.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
         let mut first: Option<(f64, u32)> = None;
         let mut global: Option<(u64, u32)> = None;
@@ -144,8 +145,8 @@ impl TagContents {
             let mut rank_step: Option<f64> = None;
             for shard in &states.shards {
                 let Some(step) = self.read_shard_step(*file, shard)? else { continue };
-                // groups may have different steps, since one may have been added later; ranks may
-                // not
+                // the groups of a rank may have different steps, since a group may have been added
+                // later, but all ranks must have equal steps
                 rank_step = Some(rank_step.map_or(step, |s| s.max(step)));
             }
             match (first, rank_step) {
@@ -172,7 +173,7 @@ impl TagContents {
 
 impl TagContents {
     /// Returns the parameter groups with the names of their parameters, and the state of the loss
-    /// scaler.
+    /// scaler. Both come from the optimizer file of rank 0, and are empty without this file.
     pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let names = |g: usize| model.groups.get(g).into_iter().flatten().map(|(name, _)| name.clone());
@@ -205,8 +206,8 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the step of a flat group of the file with index `file`. Returns `None` if the group
-    /// has none.
+    /// Reads the step of the flat group part `shard` in the file with index `file`. Returns `None`
+    /// if the group has no step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

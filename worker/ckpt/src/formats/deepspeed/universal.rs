@@ -1,9 +1,9 @@
 //! Reads DeepSpeed's universal checkpoints, which have
 //! `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt` for each weight, and copies of the model files.
 //!
-//! If DeepSpeed converted from stage 1 or 2, the files are dicts with a shaped `param`. If it
-//! converted from stage 3, they are flat tensors whose shapes are in the model files. Frozen
-//! weights and buffers are in the model files.
+//! If DeepSpeed converted a checkpoint of stage 1 or 2, the files of a weight are dicts with a
+//! shaped `param`. If DeepSpeed converted a checkpoint of stage 3, the files are flat tensors whose
+//! shapes are in the model files. Frozen weights and buffers are in the model files.
 use super::collect::CollectedTensors;
 use super::error::{DeepSpeedError, LayoutError};
 use super::file_names::TagFiles;
@@ -25,18 +25,19 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The directory with one subdirectory per weight.
+/// Name of the directory with one subdirectory per weight.
 const ZERO_DIR: &str = "zero";
-/// The file with hyper-parameters, steps and loss scaler.
+/// Path of the file with the hyper-parameters, the steps and the loss scaler.
 const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
 /// Number of subdirectories whose files are opened in one batch.
 const BATCH_DIRS: usize = 128;
-/// Number of threads that open files.
+/// The largest number of threads that open files.
 const THREADS_MAX: usize = 8;
-/// The file with the FP32 values of a weight.
+/// Name of the file with the FP32 values of a weight.
 const FP32_FILE: &str = "fp32.pt";
 
-/// Returns true for the directory of a universal checkpoint.
+/// Returns true if `path` is the directory of a universal checkpoint, which has a subdirectory
+/// [`ZERO_DIR`].
 pub(crate) fn is_universal_directory(path: &Path) -> bool {
     path.join(ZERO_DIR).symlink_metadata().is_ok_and(|m| m.is_dir())
 }
@@ -45,26 +46,26 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
 #[derive(Default)]
 struct OptimizerSettings {
     groups: Vec<super::states::NumberedGroup>,
-    /// Step of each flat group, which only checkpoints of stage 3 record here.
+    /// Step of each flat group, by index. Only checkpoints of stage 3 record steps in this file.
     steps: BTreeMap<u64, f64>,
     stage: Option<u8>,
     loss_scaler: Json,
 }
 
-/// The files of one weight.
+/// The contents of the files of one weight.
 struct ParameterFiles {
     name: String,
     /// Index of the FP32 file in the store, and the view of its tensor.
     fp32: (usize, TensorView),
-    /// The FP32 file records the shape of the weight.
+    /// True if the FP32 file records the shape of the weight.
     is_shaped: bool,
-    /// The optimizer states: role, index of the file in the store, and view.
+    /// Role, index of the file in the store, and view of each optimizer state.
     states: Vec<(TensorRole, usize, TensorView)>,
     step: Option<f64>,
 }
 
-/// Opens the universal checkpoint at `path`. The directory `root` may have a config and other parts
-/// of a training state. `notices` come first among the notices of the checkpoint.
+/// Opens the universal checkpoint at `path`. The directory `root` may have a config, a tokenizer
+/// and companion files. `notices` come first among the notices of the checkpoint.
 pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
     let mut tag = TagContents::open_empty(path)?;
     for (&rank, name) in &TagFiles::list_universal(&tag.directory)?.model {
@@ -109,7 +110,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     ExternalCheckpoint::new(path, root, facts, tag.store, found.entries)
 }
 
-/// Reads `optimizer_state.pt` and adds it to the store of the tag.
+/// Reads the contents of `optimizer_state.pt` and adds the file to the store of the tag.
 fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         return Err(tag.missing(format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters")));
@@ -151,11 +152,13 @@ fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
 /// The subdirectory of one weight.
 struct ParameterDir {
     name: String,
-    /// Key and relative path of each file.
+    /// Key and path of each file. The key is the file name without `.pt`, and the path is relative
+    /// to the checkpoint directory.
     files: Vec<(String, String)>,
 }
 
-/// Lists the subdirectories of the weights, and the keys of unknown optimizer states.
+/// Lists the subdirectories of the weights with their files of known keys. Also returns the keys of
+/// unknown optimizer states.
 fn list_parameter_dirs(tag: &TagContents) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
     let (mut dirs, mut unknown) = (Vec::new(), BTreeSet::new());
     for name in tag.directory.list_subdirectory(ZERO_DIR)? {
@@ -214,8 +217,8 @@ fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeS
     Ok((parameters, unknown))
 }
 
-/// Opens files in parallel, since opening thousands of small files is limited by the disk. Returns
-/// the results in the order of `paths`.
+/// Opens files with up to [`THREADS_MAX`] threads, since the latency of the disk limits a single
+/// thread that opens thousands of small files. Returns the results in the order of `paths`.
 fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
     let next = AtomicUsize::new(0);
     let opened: Vec<OnceLock<Result<TorchFile>>> = paths.iter().map(|_| OnceLock::new()).collect();
@@ -237,8 +240,8 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
     opened.into_iter().map(|slot| slot.into_inner().unwrap_or_else(not_opened)).collect()
 }
 
-/// Reads one opened file of a weight and adds it to the store. Returns its index in the store, the
-/// view of its tensor, and whether the file records the shape.
+/// Reads one opened file of a weight and adds it to the store. Returns the file's index in the
+/// store, the view of its tensor, and true if the file records the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under another name than `key`.
@@ -265,7 +268,8 @@ fn read_parameter_file(
 }
 
 /// Collects the trained weights from their files and the other tensors from the model files. Also
-/// returns the number of updates of each weight.
+/// returns the number of updates of each weight. Fails if a file of a trained weight is missing or
+/// contradicts the shape of the weight.
 fn collect_tensors(
     tag: &TagContents,
     model: &ModelStates,
@@ -320,7 +324,7 @@ fn collect_tensors(
 }
 
 /// Adds the FP32 values and the optimizer states of a weight to `found`. `known` is the shape that
-/// the model files record, if any.
+/// the model files record, or `None`. Fails if the shape is unknown or does not match a tensor.
 fn add_parameter(
     found: &mut CollectedTensors,
     parameter: &ParameterFiles,
@@ -353,8 +357,8 @@ fn add_parameter(
     Ok(())
 }
 
-/// Adds the tensors that are not trained: frozen weights, buffers and ties of the model files, and
-/// weights that have files but no optimizer states.
+/// Adds the tensors that are not trained to `found`. These are the frozen weights, buffers and ties
+/// of the model files, and the weights `untrained`, which have files but no optimizer states.
 fn add_untrained_tensors(
     tag: &TagContents,
     model: &ModelStates,

@@ -10,7 +10,7 @@ use super::operation_graph::{
 use crate::ops::AttentionShape;
 use std::{ops::Range, sync::Arc};
 
-// The ids of a graph's tensors, by which cuDNN is given their addresses.
+// Ids of the tensors of an attention graph. The addresses of tensors are passed to cuDNN by id.
 const Q_ID: i64 = 1;
 const K_ID: i64 = 2;
 const V_ID: i64 = 3;
@@ -24,7 +24,7 @@ const D_Q_ID: i64 = 10;
 const D_K_ID: i64 = 11;
 const D_V_ID: i64 = 12;
 const KEEP_SCALE_ID: i64 = 13;
-/// Id of Σ dO·O for each query.
+/// Id of the tensor with Σ dO·O for each query, which the backward pass computes.
 const DOTS_ID: i64 = 14;
 /// Id of the fp32 buffer in which the gradient of the queries is accumulated.
 const D_Q_SUMS_ID: i64 = 15;
@@ -34,7 +34,8 @@ const MAX_HEAD_DIM: usize = 128;
 /// Divisor of every supported head dimension.
 const HEAD_DIM_STEP: usize = 8;
 
-/// Keys to which a query attends, among the keys of its sequence up to its own position.
+/// Attention mask: the keys to which a query attends, among the keys of its sequence up to its own
+/// position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum AttentionMask {
     /// All keys up to the query's position.
@@ -80,7 +81,7 @@ pub(in super::super) enum UnsupportedAttention {
     Documents,
 }
 
-/// Forward or backward pass of an attention.
+/// Forward or backward pass of an attention shape that cuDNN supports.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct AttentionPass {
     pub(super) shape: AttentionShape,
@@ -88,7 +89,7 @@ pub(in super::super) struct AttentionPass {
     pub(super) is_backward: bool,
 }
 
-/// Addresses of the operands of a pass. Operands that only the other pass has are 0.
+/// GPU addresses of the operands of an attention pass. Operands that only the other pass has are 0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct AttentionOperands {
     pub(in super::super) qkv: Address,
@@ -110,7 +111,7 @@ impl AttentionOperands {
 pub(super) struct ExtraTensor {
     pub(super) id: i64,
     pub(super) elements: usize,
-    /// True if the tensor must be zero before the pass.
+    /// True if the tensor must be filled with zeros before the pass.
     pub(super) is_zeroed: bool,
 }
 
@@ -142,7 +143,7 @@ impl AttentionTensorLayout {
         [self.t * width, self.dim, width, 1]
     }
 
-    /// Returns the elements of a row of `qkv`.
+    /// Returns the number of elements in a row of `qkv`.
     fn qkv_width(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.dim
     }
@@ -159,8 +160,8 @@ impl AttentionTensorLayout {
 }
 
 impl AttentionPass {
-    /// Creates a pass. Fails with the reason if cuDNN cannot compute the pass. `is_bf16` is true if
-    /// all tensors of the pass are bf16.
+    /// Creates the forward or backward pass of attention. Fails with the reason if cuDNN cannot
+    /// compute the pass. `is_bf16` is true if all tensors of the pass are bf16.
     pub(in super::super) fn new(
         shape: AttentionShape,
         starts: &[u32],
@@ -255,7 +256,8 @@ impl AttentionPass {
         scalars
     }
 
-    /// Describes the shape for messages: `attention of 2 × 2048 tokens, 32 and 8 heads of 128`.
+    /// Describes the attention shape for messages: `attention of 2 × 2048 tokens, 32 and 8 heads of
+    /// 128`.
     pub(super) fn describe_shape(&self) -> String {
         let s = self.shape;
         let window = if let AttentionMask::Window(window) = self.mask {
@@ -269,7 +271,8 @@ impl AttentionPass {
         )
     }
 
-    /// Describes the shape and the direction for messages.
+    /// Describes the shape and the direction of the pass for messages, such as `attention of …:
+    /// forward`.
     pub(super) fn describe(&self) -> String {
         format!("{}, {}", self.describe_shape(), if self.is_backward { "backward" } else { "forward" })
     }
@@ -301,7 +304,8 @@ pub(super) fn create_attention_plans(
     create_graph_plans(graph, pass.list_scalars(), target)
 }
 
-/// Adds the tensor of queries, keys or values within `qkv` or its gradient.
+/// Adds the tensor of queries, keys or values within `qkv`, or within the gradient of `qkv`, to the
+/// graph.
 fn add_qkv_rows(
     g: &mut OperationGraph,
     id: i64,
@@ -311,18 +315,18 @@ fn add_qkv_rows(
     g.add_tensor(TensorLocation::Device(id), DataType::Bf16, l.rows(heads), l.strides(l.qkv_width()))
 }
 
-/// Adds the transposed tensor of keys or values within `qkv`. Tokens are columns.
+/// Adds the transposed tensor of keys or values within `qkv` to the graph. Tokens are columns.
 fn add_qkv_columns(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     let ([b, h, t, d], [x, y, z, w]) = (l.rows(l.kv_heads), l.strides(l.qkv_width()));
     g.add_tensor(TensorLocation::Device(id), DataType::Bf16, [b, h, d, t], [x, y, w, z])
 }
 
-/// Adds the tensor of the output or of its gradient.
+/// Adds the tensor of the attention output, or of the output's gradient, to the graph.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(TensorLocation::Device(id), DataType::Bf16, l.rows(l.heads), l.strides(l.heads * l.dim))
 }
 
-/// Adds a tensor in GPU memory with one `f32` per query.
+/// Adds a tensor in GPU memory with one `f32` per query to the graph.
 fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -332,8 +336,8 @@ fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> 
     )
 }
 
-/// Adds the operations that set the scores of keys to which a query does not attend to −∞. Returns
-/// the masked scores.
+/// Adds the operations to the graph that set the scores of masked keys, to which a query does not
+/// attend, to −∞. Returns the masked scores.
 fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) -> Result<GraphTensor> {
     let masked = g.add_host_scalar(MASK_VALUE_ID)?;
     let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);
@@ -347,7 +351,8 @@ fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) ->
     g.add_select(is_in_window, scores, masked)
 }
 
-/// Adds the forward pass: `o = softmax(mask(scale · q · kᵀ)) · v`, and the log-sum-exp of each row.
+/// Adds the forward pass of attention to the graph: `o = softmax(mask(scale · q · kᵀ)) · v`, and
+/// the log-sum-exp of each row.
 fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (q, k, v) = (
@@ -376,8 +381,8 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_matmul(probabilities, v, o)
 }
 
-/// Adds the backward pass. With p the probabilities and dP = dO·vᵀ: dV = pᵀ·dO, dS = p·(dP − Σ
-/// dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
+/// Adds the backward pass of attention to the graph. With p the probabilities and dP = dO·vᵀ: dV =
+/// pᵀ·dO, dS = p·(dP − Σ dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
 fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (d_o, o) = (add_output(g, D_O_ID, &l)?, add_output(g, O_ID, &l)?);
@@ -419,8 +424,8 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_pointwise(PointwiseMode::Identity, sums, None, d_q)
 }
 
-/// Adds the gradient of keys or values: `a · b` for each query head, summed over the query heads
-/// that share a key head.
+/// Adds the gradient of keys or values to the graph: `a · b` for each query head, summed over the
+/// query heads that share a key head.
 fn add_kv_gradient(
     g: &mut OperationGraph,
     l: &AttentionTensorLayout,

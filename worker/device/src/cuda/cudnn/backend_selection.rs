@@ -14,13 +14,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Number of timed runs, after one run that is not timed.
+/// Number of timed runs of an attention implementation, after one run that is not timed.
 const TIMED_RUNS: usize = 4;
 /// Largest accepted difference between the results of cuDNN and of the built-in kernels, relative
 /// to the largest value. Results and intermediate results of both are rounded to bf16.
 const TOLERANCE: f64 = 2e-2;
 
-/// Implementation that computes attention.
+/// Implementation that computes attention on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
     /// The built-in kernels.
@@ -40,9 +40,10 @@ type PassKey = ([usize; 5], u32, AttentionMask, bool);
 pub(in super::super) struct CudnnAttention {
     backend: AttentionBackend,
     cudnn: Arc<Cudnn>,
-    /// The plan for each pass. The value is `None` where the built-in kernels are used.
+    /// The selected plan for each pass. The value is `None` for passes that the built-in kernels
+    /// compute.
     plans: Mutex<HashMap<PassKey, Option<Arc<ExecutionPlan>>>>,
-    /// Decisions that have not been reported yet.
+    /// Decisions and warnings that have not been reported to the user yet.
     notices: Mutex<VecDeque<BackendNotice>>,
 }
 
@@ -82,13 +83,14 @@ impl CudnnAttention {
         }
     }
 
-    /// Returns the next decision that has not been reported yet.
+    /// Removes and returns the oldest notice that has not been reported to the user yet.
     pub(in super::super) fn take_notice(&self) -> Option<BackendNotice> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues a pass on cuDNN. Returns false if cuDNN does not support the pass or was not
-    /// selected for it. `built_in` runs the pass on the built-in kernels, to time them.
+    /// Enqueues an attention pass on cuDNN, and selects a plan first if needed. Returns false if
+    /// cuDNN does not support the pass or was not selected. `built_in` runs the pass on the
+    /// built-in kernels, to time them.
     pub(in super::super) fn try_enqueue(
         &self,
         cuda: &Cuda,
@@ -109,8 +111,8 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns the plan for a pass, and selects it if there was no decision yet. Returns `None` if
-    /// the built-in kernels are used.
+    /// Returns the plan for a pass, and selects the plan at the first call. Returns `None` if the
+    /// built-in kernels are used.
     fn select_plan(
         &self,
         cuda: &Cuda,
@@ -139,8 +141,8 @@ impl CudnnAttention {
         Ok(plan)
     }
 
-    /// Times all plans whose results agree with those of the built-in kernels, and returns the
-    /// fastest. Returns `None` if the built-in kernels are faster.
+    /// Times the built-in kernels and all cuDNN plans whose results agree with them, and returns
+    /// the fastest plan. Returns `None` if the built-in kernels are faster.
     fn find_fastest_plan(
         &self,
         cuda: &Cuda,
@@ -183,8 +185,8 @@ impl CudnnAttention {
         Ok((cudnn_seconds < built_in_seconds).then_some(plan))
     }
 
-    /// Returns the seconds that a plan takes. Fails if the plan does not work or its results differ
-    /// from `expected`.
+    /// Runs and times a plan, and returns the seconds of a run. Fails if the plan does not work or
+    /// its results differ from `expected`.
     fn check_and_time_plan(
         &self,
         gpu: &Arc<GpuContext>,
@@ -247,7 +249,7 @@ impl CudnnAttention {
         gpu.enqueue(|batch| batch.push_plan(prepared), |stream| direct.issue(stream))
     }
 
-    /// Queues a notice for the user.
+    /// Queues a notice, which [`CudnnAttention::take_notice`] returns later.
     fn push_notice(&self, notice: BackendNotice) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }

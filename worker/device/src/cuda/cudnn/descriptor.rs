@@ -73,7 +73,7 @@ pub(super) enum Attribute {
     PropertiesJson = 2702,
 }
 
-// CUDNN_TYPE_…: the type of an attribute's values.
+// Types of an attribute's values, with their numbers `CUDNN_TYPE_…`.
 const HANDLE: c_int = 0;
 const DATA_TYPE: c_int = 1;
 const BOOLEAN: c_int = 2;
@@ -109,7 +109,7 @@ pub(super) enum PointwiseMode {
     Greater = 302,
     GreaterEqual = 303,
     Index = 501,
-    /// Selects `x` where `t` is true, otherwise `b`.
+    /// Selects operand `x` where operand `t` is true, otherwise operand `b`.
     Select = 601,
 }
 
@@ -123,10 +123,11 @@ pub(super) enum Reduction {
 
 /// The heuristics that cuDNN recommends: `CUDNN_HEUR_MODE_A`.
 const HEURISTIC_MODE_A: c_int = 3;
-/// Maximum number of engine configurations that are requested.
+/// Maximum number of engine configurations that are requested from the heuristics for one graph.
 const MAX_ENGINE_CONFIGS: i64 = 4;
 
-/// A descriptor of cuDNN's backend API. Dropping it destroys the descriptor.
+/// An object of cuDNN's backend API, such as a tensor, an operation or a plan. Dropping it destroys
+/// the object.
 pub(super) struct Descriptor {
     library: Arc<CudnnApi>,
     handle: Handle,
@@ -167,7 +168,8 @@ impl Descriptor {
         self.handle
     }
 
-    /// Sets an attribute. `kind` is the type of the values (`CUDNN_TYPE_…`).
+    /// Sets an attribute of the descriptor to `values`. `kind` is the type of the values
+    /// (`CUDNN_TYPE_…`).
     fn set<T>(self, attribute: Attribute, kind: c_int, values: &[T]) -> Result<Self> {
         let at = values.as_ptr().cast::<c_void>();
         // SAFETY: `values` has as many values of that type as its length.
@@ -208,7 +210,7 @@ impl Descriptor {
         self.set(Attribute::HeuristicsMode, HEURISTICS, &[HEURISTIC_MODE_A])
     }
 
-    /// Sets an attribute to a cuDNN handle.
+    /// Sets an attribute of the descriptor to a cuDNN handle.
     pub(super) fn set_handle(self, attribute: Attribute, handle: Handle) -> Result<Self> {
         self.set(attribute, HANDLE, &[handle])
     }
@@ -226,7 +228,8 @@ impl Descriptor {
         self.set(attribute, DESCRIPTOR, &handles)
     }
 
-    /// Checks the attributes and completes the descriptor. `kind` appears in the error message.
+    /// Finalizes the descriptor: cuDNN checks the attributes, after which they cannot change.
+    /// `kind` appears in the error message.
     pub(super) fn finalize(self, kind: DescriptorType) -> Result<Self> {
         // SAFETY: the descriptor lives.
         let status = unsafe { (self.library.cudnnBackendFinalize)(self.handle) };
@@ -234,7 +237,7 @@ impl Descriptor {
         Ok(self)
     }
 
-    /// Returns the value of an integer attribute.
+    /// Reads the value of an integer attribute of the finalized descriptor.
     pub(super) fn query_int(&self, attribute: Attribute) -> Result<i64> {
         let (mut value, mut count) = (0i64, 0i64);
         let at = ptr::from_mut(&mut value).cast();
@@ -246,7 +249,8 @@ impl Descriptor {
         Ok(value)
     }
 
-    /// Returns the engine configurations that the heuristics suggest, best guess first.
+    /// Reads the engine configurations that the heuristics of this descriptor suggest, best guess
+    /// first.
     pub(super) fn query_engine_configs(&self) -> Result<Vec<Descriptor>> {
         let mut configs = Vec::new();
         for _ in 0..MAX_ENGINE_CONFIGS {

@@ -1,4 +1,4 @@
-//! [`ExecutionPlan`]: what cuDNN compiles from a graph of operations, and how it is run.
+//! [`ExecutionPlan`]: a graph of operations that cuDNN has compiled for a GPU, and its execution.
 use super::super::bindings::{Address, Handle};
 use super::super::error::{CudaError, Result};
 use super::Cudnn;
@@ -12,7 +12,7 @@ const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
 
 /// The GPU for which an execution plan is compiled.
 pub(super) enum PlanTarget {
-    /// The GPU of this cuDNN handle.
+    /// The GPU to which this cuDNN handle belongs.
     Handle(Handle),
     /// A GPU that is only known by its properties.
     Properties(Descriptor),
@@ -21,7 +21,7 @@ pub(super) enum PlanTarget {
 /// A graph of operations that cuDNN has compiled for one GPU.
 pub(super) struct ExecutionPlan {
     plan: Descriptor,
-    /// Number of bytes of workspace that the plan needs.
+    /// Size in bytes of the workspace that the plan needs in GPU memory.
     pub(super) workspace: usize,
     /// The id and value of each scalar that the graph reads from host memory.
     scalars: Vec<(i64, Box<f32>)>,
@@ -35,8 +35,8 @@ struct PlanSource {
     graph: OperationGraph,
 }
 
-/// Returns the plans for a graph, the library's best guess first. There are none if cuDNN does not
-/// support the graph. Each plan is compiled when the iterator reaches it.
+/// Returns cuDNN's execution plans for a graph, the library's best guess first. There are none if
+/// cuDNN does not support the graph. Each plan is compiled when the iterator reaches it.
 pub(super) fn create_graph_plans(
     graph: OperationGraph,
     scalars: Vec<(i64, f32)>,
@@ -53,8 +53,8 @@ pub(super) fn create_graph_plans(
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// Returns `None` if cuDNN reports that it does not support the request. Fails with any other error
-/// of cuDNN.
+/// Converts the error of a request that cuDNN does not support to `None`. Fails with any other
+/// error.
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -63,8 +63,8 @@ fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Returns the descriptor of the whole graph, and the engine configurations that the heuristics
-/// suggest.
+/// Returns the descriptor of the whole operation graph, and the engine configurations that cuDNN's
+/// heuristics suggest.
 fn query_engine_configs(
     graph: &OperationGraph,
     target: &PlanTarget,
@@ -86,7 +86,7 @@ fn query_engine_configs(
     Ok((descriptor, configs))
 }
 
-/// Compiles the plan of an engine configuration.
+/// Compiles the execution plan of an engine configuration.
 fn compile_plan(
     source: &Arc<PlanSource>,
     config: Descriptor,
@@ -111,7 +111,7 @@ impl ExecutionPlan {
     }
 }
 
-/// A plan with the addresses of its tensors for one execution.
+/// An execution plan with the addresses of its tensors and its workspace for one execution.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
     pub(super) cudnn: Arc<Cudnn>,
@@ -130,7 +130,7 @@ impl PartialEq for PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Issues the plan to a stream immediately.
+    /// Issues the plan with its addresses to a stream immediately.
     pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());
@@ -144,7 +144,7 @@ impl PreparedPlan {
         self.cudnn.execute(&self.plan, &variant_pack, stream)
     }
 
-    /// Returns numbers that differ between most different plans and addresses, for hashing.
+    /// Returns words for hashing that differ between most pairs of different plans or addresses.
     pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -22,7 +22,7 @@ pub(super) enum TensorLocation {
     Virtual,
 }
 
-/// A tensor of an operation graph.
+/// A tensor of an operation graph, as an operand or a result of operations.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GraphTensor {
     index: usize,
@@ -38,7 +38,7 @@ pub(super) struct OperationGraph {
     pub(super) operations: Vec<Descriptor>,
 }
 
-/// Returns the strides of a contiguous tensor with these dimensions.
+/// Returns the strides, in elements, of a contiguous tensor with these dimensions.
 pub(super) fn compute_packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
     [h * s * d, s * d, d, 1]
 }

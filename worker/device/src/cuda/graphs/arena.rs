@@ -5,10 +5,12 @@
 //! immediately, because the stream executes calls in order.
 use super::super::bindings::Address;
 
-/// Alignment of ranges in bytes. The driver's own allocations have the same alignment.
+/// Alignment in bytes of every allocated range. The driver's own allocations have the same
+/// alignment.
 const ALIGNMENT: usize = 256;
 
-/// An allocation from the driver's memory pool.
+/// Address and size of a block of GPU memory from the driver's memory pool, in which the arena
+/// allocates ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct PoolBlock {
     pub(in super::super) at: Address,
@@ -22,8 +24,8 @@ struct ArenaBlock {
 }
 
 impl ArenaBlock {
-    /// Returns the first gap of at least `bytes`: the index of the range that follows the gap, and
-    /// the gap's offset.
+    /// Returns the first gap of at least `bytes` bytes between allocated ranges: the index of the
+    /// range that follows the gap, and the gap's offset.
     fn find_gap(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut end = 0;
         for (i, (start, len)) in self.ranges.iter().enumerate() {
@@ -40,7 +42,7 @@ impl ArenaBlock {
 #[derive(Default)]
 pub(in super::super) struct ScratchArena {
     blocks: Vec<ArenaBlock>,
-    /// Number of bytes that are allocated now.
+    /// Number of bytes in allocated ranges now.
     live_bytes: usize,
     /// Number of bytes that a single block would need for all simultaneous allocations so far.
     peak_bytes: usize,
@@ -64,7 +66,7 @@ impl ScratchArena {
         None
     }
 
-    /// Frees the range at this address.
+    /// Marks the range at this address as free.
     pub(in super::super) fn free_range(&mut self, at: Address) {
         for block in &mut self.blocks {
             let start = at.wrapping_sub(block.block.at) as usize;
@@ -103,7 +105,7 @@ impl ScratchArena {
         idle.into_iter().map(|block: ArenaBlock| block.block).collect()
     }
 
-    /// Returns the number of bytes of all blocks.
+    /// Returns the total size of all blocks in bytes.
     fn capacity(&self) -> usize {
         self.blocks.iter().map(|block| block.block.bytes).sum()
     }

@@ -9,8 +9,9 @@ const COUNTED_STEPS: usize = 9;
 /// Number of steps of a phase. The first phase runs without graphs, the second with graphs.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + COUNTED_STEPS;
 
-/// GPU seconds per call from which on graphs are not tried. Issuing a call takes some µs, so the
-/// GPU never waits for calls that long, and large models need the memory that graphs would take.
+/// Seconds of GPU work per call from which on graphs are not tried. Issuing a call takes some µs,
+/// so a GPU with such long calls never waits for the next one. Large models also need the memory
+/// that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
 /// Measures the durations of steps without graphs and of the following steps with graphs, and
@@ -18,11 +19,11 @@ const LONG_CALL_SECONDS: f64 = 100e-6;
 #[derive(Default)]
 pub(in super::super) struct GraphAutotuner {
     step_seconds: Vec<f64>,
-    /// Number of calls before the first counted step.
+    /// Number of GPU calls that were enqueued before the first counted step.
     calls_before: u64,
 }
 
-/// What to do after a step.
+/// Decision of the autotuner after a training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
     /// Run the next step like the last one.

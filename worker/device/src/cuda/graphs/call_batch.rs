@@ -12,14 +12,14 @@ use std::{
     ptr,
 };
 
-/// One recorded call.
+/// One recorded call: a kernel, a matmul, a cuDNN plan, a fill or a copy.
 #[derive(Clone, PartialEq)]
 enum RecordedCall {
     Kernel {
         name: &'static CStr,
         function: KernelFunction,
         config: LaunchConfig,
-        /// A range of [`CallBatch::starts`].
+        /// Range of indices in [`CallBatch::starts`], one per argument.
         arguments: Range<usize>,
     },
     Matmul(PreparedMatmul),
@@ -46,12 +46,12 @@ pub(in super::super) struct CallBatch {
 }
 
 impl CallBatch {
-    /// Returns the number of calls.
+    /// Returns the number of recorded calls.
     pub(super) fn len(&self) -> usize {
         self.calls.len()
     }
 
-    /// Removes all calls.
+    /// Removes all recorded calls without issuing them.
     pub(super) fn clear(&mut self) {
         self.calls.clear();
         self.words.clear();
@@ -88,22 +88,22 @@ impl CallBatch {
         self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
-    /// Records a matmul.
+    /// Records a matmul with its plan and workspace.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
         self.calls.push(RecordedCall::Matmul(matmul));
     }
 
-    /// Records a cuDNN plan.
+    /// Records the execution of a cuDNN plan.
     pub(in super::super) fn push_plan(&mut self, plan: PreparedPlan) {
         self.calls.push(RecordedCall::CudnnPlan(plan));
     }
 
-    /// Records filling a range with zeros.
+    /// Records a fill of `bytes` bytes at the GPU address `at` with zeros.
     pub(in super::super) fn push_fill(&mut self, at: Address, bytes: usize) {
         self.calls.push(RecordedCall::Fill { at, bytes });
     }
 
-    /// Records a copy within the GPU's memory.
+    /// Records a copy of `bytes` bytes within the GPU's memory.
     pub(in super::super) fn push_copy(&mut self, to: Address, from: Address, bytes: usize) {
         self.calls.push(RecordedCall::Copy { to, from, bytes });
     }
@@ -135,7 +135,8 @@ impl CallBatch {
         Ok(())
     }
 
-    /// Returns pointers to a kernel's arguments.
+    /// Returns pointers to the recorded arguments of a kernel, as the driver's launch function
+    /// requires.
     fn build_argument_pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
         let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
         self.starts[arguments.clone()].iter().map(start).collect()
@@ -168,7 +169,7 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// Returns the words of a kernel's arguments.
+    /// Returns the words in which the arguments of a kernel are recorded.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]
@@ -192,7 +193,7 @@ impl CallBatch {
         Some(f(&node))
     }
 
-    /// Returns a hash of the whole batch.
+    /// Returns a hash of everything that the batch does: all calls with their arguments.
     pub(super) fn compute_hash(&self) -> u64 {
         let mut hash = self.compute_structure_hash();
         for call in &self.calls {
@@ -224,7 +225,7 @@ impl CallBatch {
     }
 }
 
-/// Updates `hash` with each of the words.
+/// Mixes each of the words into `hash`.
 fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);

@@ -1,11 +1,11 @@
-//! [`ExecutableGraph`]: a batch of calls as a graph of the driver.
+//! [`ExecutableGraph`]: a batch of calls that was captured as a CUDA graph.
 use super::super::bindings::{Handle, RELAXED};
 use super::super::context::GpuContext;
 use super::super::error::Result;
 use super::call_batch::CallBatch;
 use std::ptr;
 
-/// An instantiated graph of the driver. It must be released with [`ExecutableGraph::destroy`].
+/// A CUDA graph that can be launched. It must be released with [`ExecutableGraph::destroy`].
 pub(super) struct ExecutableGraph {
     executable: Handle,
     /// The captured graph, to which the nodes belong.
@@ -44,19 +44,20 @@ impl ExecutableGraph {
         }
     }
 
-    /// Launches the graph on the main stream.
+    /// Launches the graph on the main stream, which executes all its calls in order.
     pub(super) fn launch(&self, gpu: &GpuContext) -> Result<()> {
         // SAFETY: graph and stream live. The batch's memory is allocated, as its calls would need.
         let status = unsafe { (gpu.driver.cuGraphLaunch)(self.executable, gpu.main_stream) };
         gpu.driver.check_status("cuGraphLaunch", status)
     }
 
-    /// Returns true if the nodes of all these calls are known.
+    /// Returns true if the graph nodes of all calls with these indices are known.
     pub(super) fn has_nodes(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernels of these calls by the kernels of `batch`, from the next launch on.
+    /// Replaces the kernels of the calls with these indices by the kernels of `batch`, from the
+    /// next launch on.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         for call in calls {
             // SAFETY: a node of the source graph, which lives; the driver copies the arguments.
@@ -69,7 +70,7 @@ impl ExecutableGraph {
         Ok(())
     }
 
-    /// Releases the graph. A launch that is in progress completes.
+    /// Releases the graph in the driver. A launch that is in progress completes.
     pub(super) fn destroy(&self, gpu: &GpuContext) {
         // SAFETY: created by the driver, destroyed once. Errors cannot be handled here.
         unsafe {
@@ -83,8 +84,8 @@ impl ExecutableGraph {
     }
 }
 
-/// Returns the node of the call that was captured last. Returns null if the driver does not report
-/// it.
+/// Returns the graph node of the call that was captured last on the main stream. Returns null if
+/// the driver does not report it.
 fn get_last_captured_node(gpu: &GpuContext) -> Handle {
     let (mut status, mut id, mut graph) = (0, 0, ptr::null_mut());
     let (mut nodes, mut count) = (ptr::null(), 0);

@@ -1,4 +1,4 @@
-// Rotary position embedding, GELU, SwiGLU and GeGLU.
+// Kernels of rotary position embedding, GELU, SwiGLU and GeGLU.
 #include "common.cuh"
 
 // Rotates the pairs (i, i + half) of each head by the angle of the row's position, or by the
@@ -51,7 +51,7 @@ struct Gelu {
     }
 };
 
-// Computes y = gelu(x).
+// Computes y = gelu(x) for each of n elements.
 template <int TYPE> DEVICE void compute_gelu(Tensor y, Tensor x, i64 n) {
     FOR_EACH_VECTOR(i, n) {
         float v[8];

@@ -12,8 +12,8 @@
 #define THREADS_PER_ROW 4
 #define MAX_HEAD_DIM 256
 
-// Loads rows first..first+TILE of one head as f32 with a stride of dim + 1. Rows beyond the
-// sequence are zero.
+// Loads rows first..first+TILE of one head to shared memory as f32, with a stride of dim + 1. Rows
+// beyond the sequence are zero.
 DEVICE void load_tile(float* to, Tensor from, i64 sequence, i64 first, i64 stride, i64 column, Attention a) {
     for (i64 i = threadIdx.x; i < TILE * a.dim; i += blockDim.x) {
         i64 row = i / a.dim, j = i % a.dim;
@@ -39,7 +39,8 @@ DEVICE i64 find_first_visible_key_of_tile(const u32* starts, i64 sequence, i64 f
     return smallest;
 }
 
-// Computes outputs and log-sum-exps. Grid: (tiles of queries, heads, sequences).
+// Forward pass of attention: computes outputs and log-sum-exps. Grid: (tiles of queries, heads,
+// sequences).
 KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, Attention a) {
     DYNAMIC_SHARED(shared);
     i64 stride = a.dim + 1;
@@ -85,7 +86,7 @@ KERNEL attention_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, At
     if (lane == 0) lse[(sequence * a.heads + head) * a.t + query] = largest + logf(total);
 }
 
-// Adds the products of the two bf16 values of a and of b to the sum.
+// Returns sum + a_low·b_low + a_high·b_high, where a and b are words of two bf16 values.
 DEVICE float add_bf16_pair_products(float sum, u32 a, u32 b) {
     sum = fmaf(from_bf16((u16)a), from_bf16((u16)b), sum);
     return fmaf(from_bf16((u16)(a >> 16)), from_bf16((u16)(b >> 16)), sum);
@@ -111,7 +112,8 @@ KERNEL attention_delta(float* dots, Tensor d_o, Tensor o, Attention a) {
     if (threadIdx.x % 8 == 0 && query < a.t) dots[(sequence * a.heads + head) * a.t + query] = sum;
 }
 
-// Computes the gradient of the queries. Grid: (tiles of queries, heads, sequences).
+// Backward pass of attention: computes the gradient of the queries. Grid: (tiles of queries, heads,
+// sequences).
 KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
                             Attention a) {
     DYNAMIC_SHARED(shared);
@@ -153,7 +155,8 @@ KERNEL attention_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* ls
     for (i64 c = 0; lane + THREADS_PER_ROW * c < a.dim; c++) store(dqkv, at + lane + THREADS_PER_ROW * c, out[c]);
 }
 
-// Computes the gradients of keys and values. Grid: (tiles of keys, kv_heads, sequences).
+// Backward pass of attention: computes the gradients of keys and values. Grid: (tiles of keys,
+// kv_heads, sequences).
 KERNEL attention_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts,
                              Attention a) {
     DYNAMIC_SHARED(shared);

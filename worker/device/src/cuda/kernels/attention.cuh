@@ -1,7 +1,8 @@
 // Common code of both attention implementations: shape, scores, masks, dropout. Each source
 // includes it once.
 
-// Shape, scale and dropout of an attention (AttentionArg in attention.rs).
+// Kernel argument with the shape, scale, softcap and dropout of an attention (AttentionArg in
+// attention.rs).
 struct Attention {
     i64 t;
     i64 heads, kv_heads, dim;
@@ -18,12 +19,14 @@ struct Attention {
 // Returns the number of elements of a row of qkv.
 DEVICE i64 qkv_row_width(Attention a) { return (a.heads + 2 * a.kv_heads) * a.dim; }
 
-// Returns the score for a product q·k: scaled, and softcapped if there is a softcap.
+// Returns the score for the dot product `score` of query and key: scaled, and softcapped if there
+// is a softcap.
 DEVICE float compute_softcapped_score(float score, Attention a) {
     score *= a.scale;
     return a.cap > 0 ? a.cap * tanhf(score / a.cap) : score;
 }
-// Returns the derivative of the score with respect to q·k. `capped` is the score.
+// Returns the derivative of a score with respect to the dot product q·k. `capped` is the score
+// after the softcap.
 DEVICE float softcap_slope_with_scale(float capped, Attention a) {
     return a.cap > 0 ? a.scale * (1.0f - (capped / a.cap) * (capped / a.cap)) : a.scale;
 }

@@ -29,13 +29,13 @@ enum { F32 = 0, BF16 = 1, F16 = 2 };
 
 DEVICE float from_bf16(u16 h) { return __int_as_float((int)((u32)h << 16)); }
 
-// Splits a word into its two bf16 values.
+// Splits the word `both` into its two bf16 values, as f32.
 DEVICE void split_bf16(float& low, float& high, u32 both) {
     low = __int_as_float((int)(both << 16));
     high = __int_as_float((int)(both & 0xffff0000u));
 }
 
-// Rounds to nearest, ties to even. NaN stays NaN.
+// Rounds x to the nearest bf16 number, ties to even, and returns its bits. NaN stays NaN.
 DEVICE u16 to_bf16(float x) {
     u32 bits = (u32)__float_as_int(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
@@ -53,7 +53,7 @@ DEVICE u16 to_f16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
 }
-// Packs two numbers into a word as bf16.
+// Rounds two numbers to bf16 and packs them into one word.
 DEVICE u32 pack_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -85,7 +85,7 @@ DEVICE float load(Tensor x, i64 i) {
     return x.type == BF16 ? from_bf16(h) : from_f16(h);
 }
 
-// Rounds x to the type of y and writes it to element i.
+// Rounds x to the type of y and writes it to element i of y.
 DEVICE void store(Tensor y, i64 i, float x) {
     if (y.type == F32) ((float*)y.at)[i] = x;
     else ((u16*)y.at)[i] = y.type == BF16 ? to_bf16(x) : to_f16(x);

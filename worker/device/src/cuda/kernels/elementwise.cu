@@ -2,7 +2,7 @@
 // squares by block, and optimizers. Multiplications and additions are not fused, as on the CPU.
 #include "common.cuh"
 
-// y = x, converted to the type of y.
+// Converts elements: y = x, rounded to the type of y.
 KERNEL cast(Tensor y, Tensor x, i64 n) {
     FOR_EACH_VECTOR(i, n) {
         float v[8];
@@ -11,7 +11,7 @@ KERNEL cast(Tensor y, Tensor x, i64 n) {
     }
 }
 
-// y += x.
+// Adds elementwise: y += x.
 KERNEL add(Tensor y, Tensor x, i64 n) {
     FOR_EACH_VECTOR(i, n) {
         float v[8], increment[8];
@@ -22,7 +22,7 @@ KERNEL add(Tensor y, Tensor x, i64 n) {
     }
 }
 
-// y *= factor.
+// Multiplies every element by a number: y *= factor.
 KERNEL scale(Tensor y, i64 n, float factor) {
     FOR_EACH_VECTOR(i, n) {
         float v[8];
@@ -32,17 +32,17 @@ KERNEL scale(Tensor y, i64 n, float factor) {
     }
 }
 
-// y += offset.
+// Adds a number to every element: y += offset.
 KERNEL add_scalar(Tensor y, i64 n, float offset) {
     FOR_EACH_ELEMENT(i, n) store(y, i, load(y, i) + offset);
 }
 
-// y = a·y + b·x. Both products and the sum are rounded.
+// Computes y = a·y + b·x. Both products and the sum are rounded.
 KERNEL axpby(float* y, const float* x, i64 n, float a, float b) {
     FOR_EACH_ELEMENT(i, n) y[i] = __fadd_rn(__fmul_rn(a, y[i]), __fmul_rn(b, x[i]));
 }
 
-// y = cap·tanh(y / cap).
+// Limits elements smoothly to ±cap: y = cap·tanh(y / cap).
 KERNEL softcap(float* y, i64 n, float cap) {
     FOR_EACH_ELEMENT(i, n) y[i] = cap * tanhf(y[i] / cap);
 }

@@ -31,7 +31,7 @@ struct BlockOrder {
     i64 total_heads;    // of all sequences
     i64 heads_together; // that are scheduled together
 };
-// The tile, head and sequence of a block.
+// Position of a block: its tile, head and sequence.
 struct BlockPosition {
     int tile, head, sequence;
 };
@@ -196,7 +196,7 @@ template <int D, int M, int N> DEVICE void update_online_softmax(float (&s)[M][N
         for (int n = 0; n < D / 8; n++) out[j / 2][n][j % 2 * 2] *= keep[j], out[j / 2][n][j % 2 * 2 + 1] *= keep[j];
 }
 
-// Computes the outputs of a block's queries and their log-sum-exps.
+// Forward pass: computes the outputs of a block's queries and their log-sum-exps.
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class OperandRows>
 DEVICE void compute_forward(Tensor o, float* lse, Tensor qkv, const u32* starts, const Attention& a, const BlockOrder& order) {
     DYNAMIC_SHARED(shared);
@@ -267,7 +267,7 @@ DEVICE void compute_forward(Tensor o, float* lse, Tensor qkv, const u32* starts,
 
 // --- backward -----------------------------------------------------------------------------------------------
 
-// Computes dq = scale · Σ ds·k over keys, where ds = p (do·v − Σ do·o).
+// Backward pass: computes dq = scale · Σ ds·k over keys, where ds = p (do·v − Σ do·o).
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK>
 DEVICE void compute_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
                        const BlockOrder& order) {
@@ -346,7 +346,7 @@ DEVICE void compute_backward_q(Tensor dqkv, Tensor d_o, Tensor qkv, const float*
     store_rows<D, M>(dq_rows, q.from, warp_tile, out, factor);
 }
 
-// Statistics and first keys of a step of queries.
+// Statistics (lse and dots) and first keys of the queries of a step, in shared memory.
 template <int STEP> struct QueryStats {
     float lse[STEP], dots[STEP];
     int starts[STEP];
@@ -447,8 +447,8 @@ DEVICE void compute_probabilities_and_gradients(float (&p)[M][N][4], float (&d)[
         }
 }
 
-// Computes dv = Σ p·do and dk = scale · Σ ds·q over queries. Scores are transposed: rows are keys,
-// and columns are queries.
+// Backward pass: computes dv = Σ p·do and dk = scale · Σ ds·q over queries. Scores are transposed:
+// rows are keys, and columns are queries.
 template <int D, bool PLAIN, int WARPS, int M, int STEP, int CHUNK, class Values>
 DEVICE void compute_backward_kv(Tensor dqkv, Tensor d_o, Tensor qkv, const float* lse, const float* dots, const u32* starts, const Attention& a,
                         const BlockOrder& order) {

@@ -4,8 +4,8 @@
 typedef unsigned char u8;
 enum { E4M3 = 0, E5M2 = 1 };
 
-// Returns the code of x, rounded to nearest, ties to even. Numbers beyond the largest number become
-// infinite, or NaN if the format has no infinity.
+// Rounds x to the nearest fp8 number, ties to even, and returns its code. Numbers beyond the
+// largest number become infinite, or NaN if the format has no infinity.
 DEVICE u8 round_to_fp8(float x, i64 format) {
     u32 mantissa = format == E4M3 ? 3 : 2, bias = format == E4M3 ? 7 : 15, infinite = format == E4M3 ? 0x7f : 0x7c;
     u32 bits = (u32)__float_as_int(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff, cut = 23 - mantissa;

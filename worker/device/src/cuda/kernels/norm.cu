@@ -12,7 +12,7 @@
 // Returns the index of the row that this thread works on.
 DEVICE i64 row_of_thread() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
 
-// Returns the sum of x over the threads of a row.
+// Returns the sum of x over the threads that work on one row.
 DEVICE float sum_over_row_threads(float x) { return blockDim.x == 32 ? warp_sum(x) : block_sum(x); }
 DEVICE float mean_from_sum(float sum, i64 d) { return __fdividef(sum, (float)d); }
 

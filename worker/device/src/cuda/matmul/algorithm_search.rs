@@ -17,12 +17,12 @@ pub(super) const MAX_CANDIDATES: usize = 12;
 /// Number of timed runs of each algorithm, after one run that is not timed.
 pub(super) const TIMED_RUNS: usize = 4;
 
-/// The first bytes of a cache file with a stored choice.
+/// The first bytes of a cache file with a stored choice of an algorithm.
 const ALGORITHM_MAGIC: &disk_cache::Magic = b"launch product 1";
 
 /// Search for the fastest algorithms of matmuls on one GPU.
 pub(super) struct AlgorithmSearch {
-    /// Directory of stored choices. `None` if choices are not stored.
+    /// Directory of stored choices of algorithms. `None` if choices are not stored.
     directory: Option<PathBuf>,
     /// Name and architecture of the GPU, and version of the library. Choices are stored per
     /// platform.
@@ -72,7 +72,7 @@ impl AlgorithmSearch {
         Ok(best)
     }
 
-    /// Returns the name of the file that stores the choice for a matmul.
+    /// Returns the name of the cache file with the choice for a matmul on this platform.
     fn compute_file_name(&self, matmul: &str) -> String {
         let hash = blake3::hash(format!("{}\n{matmul}", self.platform).as_bytes()).to_hex();
         format!("product-{}.algorithm", &hash[..32])

@@ -10,10 +10,11 @@ use std::{
     sync::Arc,
 };
 
-/// GPU addresses that are part of a descriptor and may differ from call to call.
+/// GPU addresses of scales and bias. They are part of a matmul's descriptor and may differ from
+/// call to call.
 #[derive(Clone, Copy)]
 pub(super) struct CallPointers {
-    /// Scales of `a` and `b`.
+    /// GPU addresses of the scales of `a` and `b`; `None` unless the operands are fp8.
     pub(super) scales: Option<[Address; 2]>,
     pub(super) bias: Option<Address>,
 }
@@ -32,7 +33,8 @@ pub(super) struct MatmulDescriptor {
 }
 
 impl MatmulDescriptor {
-    /// Creates a descriptor. `transposed` is for `a` and `b`, in this order.
+    /// Creates the descriptor of a matmul. `transposed` states whether `a` and `b`, in this order,
+    /// are transposed.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         transposed: [bool; 2],
@@ -57,7 +59,7 @@ impl MatmulDescriptor {
         Ok(descriptor)
     }
 
-    /// Sets an attribute of the descriptor (`CUBLASLT_MATMUL_DESC_…`).
+    /// Sets an attribute of the matmul descriptor (`CUBLASLT_MATMUL_DESC_…`).
     fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
         let (at, len) = (value.as_ptr().cast(), value.len());
         // SAFETY: the value has `len` bytes.

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-/// A handle of cuBLASLt. Dropping it closes the handle.
+/// A handle of the cuBLASLt library for one GPU. Dropping it closes the handle.
 pub(super) struct LtHandle {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) handle: Handle,
@@ -65,7 +65,7 @@ impl LtHandle {
     }
 }
 
-/// A matmul with its plan and workspace, ready to be issued.
+/// A matmul with its plan and workspace, which can be issued to a stream at once or recorded.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<LtHandle>,
@@ -98,7 +98,7 @@ impl PreparedMatmul {
         check_status(&lt.library, "cublasLtMatmul", status)
     }
 
-    /// Returns numbers that differ between most different matmuls, for hashing.
+    /// Returns words for hashing that differ between most pairs of different matmuls.
     pub(in super::super) fn hash_words(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]
