@@ -177,7 +177,7 @@ pub(crate) enum OptionValueError {
     /// The value is not a duration with a unit.
     #[error("expected a duration, such as 30s, 10m or 2h")]
     Duration,
-    /// The value is not a size in bytes.
+    /// The value is not a size, such as `5GB`.
     #[error("expected a size, such as 5GB, 500MB or 2GiB")]
     Size,
     /// The value is less memory than the conversion of a checkpoint needs.

@@ -21,7 +21,7 @@ use diagnostic::{
 };
 use serde_json::{Value, json};
 
-/// How a command prints its results.
+/// The format in which a command prints its results.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OutputFormat {
     /// Whether the command prints JSON instead of text (`--json`).

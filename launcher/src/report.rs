@@ -39,8 +39,8 @@ use std::{
 const QUEUE_CAPACITY: usize = 1 << 16;
 /// The largest number of lines of workers that wait in the queue of the reporting thread.
 const MAX_QUEUED_LINES: usize = 2048;
-/// How long stdout and stderr may accept no output at the end of a run before the remaining output
-/// is dropped. A pager and a paused terminal accept no output.
+/// The time without accepted output at the end of a run after which the remaining output is
+/// dropped. A pager and a paused terminal accept no output.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The options and sizes of a run that determine how the run is shown to the user.

@@ -22,23 +22,24 @@ use std::{
 
 /// The interval at which the agent sends heartbeats to the controller.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a built-in worker may send no message before the worker counts as failed. The time is
+/// The time without a message after which a built-in worker counts as failed. The time is
 /// long because a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// How long the controller may be silent after its first heartbeat before the agent kills its
-/// workers.
+/// The time without a message of the controller after which the agent kills its workers. Applies
+/// only after the first heartbeat of the controller.
 ///
 /// A controller on the agent's machine sends no heartbeats, because the agent notices the end of
 /// such a controller by the end of the control connection.
 pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
-/// How long writing the stacks of hanging workers may take before the workers are killed anyway.
+/// The time limit for writing the stacks of hanging workers. After this time, the workers are
+/// killed even if their stacks are not written.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the agent waits for the last output and the final report of a worker whose process has
-/// ended.
+/// The time limit for the last output and the final report of a worker to arrive after the worker's
+/// process has ended.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long an agent in a Slurm step delays the report that a worker died of SIGKILL.
+/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL.
 ///
 /// Slurm ends a step by killing workers and agent in any order. If the agent dies within the delay,
 /// the controller reports the end of the step instead of the end of a worker.

@@ -43,11 +43,12 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// How long processes may take to end after SIGKILL before the agent reports them as unkillable.
+/// The time limit for processes to end after SIGKILL in a sweep. Processes that remain are reported
+/// as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest pause between two searches for remaining processes during a sweep.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
-/// How long an exiting agent waits until its last messages are written to the control connection.
+/// The time limit for writing the last messages of an exiting agent to the control connection.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of messages that fit into each channel to the event loop.
 const CHANNEL_CAPACITY: usize = 256;
@@ -65,8 +66,7 @@ pub struct AgentOptions {
     /// Whether the agent removes its executable file after the start, because the file was copied
     /// for this agent only.
     pub remove_executable: bool,
-    /// The preflight checks of crate `worker`, which inspect the libraries that training on GPUs
-    /// needs.
+    /// The preflight checks, with which the agent inspects the libraries for training on GPUs.
     pub preflight: &'static dyn Preflight,
 }
 
@@ -210,7 +210,7 @@ struct AgentDriver {
     store_messages: ChannelEnds<String>,
     rendezvous: Option<BoundRendezvous>,
     /// The rendezvous store, which serves the workers of all hosts while the workers run. `None` if
-    /// another agent has the store.
+    /// this agent has no store.
     store: Option<crate::controller::StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,

@@ -105,8 +105,8 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns for each stored directory those of `nonces` whose files this host sees in the
-    /// directory.
+    /// Returns for each stored directory the elements of `nonces` whose nonce files this host sees
+    /// in the directory.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.

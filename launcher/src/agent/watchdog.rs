@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the watchdog kills remaining processes and waits for their end.
+/// The time limit for killing the processes that the agent left and waiting for their end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between two searches of the watchdog for remaining processes.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);

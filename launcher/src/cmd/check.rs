@@ -57,7 +57,7 @@ impl CheckReport {
 struct HostReport {
     /// The name that the job gives the host.
     name: String,
-    /// What the agent of the host reported; `None` if no agent answered.
+    /// The inspection that the agent of the host reported; `None` if no agent answered.
     inspection: Option<HostInspection>,
     /// The time by which the host's clock is ahead of this machine's clock, and the uncertainty of
     /// this time, both in seconds. `None` if no agent answered.

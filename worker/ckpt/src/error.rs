@@ -15,7 +15,7 @@ use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of this crate's operations.
+/// Result of this crate's operations, with [`CkptError`] as the error.
 pub type Result<T> = std::result::Result<T, CkptError>;
 
 /// Why a checkpoint cannot be written, read, converted or gathered.
@@ -49,7 +49,7 @@ pub enum CkptError {
     Missing {
         /// The checkpoint directory.
         path: PathBuf,
-        /// What is missing.
+        /// The missing file, tensor or other part.
         part: MissingPart,
     },
     /// Some shards are in the checkpoint directories of other hosts.
@@ -95,7 +95,7 @@ pub enum CkptError {
         path: PathBuf,
         /// `role/name` of the tensor.
         tensor: String,
-        /// Elements of the tensor.
+        /// Number of elements of the tensor.
         elements: u64,
         /// Index after the last requested element.
         requested: u64,
@@ -105,7 +105,7 @@ pub enum CkptError {
     Unsupported {
         /// The checkpoint directory.
         path: PathBuf,
-        /// What is not supported.
+        /// The property of the checkpoint that is not supported.
         feature: UnsupportedFeature,
     },
     /// The file system has too little free space. The check runs before anything is written.
@@ -162,9 +162,9 @@ pub enum CkptError {
     /// A system call failed.
     #[error("cannot {action} {}: {source}", .path.display())]
     Io {
-        /// What was attempted, such as `open`.
+        /// The attempted action, such as `open`. Completes the sentence "cannot … PATH".
         action: &'static str,
-        /// The file or directory.
+        /// The file or directory on which the system call failed.
         path: PathBuf,
         /// The error of the operating system.
         source: io::Error,

@@ -21,8 +21,8 @@ impl AgentCore {
         self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
-    /// Sends a message to a built-in worker. If the worker is not initialized yet, holds the
-    /// message back until it is.
+    /// Sends a message to a built-in worker. Before the worker is initialized, holds the message
+    /// back until the initialization.
     pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
             Some(worker) if worker.init.is_some() => worker.after_init.push(message),

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::mpsc::sync_channel;
 
-/// Blocks per window.
+/// Number of blocks per window, the unit of one read.
 const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
 
 /// An open file that is read in whole blocks.
@@ -86,7 +86,7 @@ pub(crate) struct BlockRequest {
     pub(crate) file: usize,
     /// Expected size of the file in bytes. The last block may be shorter than the others.
     pub(crate) size: u64,
-    /// Range of block indices.
+    /// Range of the indices of the requested blocks in the file.
     pub(crate) blocks: Range<u64>,
 }
 

@@ -116,7 +116,7 @@ impl OutputFile {
 enum WindowWriter {
     /// The calling thread writes. Used for files of up to one window.
     Inline(OutputFile),
-    /// A separate thread writes.
+    /// A separate thread writes. Used for files of more than one window.
     Thread {
         /// Sends filled windows, each with its number of bytes, to the thread.
         full: SyncSender<(AlignedBuffer, usize)>,
@@ -125,7 +125,7 @@ enum WindowWriter {
         /// The thread, which returns the file or the first write error.
         thread: JoinHandle<io::Result<OutputFile>>,
     },
-    /// Writing has failed or finished.
+    /// Writing has failed or finished, and no further windows are accepted.
     Closed,
 }
 
@@ -135,7 +135,7 @@ pub(crate) struct FileWriter {
     writer: WindowWriter,
     /// The window that is being filled.
     window: AlignedBuffer,
-    /// Bytes in `window`.
+    /// Number of bytes of `window` that are filled.
     filled: usize,
     buffers: DiskBufferPool,
     /// Windows taken from `buffers`, at most [`WINDOWS_PER_FILE`].

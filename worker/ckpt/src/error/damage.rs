@@ -134,7 +134,7 @@ pub enum DamageReason {
     /// The directory is named for another step than its manifest.
     #[error("the directory is named for step {named}, the manifest is of step {stored}")]
     StepMismatch {
-        /// The step in the directory's name.
+        /// The step that the directory's name states.
         named: u64,
         /// The step in the manifest.
         stored: u64,

@@ -33,7 +33,7 @@ pub enum MissingPart {
     Files(Vec<String>),
     /// Alternative files, of which the checkpoint needs at least one.
     AnyFileOf(Vec<String>),
-    /// Shards that an index file lists.
+    /// Shards that an index file lists, but that do not exist.
     IndexedShards {
         /// Names of the missing shards.
         files: Vec<String>,
@@ -53,14 +53,14 @@ pub enum MissingPart {
     LatestTarget {
         /// Name of the missing directory.
         target: String,
-        /// `latest` or `latest_universal`.
+        /// Name of the file that names the directory, `latest` or `latest_universal`.
         pointer: &'static str,
         /// Checkpoints in the same directory that could be used instead.
         present: Vec<String>,
     },
     /// DeepSpeed's model or optimizer files of some ranks.
     RankFiles {
-        /// `model` or `optimizer`.
+        /// Kind of the missing files, `model` or `optimizer`.
         kind: &'static str,
         /// The first ranks without a file, at most [`RANKS_LISTED_MAX`] + 1 of them.
         ranks: Vec<u32>,
@@ -166,7 +166,7 @@ pub enum UnsupportedFeature {
     Dtype {
         /// `role/name` of the tensor.
         tensor: String,
-        /// The stored dtype.
+        /// Dtype of the stored values.
         dtype: Dtype,
     },
     /// The tensor is not of a floating-point dtype.
@@ -223,7 +223,7 @@ impl From<&str> for UnsupportedFeature {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionProblem {
-    /// The ZeRO stage does not exist.
+    /// The requested ZeRO stage does not exist.
     #[error("ZeRO stage {stage} does not exist; stages are 1, 2 and 3")]
     Stage {
         /// The requested stage.
@@ -263,7 +263,7 @@ pub enum OptionProblem {
     /// A file of the tokenizer has the name of another output file.
     #[error("the tokenizer has a file {name}, but another output file has this name")]
     FileNameTaken {
-        /// The file name.
+        /// The file name that both files would have.
         name: String,
     },
 }
@@ -380,7 +380,7 @@ pub enum SaveProblem {
     /// The manifest would be larger than this program reads.
     #[error("the manifest would have {bytes} bytes, more than the limit of {limit}")]
     ManifestTooLarge {
-        /// Bytes of the manifest.
+        /// Size that the manifest would have, in bytes.
         bytes: u64,
         /// The limit in bytes.
         limit: u64,
@@ -391,7 +391,7 @@ pub enum SaveProblem {
     /// The manifest would be invalid.
     #[error("{0}")]
     Manifest(#[from] ManifestError),
-    /// A value cannot be pickled.
+    /// A value of a torch file cannot be written as a pickle.
     #[error("cannot pickle: {0}")]
     Pickle(#[from] EncodeError),
     /// A safetensors header cannot be written.

@@ -23,7 +23,7 @@ struct SpanPiece {
     file: usize,
     /// Index of the span in the file.
     span: usize,
-    /// Byte range in the file.
+    /// Byte range of the piece in the file.
     bytes: Range<u64>,
 }
 

@@ -15,7 +15,7 @@ pub enum StatePart {
     Scheduler,
     /// RNG states of all ranks.
     RngStates,
-    /// RNG states of one rank.
+    /// RNG states of one rank, while other ranks have RNG states.
     RankRngState {
         /// The rank without RNG states.
         rank: u32,
@@ -54,21 +54,22 @@ pub struct ExternalFacts {
     pub writer: String,
     /// Name of the directory or file with the state.
     pub tag: String,
-    /// Completed optimizer steps, if recorded.
+    /// Number of completed optimizer steps, or `None` if not recorded.
     pub step: Option<u64>,
     /// Samples consumed by all ranks together, if recorded.
     pub samples: Option<u64>,
     /// Number of ranks that wrote the checkpoint, if known.
     pub world: Option<u32>,
-    /// ZeRO stage, which only DeepSpeed records.
+    /// ZeRO stage of a DeepSpeed checkpoint, or `None` for other programs.
     pub stage: Option<u8>,
-    /// Parameter groups of the optimizer.
+    /// Parameter groups of the optimizer, with hyper-parameters and names of weights.
     pub groups: Vec<ParamGroupInfo>,
     /// Number of optimizer updates of each weight, by name.
     pub steps: BTreeMap<String, u64>,
     /// State of the learning rate scheduler, or null if the checkpoint does not have this state.
     pub scheduler: Value,
-    /// State of the loss scaler of FP16 training, or null if the checkpoint does not have this state.
+    /// State of the loss scaler of FP16 training, or null if the checkpoint does not have this
+    /// state.
     pub loss_scaler: Value,
     /// Tied weights, which share the elements of another weight.
     pub ties: Vec<TiedWeight>,

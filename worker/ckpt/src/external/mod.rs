@@ -58,7 +58,7 @@ pub struct ExternalCheckpoint {
     entries: Vec<ExternalTensor>,
     /// Index of each tensor in `entries`, by role and name.
     index: HashMap<(TensorRole, String), usize>,
-    /// The content of `config.json`.
+    /// The content of `config.json`, or `None` if the file does not exist.
     config: Option<Map<String, Value>>,
     texts: Vec<TextFile>,
     /// State that a conversion copies unchanged.
@@ -148,7 +148,7 @@ impl ExternalCheckpoint {
         self
     }
 
-    /// Adds warnings to the facts.
+    /// Adds the warnings `lines` to the facts, after the existing warnings.
     pub(crate) fn add_warnings(&mut self, lines: Vec<String>) {
         self.facts.warnings.extend(lines);
     }

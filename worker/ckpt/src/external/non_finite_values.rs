@@ -2,7 +2,7 @@
 use crate::error::Result;
 use crate::tensor_source::{ReadRequest, TensorSource};
 
-/// Elements per read.
+/// Number of elements that are read and checked at a time.
 const CHUNK_ELEMENTS: u64 = 1 << 20;
 
 /// Reads every floating-point tensor, and returns one warning for each tensor with NaN or infinite

@@ -28,7 +28,7 @@ pub(super) fn combine_crcs(first: u32, second: u32, second_bytes: u64) -> u32 {
 }
 
 impl PartialCrcs {
-    /// Locks the map of pieces.
+    /// Locks and returns the map of pieces, also if another thread panicked with the lock.
     fn lock_pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, CrcPiece>> {
         // each update is a single insertion or removal, so a poisoned map is consistent
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -12,7 +12,7 @@ use std::path::Path;
 pub(crate) const SCAN_DEPTH: u32 = 3;
 /// Limit on the number of files in a scan.
 const FILES_MAX: usize = 1 << 20;
-/// Bytes per read.
+/// Number of bytes of a zip member that are read and hashed at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Suffixes of files that torch writes as zip containers.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
@@ -20,11 +20,11 @@ const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 /// The result of scanning a directory.
 #[derive(Default)]
 pub(crate) struct ScanReport {
-    /// Bytes of all files.
+    /// Total size of all checked files in bytes.
     pub(crate) bytes: u64,
     /// Number of checked files and of zip members in them.
     pub(crate) members: u64,
-    /// The damaged files.
+    /// The damage of each damaged file.
     pub(crate) problems: Vec<Damage>,
 }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 pub(crate) struct TensorPart {
     /// Index of the first element in the tensor.
     pub(crate) start: u64,
-    /// Number of elements.
+    /// Number of elements of the part.
     pub(crate) count: u64,
     /// Index of the file in the store.
     pub(super) file: usize,

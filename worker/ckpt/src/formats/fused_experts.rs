@@ -18,7 +18,7 @@ const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 /// The part of a fused tensor that files store under a separate name.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FusedMember {
-    /// Name of the tensor in files.
+    /// Name under which files store the member.
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
     /// Range of the member's elements in the fused tensor.

@@ -29,7 +29,7 @@ pub(crate) enum ParamId {
 /// The optimizer state of one parameter.
 #[derive(Default)]
 pub(crate) struct ParamState {
-    /// The state's tensors, by role.
+    /// Role and view of each tensor of the state.
     pub(crate) tensors: Vec<(TensorRole, TensorView)>,
     pub(crate) step: Option<StepValue>,
 }
@@ -53,7 +53,7 @@ pub enum OptimizerStateError {
     /// A parameter is neither a number nor a name.
     #[error("a parameter is neither a number nor a name")]
     InvalidParamId,
-    /// A parameter has two states.
+    /// `state` has two entries for one parameter.
     #[error("{0} has two states")]
     DuplicateState(String),
     /// A parameter group is not a dict, or has no list of parameters.
@@ -106,7 +106,7 @@ pub struct InvalidStep(pub f64);
 /// The `state_dict` of an optimizer, with views of its tensors.
 pub(crate) struct OptimizerStateDict {
     pub(crate) states: HashMap<ParamId, ParamState>,
-    /// Hyper-parameters and parameters of each group.
+    /// Hyper-parameters of each parameter group, and its parameters in the order of the group.
     pub(crate) groups: Vec<(Map<String, Json>, Vec<ParamId>)>,
     /// Keys of unknown optimizer states, which are ignored.
     pub(crate) unknown: BTreeSet<String>,

@@ -35,7 +35,7 @@ pub enum MatchError {
     /// There are more than two groups, so no known rule formed them.
     #[error("{groups} parameter groups, formed by an unknown rule")]
     GroupRule {
-        /// Number of groups.
+        /// Number of parameter groups of the optimizer.
         groups: usize,
     },
     /// A group does not have the size that a known rule gives.

@@ -64,7 +64,7 @@ pub enum SafetensorsError {
     /// A tensor has an invalid name.
     #[error(transparent)]
     Name(#[from] InvalidTensorName),
-    /// A tensor has an unknown dtype.
+    /// The header states a dtype of a tensor that this program does not know.
     #[error("tensor {tensor} has the unknown dtype {dtype:?}")]
     UnknownDtype {
         /// Name of the tensor.
@@ -109,7 +109,7 @@ pub enum SafetensorsError {
     /// The header of a file to be written would exceed the limit.
     #[error("{tensors} tensors need a header larger than {HEADER_MAX} bytes")]
     TooManyTensors {
-        /// Number of tensors.
+        /// Number of tensors that the file would have.
         tensors: usize,
     },
     /// The file cannot be read.

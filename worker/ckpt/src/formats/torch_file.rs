@@ -117,7 +117,7 @@ impl TensorView {
         TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of elements of the view, which is the product of its dimensions.
     pub(crate) fn elements(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(0)
     }

@@ -29,12 +29,12 @@ struct WrittenMember {
     crc: u32,
 }
 
-/// Writes one torch file.
+/// A torch file that is being written, member by member.
 pub(crate) struct TorchWriter {
     out: FileWriter,
     /// The directory inside of the container.
     root: String,
-    /// Bytes written so far.
+    /// Number of bytes written to the file so far.
     at: u64,
     members: Vec<WrittenMember>,
     /// Number of storages begun so far.

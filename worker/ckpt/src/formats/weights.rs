@@ -57,7 +57,7 @@ pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &s
     }
 }
 
-/// The content of an index file.
+/// The content of an index file, such as `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct WeightIndex {
     /// Name of the file that has each tensor, by tensor name.

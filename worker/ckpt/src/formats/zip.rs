@@ -71,7 +71,7 @@ pub enum ZipError {
         /// Number of entries in the end record.
         recorded: u64,
     },
-    /// Two members share bytes.
+    /// The contents of two members share bytes.
     #[error("zip members {first:?} and {second:?} overlap")]
     Overlap {
         /// Name of the member that begins first.

@@ -50,7 +50,7 @@ pub enum PickleError {
     /// The pickle has an opcode that torch files do not use.
     #[error("the pickle has the unsupported opcode {}", format_opcode(*.opcode))]
     UnsupportedOpcode {
-        /// The opcode.
+        /// The unsupported opcode byte.
         opcode: u8,
     },
     /// The pickle has a protocol newer than 5.
@@ -67,7 +67,7 @@ pub enum PickleError {
         /// The largest accepted count.
         limit: usize,
     },
-    /// Values are nested too deeply.
+    /// Values are nested more than [`DEPTH_MAX`] levels deep.
     #[error("the pickle nests values more than {DEPTH_MAX} levels deep")]
     TooDeep,
     /// A value contains itself.
@@ -79,7 +79,7 @@ pub enum PickleError {
     /// An opcode reads a memo entry that was never written.
     #[error("the pickle reads memo entry {index}, which was never written")]
     UnknownMemoEntry {
-        /// Index of the entry.
+        /// Index of the missing memo entry.
         index: usize,
     },
     /// A dict has an odd number of keys and values.
@@ -89,7 +89,7 @@ pub enum PickleError {
     /// pickle …".
     #[error("the pickle {0}")]
     WrongType(&'static str),
-    /// Text is not UTF-8.
+    /// Text in the pickle is not UTF-8.
     #[error("the pickle has text before byte {at} that is not UTF-8")]
     InvalidUtf8 {
         /// Offset in the input after the text.

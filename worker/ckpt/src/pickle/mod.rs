@@ -65,7 +65,7 @@ pub(crate) enum PickleNode {
     Persistent(PickleValue),
 }
 
-/// All values of one pickle.
+/// All values of one pickle, whose nodes refer to each other by index.
 #[derive(Debug)]
 pub(crate) struct PickleTree {
     nodes: Vec<PickleNode>,

@@ -73,7 +73,7 @@ fn link_or_copy(source: &Path, target: &Path) -> Result<()> {
 /// A hidden directory in which a result is built before it is renamed to its final name. Dropping
 /// the value removes the directory if `dir` still exists.
 pub(crate) struct ScratchDir {
-    /// Path of the directory.
+    /// Path of the scratch directory, which may not exist yet.
     pub(crate) dir: std::path::PathBuf,
 }
 

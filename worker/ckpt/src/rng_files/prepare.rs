@@ -33,7 +33,7 @@ const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Where a prepared checkpoint is written.
 #[derive(Clone, Debug)]
 pub enum PrepareDestination {
-    /// `launch-wM/NAME`, next to the checkpoint `NAME`.
+    /// The path `launch-wM/NAME` next to the checkpoint `NAME`, where M is the number of ranks.
     Sibling,
     /// A path that must not exist yet.
     At(PathBuf),
@@ -243,9 +243,9 @@ fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
 
 /// A checkpoint directory of HF Trainer or Accelerate.
 struct ProgramCheckpoint {
-    /// Name of the directory.
+    /// Name of the checkpoint directory.
     name: String,
-    /// Absolute path of the parent directory.
+    /// Absolute path of the checkpoint's parent directory.
     parent: PathBuf,
     /// The RNG states; `None` if the checkpoint has none.
     stored: Option<StoredRngStates>,

@@ -192,9 +192,9 @@ pub(super) fn write_all_ranks(
 /// The record that `launch` stores next to RNG state files that it made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngRecord {
-    /// Always `launch rng record`.
+    /// Name of the record's format, always `launch rng record`.
     pub format: String,
-    /// Version of the record, 1.
+    /// Version of the record's format, which must be 1.
     pub version: u32,
     /// Name of the directory that the states come from.
     pub from: String,
@@ -204,7 +204,7 @@ pub struct RngRecord {
 }
 
 impl RngRecord {
-    /// Makes a record of version 1.
+    /// Makes a record of version 1 for states from the directory named `from`.
     pub(super) fn new(from: String, decision: RngDecision) -> RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }

@@ -50,7 +50,7 @@ pub enum StreamAssignment {
     Replicated,
     /// Each rank continues with the stream of its owner.
     Followed,
-    /// Each rank begins a new stream.
+    /// Each rank begins a new stream with a new seed.
     Reseeded,
 }
 
@@ -208,7 +208,7 @@ pub enum ReconcileError {
     OwnerWithoutStream {
         /// The stream that moves.
         kind: StreamKind,
-        /// The new rank.
+        /// The new rank whose owner has no stream.
         rank: usize,
     },
 }

@@ -27,7 +27,7 @@ pub enum RescaleError {
         "{SCHEDULER_FILE} counts steps per process and consists of several schedulers, which cannot be rescaled"
     )]
     SeveralSchedulers,
-    /// The rescaled counter exceeds 64 bits.
+    /// The rescaled counter does not fit in a signed 64-bit integer.
     #[error(
         "{SCHEDULER_FILE} counts steps per process, and {steps} steps of {world} processes overflow the counter"
     )]
@@ -44,7 +44,7 @@ pub enum RescaleError {
 
 /// A scheduler file that was rescaled to another number of processes.
 pub(super) struct RescaledScheduler {
-    /// Name of the file.
+    /// Name of the file in the checkpoint directory.
     pub(super) name: &'static str,
     /// Content of the rescaled file.
     pub(super) bytes: Vec<u8>,

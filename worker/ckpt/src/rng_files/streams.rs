@@ -66,13 +66,13 @@ pub enum RngStateError {
     CpuPosition {
         /// Words left until the next refill.
         left: i32,
-        /// Index of the next word.
+        /// Index of the next word to use.
         next: u64,
     },
     /// A word of torch's CPU generator doesn't fit in 32 bits.
     #[error("torch's CPU state is damaged (word {word} has more than 32 bits)")]
     CpuWordTooWide {
-        /// Index of the word.
+        /// Index of the first word that is too large, 0 to 623.
         word: usize,
     },
     /// The state of a CUDA generator has a wrong size.
@@ -84,7 +84,7 @@ pub enum RngStateError {
     /// The Philox offset of a CUDA generator is invalid.
     #[error("torch's CUDA state is damaged (offset {offset} is not a non-negative multiple of 4)")]
     CudaOffset {
-        /// The offset in the file.
+        /// The Philox offset that the file states.
         offset: i64,
     },
     /// The list of CUDA states is longer than the number of GPUs that any host has.

@@ -36,7 +36,7 @@ pub enum DcpError {
     PathMismatch {
         /// Key of the item.
         key: String,
-        /// The recorded nested keys.
+        /// The nested keys that `.metadata` records for the item.
         path: Vec<String>,
     },
     /// An item has no storage location.
@@ -58,7 +58,7 @@ pub enum DcpError {
     /// An item has two storage locations.
     #[error("{0} has two storage locations")]
     DuplicateLocation(String),
-    /// Items share bytes of a file.
+    /// The storage locations of two items share bytes of a file.
     #[error("two items share bytes of {file} at {offset}")]
     SharedBytes {
         /// Name of the file.

@@ -6,7 +6,7 @@ use super::metadata::ItemMetadata;
 /// The kind of an item of the saved state dict, with the names in its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DcpItemKind {
-    /// The weight of this name.
+    /// A weight or buffer, with its name.
     Weight(String),
     /// An optimizer state, with the name of the weight and the key of the state.
     State(String, String),

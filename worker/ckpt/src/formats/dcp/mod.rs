@@ -29,11 +29,11 @@ pub(crate) const METADATA_FILE: &str = ".metadata";
 /// Limit on the number of runs of consecutive elements, in all tensors together.
 const PARTS_MAX: usize = 8 << 20;
 
-/// The stored value of an item.
+/// The value of an item that was read from a data file.
 enum ItemValue {
     /// A tensor, with the index of its file in the store and its view.
     Tensor(usize, TensorView),
-    /// A plain value.
+    /// A value other than a tensor, converted to JSON.
     Value(Json),
     /// A value of a class that is not allowed. The error names the class.
     Forbidden(TorchFileError),

@@ -77,11 +77,11 @@ pub enum DeepSpeedError {
         "the file is of stage {stage} with partitions {partitions:?}, the checkpoint of stage {expected_stage} on {world} ranks"
     )]
     StageMismatch {
-        /// Stage of the file.
+        /// ZeRO stage of the file.
         stage: u8,
         /// Number of partitions of each group in the file.
         partitions: Vec<u64>,
-        /// Stage of the first optimizer file.
+        /// ZeRO stage of the first optimizer file.
         expected_stage: u8,
         /// World size of the checkpoint.
         world: u32,
@@ -158,9 +158,9 @@ pub enum LayoutError {
     /// The number of alignment paddings differs from the number of parameters.
     #[error("{paddings} paddings for {parameters} parameters")]
     PaddingCount {
-        /// Number of paddings.
+        /// Number of alignment paddings that the optimizer file records.
         paddings: usize,
-        /// Number of parameters.
+        /// Number of parameters of the group in the model file.
         parameters: usize,
     },
     /// The ranks hold another number of elements than the parameters have.

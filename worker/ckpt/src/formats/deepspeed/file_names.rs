@@ -22,7 +22,7 @@ enum DeepSpeedFileKind {
     Optimizer(u32),
     /// A file of tensor, pipeline or expert parallelism.
     Parallel,
-    /// Any other file.
+    /// Any other file, which the reader ignores.
     Other,
 }
 

@@ -25,7 +25,7 @@ pub(super) const GLOBALS: &[&[&str]] = &[
 /// Result of reading a model or optimizer file.
 type Result<T> = std::result::Result<T, DeepSpeedError>;
 
-/// The contents of a model file.
+/// The contents of a model file (`*_model_states.pt`).
 pub(super) struct ModelStates {
     /// Name and view of every tensor of the module, in the module's order. In stage 3, the views of
     /// parameters are empty.
@@ -62,9 +62,9 @@ pub(super) struct ModelStates {
 
 /// One rank's part of a flat group.
 pub(super) struct FlatGroupShard {
-    /// The FP32 master weights.
+    /// View of the rank's flat FP32 master weights.
     pub(super) fp32: TensorView,
-    /// The optimizer states, by role.
+    /// Role and view of each flat optimizer state.
     pub(super) states: Vec<(TensorRole, TensorView)>,
     pub(super) step: Option<StepValue>,
     /// Number of elements by which the states are longer than the weights. `None` if not recorded.
@@ -75,7 +75,7 @@ pub(super) struct FlatGroupShard {
     pub(super) unknown: Vec<String>,
 }
 
-/// The contents of an optimizer file.
+/// The contents of an optimizer file (`*_optim_states.pt`).
 pub(super) struct OptimizerStates {
     pub(super) stage: u8,
     /// True if the file records `zero_stage`. The partitions of such files have no padding.

@@ -42,7 +42,7 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
     path.join(ZERO_DIR).symlink_metadata().is_ok_and(|m| m.is_dir())
 }
 
-/// The contents of `optimizer_state.pt`.
+/// The contents of `optimizer_state.pt`, which apply to all weights.
 #[derive(Default)]
 struct OptimizerSettings {
     groups: Vec<super::states::NumberedGroup>,
@@ -149,7 +149,7 @@ fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     Ok(OptimizerSettings { groups, steps, stage, loss_scaler })
 }
 
-/// The subdirectory of one weight.
+/// The subdirectory of one weight, with the paths of its files.
 struct ParameterDir {
     name: String,
     /// Key and path of each file. The key is the file name without `.pt`, and the path is relative
