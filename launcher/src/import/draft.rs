@@ -114,7 +114,9 @@ impl JobDraft {
     ///
     /// Fails if the job is not valid without the rejected keys either.
     pub(super) fn finish_job(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
-        for _ in 0..MAX_ATTEMPTS {
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
             let text = self.to_yaml(origin);
             let source = JobSource::Text { name: "job.yaml".to_owned(), text: text.clone() };
             let errors = match contract::load_job(source, &[]) {
@@ -122,18 +124,17 @@ impl JobDraft {
                     // An imported key without effect is not worth a warning in the new job.
                     let unused = |w: &Diagnostic| w.code() == codes::job::JOB_KEY_HAS_NO_EFFECT;
                     let unused: Vec<Diagnostic> = warnings.into_iter().filter(unused).collect();
-                    if self.remove_rejected(&unused) {
+                    if attempts < MAX_ATTEMPTS && self.remove_rejected(&unused) {
                         continue;
                     }
                     return Ok(ImportedJob { job: text, notes: self.notes });
                 }
                 Err(errors) => errors,
             };
-            if !self.remove_rejected(&errors) {
+            if attempts == MAX_ATTEMPTS || !self.remove_rejected(&errors) {
                 return Err(errors);
             }
         }
-        Err(Vec::new())
     }
 
     /// Removes the imported keys that `errors` are about, and adds a note for each. Returns whether
