@@ -33,8 +33,8 @@ fn start_hosts(test: &str) -> Option<(JobDirectory, SimulatedHosts)> {
     Some((job_dir, hosts))
 }
 
-/// Writes a job to `jobs/NAME.yaml`. Returns the arguments with which `launch` starts the job on
-/// the hosts of the YAML list `list`.
+/// Writes the job file `job` to `jobs/NAME.yaml`, with `name` instead of `tiny` as the job's name.
+/// Returns the arguments with which `launch` starts the job on the hosts of the YAML list `list`.
 fn write_job(
     job_dir: &JobDirectory,
     hosts: &SimulatedHosts,
@@ -63,7 +63,8 @@ struct ActiveRun {
     stdout: String,
 }
 
-/// Starts `launch` with these arguments and settings.
+/// Starts `launch` with the arguments `args` and with `--set` for each of the settings in `more`
+/// (`path=value`).
 fn start_run(job_dir: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
     let args: Vec<&str> =
         args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
@@ -107,8 +108,9 @@ impl ActiveRun {
     }
 }
 
-/// Waits until the hosts have no process of a job. Then checks that shared memory is empty and that
-/// the executable is the only file in launch's cache on each host.
+/// Waits until the hosts with these names have no process of a job. Then checks that shared memory
+/// is empty and that the executable is the only file in launch's cache on each host. Panics if
+/// processes remain after [`WAIT_LIMIT`], or if a check fails.
 fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     let began = Instant::now();
     loop {

@@ -155,7 +155,7 @@ fn run_cases(
     results
 }
 
-/// Runs `launch ckpt convert`, which must succeed.
+/// Runs `launch ckpt convert FROM TO ARGUMENTS…`. Panics if the command fails.
 fn convert_checkpoint(from: &Path, to: &Path, arguments: &[String]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     let ran = command.args(["ckpt", "convert"]).args([from, to]).args(arguments).output().unwrap();

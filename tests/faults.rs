@@ -5,8 +5,8 @@ mod support;
 use std::fs;
 use support::{JobDirectory, list_files_below};
 
-/// Counts the fault points that each rank of a run with these settings passes. Runs the job once
-/// for each rank.
+/// Counts the fault points that each rank of a run with these settings passes. A fault point is a
+/// write, fsync or rename of a save. Runs the job once for each of the `world` ranks.
 fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
     let counts = job_dir.path("counts");
     let mut passed = vec![0; world as usize];

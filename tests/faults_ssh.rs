@@ -79,7 +79,7 @@ enum InjectedFault {
 
 use InjectedFault::*;
 
-/// Faults that the kernel of a running host reports at once.
+/// Faults that the kernel of a running host reports immediately.
 const REPORTED_FAULTS: [InjectedFault; 10] = [
     WorkerExits,
     WorkerKilled,
@@ -194,7 +194,8 @@ impl FourHostJob<'_> {
     }
 
     /// Waits for the end of the controller and of all processes of the job on the hosts other than
-    /// `unreachable`. `since` is the time of the fault.
+    /// `unreachable`. `since` is the time of the fault. Panics if this takes longer than
+    /// [`WAIT_LIMIT`], or if the controller reports more than one failure.
     fn wait_for_end(mut self, since: Instant, unreachable: Option<usize>) -> FaultOutcome {
         let mut reported = None;
         let mut cleaned = None;
@@ -374,8 +375,10 @@ fn run_fault_case(hosts: &SimulatedHosts, fault: InjectedFault, host: usize) -> 
     (end.reported, end.cleaned)
 }
 
-/// Waits until every host has neither processes of the job nor SSH sessions. Then checks that
-/// shared memory and temporary directories are empty.
+/// Waits until every host has neither processes of the job nor SSH sessions. Then checks on every
+/// host that shared memory and the temporary directory are empty, and that the executable is the
+/// only file in launch's cache. Panics with the text `what` after [`WAIT_LIMIT`] or if a check
+/// fails.
 fn assert_nothing_left(hosts: &SimulatedHosts, what: &str) {
     let began = Instant::now();
     loop {

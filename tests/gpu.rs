@@ -281,8 +281,9 @@ fn a_job_that_is_not_deterministic_autotunes_matmuls() {
     assert!(difference < 1e-5, "{difference}");
 }
 
-/// Compares the losses without CUDA graphs with those of runs that use graphs, that fail to use
-/// them, and that choose by measured times.
+/// Compares the losses of a run without CUDA graphs with those of three other runs: one that uses
+/// graphs, one in which the creation of a graph fails, and one that uses graphs only if they are
+/// faster in a measurement.
 #[test]
 fn cuda_graphs_do_not_change_losses_and_their_use_is_reported() {
     let job_dir = JobDirectory::new();

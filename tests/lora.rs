@@ -78,13 +78,13 @@ checkpoint: {{dir: {dir}, every: never}}
     at_end["loss"].as_f64().unwrap()
 }
 
-/// Runs `launch ckpt gather ARGUMENTS…`, which must succeed.
+/// Runs `launch ckpt gather ARGUMENTS…`. Panics if the command fails.
 fn gather_checkpoint(job_dir: &JobDirectory, arguments: &[&str]) {
     let gathered = job_dir.run_launch(&[&["ckpt", "gather"], arguments].concat());
     assert!(gathered.status.success(), "{}", String::from_utf8_lossy(&gathered.stderr));
 }
 
-/// Runs a script of scripts/oracle, which must succeed, and returns its stdout.
+/// Runs a script of scripts/oracle and returns the script's stdout. Panics if the script fails.
 fn run_oracle_script(python: &Path, name: &str, arguments: &[&str]) -> String {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/oracle");
     let mut command = Command::new(python);

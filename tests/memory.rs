@@ -61,8 +61,9 @@ fn the_plan_is_within_ten_percent_of_the_run() {
     assert!(measured_by_world[3] < 0.45 * measured_by_world[0], "{measured_by_world:?}");
 }
 
-/// Compares plan and run with `deterministic: true`, where each sample slot has gradient buffers,
-/// and with `false`, where the gradients of all micro-batches are added in one buffer.
+/// Compares the planned with the measured memory for both values of `deterministic`. With `true`,
+/// each parameter unit has several gradient buffers for partial sums. With `false`, the gradients
+/// of all micro-batches are added in one buffer.
 #[test]
 fn the_plan_counts_the_gradient_buffers_of_both_reductions() {
     let job_dir = JobDirectory::new();

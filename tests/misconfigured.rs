@@ -220,7 +220,8 @@ fn create_input_directory() -> tempfile::TempDir {
     dir
 }
 
-/// Writes a job with this `train` section and runs `launch plan` for it.
+/// Writes a job with this `train` section to `dir/job.yaml`, and runs `launch plan` for the job.
+/// `options` are further arguments of `launch plan`.
 fn run_plan(dir: &Path, train: &str, options: &[&str]) -> Output {
     let job = format!(
         "name: wrong\ncluster: {{hosts: local, workers_per_host: 2, devices: cpu}}\ntrain:\n{train}\n"
@@ -230,8 +231,8 @@ fn run_plan(dir: &Path, train: &str, options: &[&str]) -> Output {
     command.args(["plan", "job.yaml"]).args(options).current_dir(dir).output().expect("launch starts")
 }
 
-/// Runs `launch plan` for a job with this `train` section, which must be rejected. Returns the
-/// diagnostics.
+/// Runs `launch plan` for a job with this `train` section, and returns one diagnostic for each
+/// mistake in the job. Panics if the job is not rejected.
 fn collect_mistakes(dir: &Path, train: &str) -> Vec<Value> {
     let output = run_plan(dir, train, &["--json"]);
     let (_, error) = support::parse_rejection(&output);

@@ -12,7 +12,7 @@ const WITHOUT_CHECKPOINTS: [&str; 2] = ["resume.from=never", "checkpoint.every=n
 const RESUME_FROM_STEP_10: [&str; 2] =
     ["resume.from=runs/tiny/checkpoints/step-00000010", "checkpoint.dir=elsewhere"];
 
-/// Runs the job with these groups of settings, which must succeed.
+/// Runs the job with the settings (`path=value`) in all slices of `set`. Panics if the run fails.
 fn run_successfully(job_dir: &JobDirectory, set: &[&[&str]]) -> FinishedRun {
     job_dir.run(&set.concat()).expect_success()
 }

@@ -134,7 +134,7 @@ impl MarkedJob {
         pids.filter(has_marker).map(|pid| (pid, read_command_line(pid))).collect()
     }
 
-    /// Waits until no process of this job remains.
+    /// Waits until no process of this job remains. Panics after [`WAIT_LIMIT`].
     fn wait_until_no_process_remains(&self) {
         let start = Instant::now();
         while !self.list_processes().is_empty() {
@@ -143,7 +143,8 @@ impl MarkedJob {
         }
     }
 
-    /// Returns the only process whose command line contains `part`.
+    /// Returns the pid of the only process of this job whose command line contains `part`. Panics
+    /// if there is no such process, or several.
     fn find_process(&self, part: &str) -> Pid {
         let found: Vec<_> =
             self.list_processes().into_iter().filter(|(_, line)| line.contains(part)).collect();
@@ -165,8 +166,9 @@ impl MarkedJob {
         fs::read_to_string(self.find_newest_run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
     }
 
-    /// Compares messages with the snapshot `name` in tests/support/snapshots. What depends on the
-    /// number of CPU cores, and what shells print when their children are killed, is removed.
+    /// Compares messages with the snapshot `name` in tests/support/snapshots. Before the
+    /// comparison, removes the warning about too few CPU cores, and the lines that shells print
+    /// when their children are killed.
     #[track_caller]
     fn assert_snapshot(&self, name: &str, messages: &str) {
         let filters =
@@ -218,7 +220,8 @@ struct RunningJob<'a> {
 }
 
 impl RunningJob<'_> {
-    /// Reads stdout until a line contains `part`, and returns the line.
+    /// Reads stdout up to the first line that contains `part`, and returns the line. Panics if
+    /// stdout ends before.
     fn read_until(&mut self, part: &str) -> String {
         loop {
             let mut line = String::new();
@@ -264,7 +267,7 @@ impl RunningJob<'_> {
     }
 }
 
-/// Waits until a file exists.
+/// Waits until a file exists. Panics after [`WAIT_LIMIT`].
 fn wait_for_file(path: &Path) {
     let start = Instant::now();
     while !path.exists() {
@@ -422,7 +425,7 @@ fn a_failing_job_does_not_disturb_another_job() {
 }
 
 /// Starts a job whose controller has a pseudo-terminal as stdin, stdout and stderr. Returns the
-/// controller and the other side of the terminal.
+/// controller and the master side of the pseudo-terminal, through which the test reads the output.
 fn start_on_terminal(job: &MarkedJob, args: &[&str]) -> (Child, fs::File) {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
     let terminal = posix_openpt(flags).unwrap();
@@ -448,7 +451,8 @@ fn start_on_terminal(job: &MarkedJob, args: &[&str]) -> (Child, fs::File) {
     (child, unsafe { fs::File::from_raw_fd(terminal.into_raw_fd()) })
 }
 
-/// Reads what programs write to a terminal, until all of them have closed the terminal.
+/// Reads the output of programs on a pseudo-terminal until all of them have closed the terminal.
+/// `terminal` is the master side of the pseudo-terminal.
 fn read_terminal(mut terminal: fs::File) -> String {
     let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
     // a closed terminal returns the error EIO

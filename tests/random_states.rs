@@ -14,8 +14,8 @@ use support::{
 /// another number of ranks.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
-/// Runs scripts/oracle/random_states.py once with these calls. Returns the line of JSON that each
-/// call prints.
+/// Runs scripts/oracle/random_states.py once for all `calls`, each of which is a list of arguments.
+/// Returns the JSON value that each call prints. Panics if the script fails.
 fn run_oracle(python: &Path, calls: &[Vec<String>]) -> Vec<Value> {
     let mut command = Command::new(python);
     command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/random_states.py"));

@@ -139,9 +139,12 @@ fn incomplete_and_mismatched_checkpoints_are_rejected() {
     }
 }
 
-/// Resumes recordings of programs that froze a layer. Numbered optimizer states belong to the
-/// parameters that the job trains. With named states, a job that trains every parameter starts the
-/// missing states at zero and reports this.
+/// Resumes recordings of programs that froze a layer, first with the same layer frozen. If
+/// optimizer states are stored by number, they belong to the parameters that the job trains.
+///
+/// Then resumes a recording whose optimizer states are stored by parameter name with a job that
+/// trains every parameter. The states that the recording lacks start at zero, and the run reports
+/// this.
 #[test]
 fn frozen_parameters_stay_frozen() {
     let freeze = "train.freeze=[model.layers.0.*]";

@@ -34,7 +34,7 @@ impl ControlledJob {
         self.0.run_launch(args)
     }
 
-    /// Runs `launch ARGS…`, which must succeed. Returns its stdout.
+    /// Runs `launch ARGS…` and returns its stdout. Panics if the command fails.
     #[track_caller]
     fn read_stdout(&self, args: &[&str]) -> String {
         let output = self.run_launch(args);
@@ -48,20 +48,21 @@ impl ControlledJob {
         serde_json::from_str(&self.read_stdout(&["ps", "--json"])).unwrap()
     }
 
-    /// Starts `launch ARGS…` without output and does not wait.
+    /// Starts `launch ARGS…` and does not wait for its end. Discards stdout and stderr.
     fn start(&self, args: &[&str]) -> std::process::Child {
         let mut command = self.0.launch_command(args);
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     }
 
-    /// Waits until a file in the directory exists.
+    /// Waits until a file in the directory exists. Panics after [`WAIT_LIMIT`].
     #[track_caller]
     fn wait_for_file(&self, name: &str) {
         wait_until(&format!("{name} exists"), || self.0.path(name).exists());
     }
 }
 
-/// Waits until `condition` is true. `name` describes the condition if the wait times out.
+/// Waits until `condition` returns `true`. Panics after [`WAIT_LIMIT`], with `name` as the
+/// description of the condition.
 #[track_caller]
 fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();
@@ -183,8 +184,9 @@ fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
     operator.0.assert_snapshot("console_of_a_detached_run", &sort_lines(&console));
 }
 
-/// Sorts the lines, because the controller reads stdout and stderr of a worker independently.
-/// Removes what the shell prints when its child is killed.
+/// Sorts the lines of a log. Their order differs between runs, because the controller reads stdout
+/// and stderr of a worker independently. Removes the line that a shell prints when its child is
+/// killed.
 fn sort_lines(text: &str) -> String {
     let mut lines: Vec<&str> = text.lines().filter(|line| !line.ends_with("] Terminated")).collect();
     lines.sort_unstable();

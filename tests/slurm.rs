@@ -30,8 +30,9 @@ fn cluster_script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm/cluster")
 }
 
-/// Polls `look` until it returns a value, and returns the value. On a timeout, panics with the text
-/// of `context`.
+/// Calls `look` repeatedly until it returns a value, and returns the value. Panics after
+/// [`WAIT_LIMIT`], with `what` as the description of the awaited condition and the text that
+/// `context` returns.
 #[track_caller]
 fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
@@ -98,7 +99,7 @@ impl SlurmCluster {
         format!("slurm-{}", std::process::id())
     }
 
-    /// Runs a shell command on a node, which must succeed. Returns its standard output.
+    /// Runs a shell command on a node and returns its standard output. Panics if the command fails.
     #[track_caller]
     fn run_on_node_successfully(&self, node: &str, command: &str) -> String {
         let output = self.run_on_node(node, command);
@@ -125,7 +126,8 @@ impl SlurmCluster {
     }
 
     /// Writes a training job with two workers on each of `nodes`, and runs the job on one machine
-    /// without interruption. Returns the bits of its losses by step.
+    /// without interruption. Returns the loss and the gradient norm of each step of this run, as
+    /// the bits of the floats.
     fn write_training_job(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
         let job = TINY_JOB
             .replace("steps: 20", &format!("steps: {steps}"))
@@ -169,8 +171,8 @@ impl SlurmCluster {
         events.into_iter().find(|event| event["event"] == "failure").expect("a failure")
     }
 
-    /// Compares the notices of all runs of a job with a snapshot. Ids of Slurm jobs and addresses
-    /// are replaced by placeholders.
+    /// Compares the messages of all `notice` events of a job's runs with a snapshot. Before the
+    /// comparison, replaces IDs of Slurm jobs and addresses by placeholders.
     #[track_caller]
     fn assert_notices(&self, job: &str, snapshot: &str) {
         let events = self.read_events(job);
@@ -207,7 +209,8 @@ impl SlurmCluster {
         format!("{shown}\n{}", events[tail..].join("\n"))
     }
 
-    /// Waits until a Slurm job ends. Panics if the job ends in another state than `state`.
+    /// Waits until a Slurm job ends. Panics after [`WAIT_LIMIT`], or if the job ends in another
+    /// state than `state`.
     #[track_caller]
     fn wait_for_job_end(&self, job: &str, state: &str) {
         let states = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"];
@@ -219,7 +222,7 @@ impl SlurmCluster {
         assert_eq!(found, state, "{}", self.describe_job(job));
     }
 
-    /// Waits until no process of the test remains on any node.
+    /// Waits until no process of the test remains on any node. Panics after [`WAIT_LIMIT`].
     #[track_caller]
     fn assert_nothing_left(&self) {
         let marker = format!("LAUNCH_TEST_MARKER={}", self.marker()).into_bytes();

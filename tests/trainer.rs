@@ -148,8 +148,9 @@ fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
     }
 }
 
-/// Resumes a checkpoint of two ranks with `workers` ranks, and compares the losses. `name` is part
-/// of the snapshot's name.
+/// Runs the script on two ranks without interruption. Then resumes the run's checkpoint of step 3
+/// with `workers` ranks, and compares notices and losses. Losses may differ by the relative
+/// difference `close`. `name` is part of the name of the snapshot with the notices.
 fn resume_accelerate_loop(script: &TrainerScript, name: &str, close: f64, workers: u32) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.expect_success();

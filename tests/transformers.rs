@@ -119,7 +119,7 @@ fn gathered_models_equal_their_source() {
     }
 }
 
-/// Runs scripts/oracle/hf_directories.py, which must succeed, and returns its stdout.
+/// Runs scripts/oracle/hf_directories.py and returns its stdout. Panics if the script fails.
 fn run_oracle(python: &ForkServer, args: &[&str]) -> String {
     let mut command =
         python.script_command(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/oracle/hf_directories.py"));

@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Category {
     /// The command line is wrong (exit code 2).
     Usage,
-    /// The job is wrong (exit code 2).
+    /// The content of the job file is wrong (exit code 2).
     Job,
     /// A host, device, storage or port is not available (exit code 3).
     Cluster,

@@ -7,13 +7,15 @@ use std::fmt::Write;
 /// The longest source line that is shown with a diagnostic, in characters. A longer line is left
 /// out.
 const MAX_SHOWN_LINE_CHARS: usize = 400;
-/// The largest number of diagnostics that are rendered. A last line states how many were left out.
+/// The largest number of diagnostics that [`render_all`] shows. If there are more, a last line
+/// states how many were left out.
 const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 
 /// Renders a diagnostic and its details as text that ends with a line break.
 ///
-/// The details come first. If there is exactly one detail, the summary shows only its causes and
-/// help, without its message. Control characters are replaced by `·`.
+/// The details come first, followed by `diagnostic` itself. If there is exactly one detail, the
+/// message of `diagnostic` is left out, and only its causes and help are shown. Control characters
+/// are replaced by `·`.
 pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     let details = diagnostic.details();
     let mut text = render_all(details, color);
@@ -128,7 +130,7 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
 }
 
 /// Returns the byte range in `text` of the `width` characters that begin at character `column`,
-/// counted from 1. The range is cut at the end of `text`.
+/// counted from 1. If `text` has fewer characters, the range ends at the end of `text`.
 fn compute_byte_range(text: &str, column: u32, width: u32) -> std::ops::Range<usize> {
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(byte, _)| byte);
     let first = column.saturating_sub(1) as usize;

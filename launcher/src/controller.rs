@@ -48,7 +48,8 @@ pub struct HostTarget {
     /// The number of workers that the list of hosts declares for the host; `None` if the list
     /// declares no number.
     pub slots: Option<u32>,
-    /// The numbers of the slots that a filter selected; `None` without a filter of slots.
+    /// The numbers of the slots that the job's filter selects on this host; `None` if no filter
+    /// selects slots of the host.
     pub selected_slots: Option<Vec<u32>>,
     /// Whether the host is the controller's machine.
     pub local: bool,
@@ -74,8 +75,8 @@ pub(crate) struct RunRequest {
     pub(crate) hosts: Vec<HostTarget>,
     /// The transport that starts the agents on the hosts.
     pub(crate) transport: Box<dyn Transport>,
-    /// The inventory of the controller's machine. The user's choices of devices on this machine
-    /// apply to all hosts of the job.
+    /// The inventory of the controller's machine. The variables of its `inherited_env` apply to all
+    /// hosts of the job, except those that select visible GPUs, which each host sets itself.
     pub(crate) local_inventory: Inventory,
     /// Prepares the checkpoint from which programs resume.
     pub(crate) prepare_resume: ResumePreparer,

@@ -26,8 +26,8 @@ pub struct Inventory {
     /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
     /// limit.
     pub quota: Option<f64>,
-    /// The usable memory, in bytes: the memory of the machine, or a lower limit of the control
-    /// group; 0 if unknown.
+    /// The usable host memory, in bytes: the memory of the machine, or the limit of the control
+    /// group if it is lower; 0 if unknown.
     pub memory: u64,
     /// The addresses of the network interfaces; empty if not known yet.
     pub addresses: Vec<InterfaceAddress>,
@@ -53,9 +53,10 @@ impl Inventory {
         self.cpus.is_empty()
     }
 
-    /// Converts the report of an agent to an inventory. `user_env` contains variables of the
-    /// controller's environment. A topology that does not match the CPUs is replaced by one core
-    /// per CPU.
+    /// Converts the report of an agent to an inventory. A topology that does not match the CPUs is
+    /// replaced by one core per CPU. `inherited_env` of the result gets the variables in
+    /// `user_env`, which are from the controller's environment. Only the variables of
+    /// [`VISIBLE_DEVICES`] are taken from the report instead.
     pub fn from_agent(reported: HostInventory, user_env: &[(String, String)]) -> Inventory {
         let HostInventory {
             host,
@@ -97,8 +98,8 @@ impl Inventory {
         HostInventory { host, cpus, quota, memory, addresses, shm, topology, gpus, visible_devices }
     }
 
-    /// Returns how many threads can run at once: the number of CPUs, or less if a limit on CPU time
-    /// is lower. The result is at least 1 if there is a CPU.
+    /// Returns how many threads can run at the same time: the number of CPUs, or the limit on CPU
+    /// time if it is lower. The limit is rounded down to whole CPUs, but to at least 1.
     pub fn usable_cpus(&self) -> u32 {
         let cpus = self.cpus.len() as u32;
         self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))

@@ -46,8 +46,8 @@ fn build_python_command(program: &[String]) -> Vec<String> {
     python.into_iter().chain(program.iter().cloned()).collect()
 }
 
-/// Sets the command of the job to the program of the options, or to a placeholder with a note.
-/// `config` describes the imported configuration in the note.
+/// Sets `run.command` to the program that `context` contains. Without a program, sets a placeholder
+/// and adds a note, in which `config` describes the imported configuration.
 fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) {
     match context.program {
         [] => {
@@ -61,8 +61,8 @@ fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) 
     }
 }
 
-/// Sets the number of Slurm nodes to `hosts`. Adds a note that the configuration requires several
-/// hosts without naming them. `from` is the imported key.
+/// Handles a configuration that requires several hosts without naming them. Sets the number of
+/// Slurm nodes to `hosts`, and adds a note. `from` is the imported key that contains the number.
 fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported(from, "slurm.nodes", hosts.to_string());
     let reason =
@@ -70,7 +70,8 @@ fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.add_key_note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
 }
 
-/// Sets `cluster.hosts` to the hostfile `file`. `from` is the imported key.
+/// Sets `cluster.hosts` to the hostfile `file`. `from` is the imported key or option that names the
+/// hostfile.
 fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
     draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", contract::job::quote_yaml(&path)));

@@ -9,9 +9,10 @@ use std::{
 
 /// The time that callers wait between two reads of a file that does not grow.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The number of bytes of the file that are read at once.
+/// The largest number of bytes of the file that one call reads.
 const CHUNK_BYTES: usize = 64 << 10;
-/// The length in bytes above which an unfinished line is passed on in parts.
+/// The length in bytes above which a line without a line end is passed to the caller in parts, each
+/// as a separate line.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Reads the lines of a growing file from an offset on. If the file at the path is replaced or

@@ -198,8 +198,9 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Computes the number of workers on a host, and selects the GPUs. Fails if the host has fewer GPUs
-/// than its slots or the job require, or fewer slots than the job requires.
+/// Computes the number of workers on a host, and selects their GPUs. Fails if the job places more
+/// workers on the host than there are slots, or if there are fewer GPUs than slots. Also fails if
+/// the GPUs do not suffice for the workers, or if there are too many workers.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
     const KEY: &str = "cluster.workers_per_host";
     let name = &host.name;

@@ -71,7 +71,7 @@ pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,
     /// Whether a stop request ended the run.
     pub(crate) stopped: bool,
-    /// Whether a stop request ended the run without a save.
+    /// Whether a stop request ended the run immediately, without saving a checkpoint.
     pub(crate) killed: bool,
     /// The ends of the ranks that were not the root cause of a failure.
     pub(crate) peers: Vec<PeerEnd>,

@@ -84,8 +84,9 @@ pub(crate) fn redact_job(job: &JobSpec) -> JobSpec {
     redacted
 }
 
-/// Returns the variables of `environment` that match `run.pass_env`. Variables that launch or the
-/// job sets are left out, and so are those that users may override.
+/// Returns the variables of `environment` whose names match `run.pass_env`, sorted by name. Leaves
+/// out variables that launch or `run.env` sets, those that select GPUs, and those of
+/// [`USER_OVERRIDABLE`]. Fails if a pattern is not valid, or if too many variables match.
 fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,

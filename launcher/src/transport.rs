@@ -24,17 +24,18 @@ pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 pub(crate) trait Transport {
     /// Starts one agent on each host in `hosts`, given by the hosts' names in the job.
     ///
-    /// Returns at once, with one result for each host, in the order of `hosts`. An agent may still
-    /// be starting at that time. Its hello proves that it runs. If no hello arrives from another
-    /// host, [`RemoteConnection::failure`] returns the reason.
+    /// Returns one result for each host, in the order of `hosts`, and does not wait until the
+    /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
+    /// without a hello, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
     /// Replaces the addresses of hosts, and adds new hosts, after the list of hosts has changed.
-    /// `_hosts` holds all hosts of the new list. Only the SSH transport reacts to the change.
+    /// `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
+    /// addresses. Only the SSH transport uses the new addresses; other transports ignore them.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Returns the pids of the controller's child processes that hold agents on other hosts, such
-    /// as `srun`.
+    /// Returns the pids of the controller's running child processes, such as `srun`, through which
+    /// the transport has started agents on other hosts.
     ///
     /// These processes end by themselves after their agents, so the controller does not kill them
     /// when it cleans up after an agent.
@@ -42,7 +43,8 @@ pub(crate) trait Transport {
         Vec::new()
     }
 
-    /// Records that a child process that is not an agent has ended and was reaped.
+    /// Records that the child process `_pid`, which is not an agent, has ended with `_status`. The
+    /// controller calls this after it has reaped the process.
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
@@ -72,11 +74,12 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     /// its workers.
     fn abort(&self);
 
-    /// Returns the error that ended the connection, or `None` if no error is known. Valid after the
-    /// streams have ended. The error message names the host.
+    /// Returns the error that ended the connection, or `None` if no error is known. The error
+    /// message names the host. The caller must wait until the agent's streams have ended; an
+    /// earlier result is not final.
     fn failure(&self) -> Option<Diagnostic>;
 
     /// Returns the exit status of the agent, or `None` if the transport does not know the status.
-    /// Valid after the streams have ended.
+    /// The caller must wait until the agent's streams have ended; an earlier result is not final.
     fn exit_status(&self) -> Option<ExitStatus>;
 }

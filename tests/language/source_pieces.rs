@@ -76,7 +76,7 @@ impl<'s> SourceSplitter<'s> {
     }
 
     /// Records and consumes a string literal. Its content has `length` bytes and starts at offset
-    /// `open` of the rest. Its closing delimiter has `close` bytes.
+    /// `open` of `rest`. Its closing delimiter has `close` bytes.
     fn push_string_literal(&mut self, open: usize, length: usize, close: usize) {
         let text = self.rest[open..open + length].to_owned();
         self.push_code();
@@ -110,7 +110,8 @@ fn count_raw_string_hashes(rest: &str, before: &str) -> Option<usize> {
     (starts && after[hashes..].starts_with('"')).then_some(hashes)
 }
 
-/// Returns the number of bytes before the quote that closes a string literal.
+/// Returns the length of a string literal's content in bytes. `text` is the source after the
+/// opening quote. If the literal is not closed, returns the length of `text`.
 fn measure_quoted_text(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices() {

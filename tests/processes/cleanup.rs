@@ -23,7 +23,8 @@ fn create_job_with_descendants() -> MarkedJob {
     )
 }
 
-/// Waits until `count` workers of [`create_job_with_descendants`] have started `sleep 1005`.
+/// Waits until `count` workers of [`create_job_with_descendants`] have started `sleep 1005`. Panics
+/// on a timeout.
 fn wait_for_workers(job: &MarkedJob, count: usize) {
     let start = Instant::now();
     while job.list_processes().values().filter(|line| line.trim() == "sleep 1005").count() < count {

@@ -150,7 +150,8 @@ impl JobDirectory {
         self.launch_command(args).output().expect("launch starts")
     }
 
-    /// Runs `launch --json ARGS…`, which must fail. Returns the exit code and the diagnostic.
+    /// Runs `launch --json ARGS…` and returns the exit code and the diagnostic. Panics if the
+    /// command succeeds.
     #[track_caller]
     pub(crate) fn expect_rejection(&self, args: &[&str]) -> (i32, Value) {
         parse_rejection(&self.run_launch(&[&["--json"], args].concat()))

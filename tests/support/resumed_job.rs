@@ -81,8 +81,8 @@ impl ResumedJob {
         }
     }
 
-    /// Copies the checkpoint without the files or directories `excluded`. Returns the path of the
-    /// directory.
+    /// Copies the recorded checkpoint without the files and directories `excluded`, which are
+    /// relative paths. Returns the path of the copy.
     pub(crate) fn copy_checkpoint_without(&self, excluded: &[&str]) -> PathBuf {
         let directory = self.job_dir.path("copy");
         for file in list_files_below(&self.from) {
@@ -102,7 +102,8 @@ impl ResumedJob {
         self.job_dir.run(&[&[from.as_str()], set].concat())
     }
 
-    /// Runs the job, which must be rejected with exit code 4.
+    /// Runs the job with these settings and waits for its end. Panics if the exit code is not 4,
+    /// the code of a rejected checkpoint.
     #[track_caller]
     pub(crate) fn expect_rejection(&self, set: &[&str]) -> FinishedRun {
         let ran = self.run(set);
@@ -111,7 +112,7 @@ impl ResumedJob {
     }
 }
 
-/// Converts a JSON array of numbers.
+/// Converts a JSON array of numbers to floats. Panics if the value is not an array of numbers.
 pub(crate) fn parse_numbers(list: &Value) -> Vec<f64> {
     list.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
 }

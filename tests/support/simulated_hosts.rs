@@ -20,7 +20,8 @@ pub(crate) struct SimulatedHosts {
     directory: PathBuf,
     /// A directory that every host and this machine see under the same path.
     shared_directory: PathBuf,
-    /// A lock on the number of this set.
+    /// A file lock that reserves the number of this set of hosts. Other sets that exist at the same
+    /// time have other numbers.
     _number_lock: File,
 }
 
@@ -32,7 +33,7 @@ impl SimulatedHosts {
     }
 
     /// Starts `count` hosts that see the directory `shared_directory` of this machine under the
-    /// same path.
+    /// same path. Returns `None` if this machine cannot create hosts; the test is then skipped.
     pub(crate) fn start_with_shared_directory(
         test: &str,
         count: u32,
@@ -75,14 +76,15 @@ impl SimulatedHosts {
         command.stdin(Stdio::null()).output().expect("hosts.sh starts")
     }
 
-    /// Runs a command of hosts.sh, which must succeed.
+    /// Runs hosts.sh with these arguments. Panics if the script fails.
     #[track_caller]
     pub(crate) fn run_hosts_command(&self, args: &[&str]) {
         let output = self.run_hosts_script(args);
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Runs a shell command on a host without SSH. The command must succeed. Returns its stdout.
+    /// Runs a shell command on a host without SSH and returns its stdout. Panics if the command
+    /// fails.
     #[track_caller]
     pub(crate) fn run_shell(&self, host: &str, command: &str) -> String {
         let output = self.run_hosts_script(&["exec", host, "sh", "-c", command]);

@@ -22,7 +22,8 @@ impl TrainerScript {
         TrainerScript { job_dir: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }
 
-    /// Makes the script use DeepSpeed at this ZeRO stage.
+    /// Makes the script use DeepSpeed at this ZeRO stage. `bf16` selects training in bf16 instead
+    /// of fp32.
     pub(crate) fn with_deepspeed(self, stage: u8, bf16: bool) -> TrainerScript {
         let mut zero = json!({"stage": stage, "overlap_comm": false, "reduce_bucket_size": 20000});
         if stage == 3 {
@@ -52,8 +53,12 @@ impl TrainerScript {
         TrainerScript { arguments, ..self }
     }
 
-    /// Runs the script with this many workers and this `resume:` section. Returns the run and the
-    /// script's history of losses.
+    /// Runs the script as `workers` workers, with `resume` as the `resume:` section of the job.
+    /// Returns the run and the log entry of each step. There are no log entries if the script did
+    /// not finish.
+    ///
+    /// `report` is the name of the directory to which the ranks write their reports. The script
+    /// saves checkpoints to `out-REPORT`. `more` are further arguments of the script.
     pub(crate) fn run(
         &self,
         workers: u32,
@@ -84,13 +89,14 @@ impl TrainerScript {
         assert_snapshot(&self.job_dir.path(""), name, &ran.notice_messages().join("\n"), &filters);
     }
 
-    /// Reads what a rank reported before its first step.
+    /// Reads the JSON file that a rank wrote to the directory `report` before its first step.
     pub(crate) fn read_rank_report(&self, report: &str, rank: u32) -> Value {
         let text = fs::read(self.job_dir.path(&format!("{report}/rank-{rank}.json"))).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
 
-    /// Counts the distinct values of `key` that the ranks reported before their first step.
+    /// Counts the distinct values of `key` in the files that the ranks wrote to the directory
+    /// `report` before their first step. `workers` is the number of ranks.
     pub(crate) fn count_distinct_values(&self, report: &str, workers: u32, key: &str) -> usize {
         let mut values: Vec<String> =
             (0..workers).map(|rank| self.read_rank_report(report, rank)[key].to_string()).collect();

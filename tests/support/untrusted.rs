@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// An allocator that counts the bytes in use.
 struct CountingAllocator;
 
-/// The number of allocated bytes.
+/// The number of bytes that are currently allocated.
 static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
 /// The largest value of [`USED_BYTES`] since the last [`MemoryMeter::start`].
 static PEAK_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -76,8 +76,11 @@ impl SeededNumbers {
     }
 }
 
-/// Returns a copy of `valid` with a few mutations: flipped bits, maximal lengths, removed or
-/// repeated ranges, `tokens` of the format, and bytes from `other`.
+/// Returns a copy of `valid` with one to four random mutations.
+///
+/// A mutation flips a bit, overwrites up to 8 bytes by 0xff, removes or repeats a range of bytes,
+/// truncates the copy, overwrites a byte by one of `tokens`, or overwrites up to 8 bytes by bytes
+/// that `other` generates. `numbers` determines the mutations.
 pub(crate) fn mutate(
     valid: &[u8],
     numbers: &mut SeededNumbers,

@@ -133,14 +133,15 @@ pub struct OwnedRange<'a> {
     pub name: &'a str,
     /// Whether the values are the weight or one of its optimizer states.
     pub role: TensorRole,
-    /// The index of the first value in the tensor.
+    /// The index, among the elements of the tensor, at which the range starts.
     pub start_element: u64,
     /// The values, in host or device memory.
     pub values: View<'a>,
 }
 
 /// Lists all ranges of weights and optimizer states that this rank owns, for writing a checkpoint.
-/// `params` contains a read lock on the parameters of each unit.
+/// `params` must contain a read lock on the resident parameters of each unit, in the order of the
+/// units.
 pub fn list_owned_ranges<'a>(
     engine: &'a ZeroEngine,
     optimizer: &'a Optimizer,
@@ -212,8 +213,9 @@ pub(crate) fn format_optimizer_name(spec: &OptimizerSpec) -> String {
     format!("{:?}", spec.name).to_lowercase()
 }
 
-/// Updates the replicas of parameters and optimizer states on all ranks from the values of their
-/// owners, after every rank has read its owned ranges. Collective: every rank must call it.
+/// Copies the parameters and optimizer states that each rank owns to the ranks that store replicas
+/// of them. Every rank must first have read its owned ranges from a checkpoint. Collective: every
+/// rank must call it.
 pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
@@ -332,8 +334,9 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Copies the values back to their original memory if `self` is a copy. Values that were not
-    /// written do not change, even if they are rounded to 16 bits.
+    /// Copies the values back to their original memory if `self` is a copy, rounded to the type of
+    /// that memory. Elements that the caller did not change keep their bits, because the copy
+    /// represents 16-bit values exactly.
     fn write_back(self, ops: &dyn Ops) {
         if let HostValues::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -341,8 +344,8 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Builds requests that read the `segments` of a unit's tensors into `values`, one segment after
-/// another.
+/// Builds one read request for each of `segments`, the parts of a unit's tensors that are read.
+/// `values` is the memory for the elements of all segments, in the order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,

@@ -8,9 +8,10 @@ use comm::Comm;
 use diagnostic::{Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// The number of bytes that [`broadcast_bytes`] sends in one message.
+/// The largest number of bytes that [`broadcast_bytes`] sends in one message. Longer data are sent
+/// in several messages.
 const WINDOW_BYTES: usize = 4 << 20;
-/// The largest number of bytes that [`broadcast_bytes`] sends.
+/// The largest number of bytes that [`broadcast_bytes`] accepts. More bytes are an error.
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
 /// Sends this rank's value to all ranks. Returns the values of all ranks, in rank order.

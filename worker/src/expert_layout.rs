@@ -188,13 +188,14 @@ pub struct SendPlan {
     pub row_tokens: Vec<u32>,
     /// For each choice (token by token, best expert first), the index of its dispatched row.
     pub choice_rows: Vec<u32>,
-    /// For each expert, in the order of dispatch, the number of rows.
+    /// For each expert, in the order of dispatch, the number of rows that are sent to the expert.
     pub expert_rows: Vec<usize>,
 }
 
 impl SendPlan {
-    /// Plans the dispatch of tokens to their chosen experts. `chosen` contains `per_token` experts
-    /// for each token, and `order` is the order of the experts in the dispatch.
+    /// Replaces the plan by the dispatch of each token to its chosen experts. `chosen` contains
+    /// `per_token` experts for each token, and `order` lists all experts in the order in which
+    /// their rows are dispatched.
     pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -290,8 +291,11 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Returns each block of rows in received order (by sender, then by expert), with the start of
-    /// the block when rows are sorted by expert, then by sender.
+    /// Lists the blocks of received rows. A block contains the rows from one sender for one expert.
+    ///
+    /// Each item is the block's range in the order in which rows are received (by sender, then by
+    /// expert), and the index of the block's first row after rows are sorted by expert, then by
+    /// sender.
     pub fn list_row_blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let (received, sorted) =
             (compute_start_offsets(&self.counts), compute_start_offsets(&self.sort_counts_by_expert()));

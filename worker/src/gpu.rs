@@ -144,8 +144,12 @@ impl RankDevice {
         }
     }
 
-    /// Returns the communicator that the engine uses: `hosts` itself on a CPU, `hosts` with staging
-    /// for GPU memory, or NCCL set up through `hosts`. An abort of the session also aborts NCCL.
+    /// Returns the communicator that the engine uses. `hosts` is the communicator that transfers
+    /// data from and to host memory.
+    ///
+    /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
+    /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
+    /// session also aborts NCCL.
     ///
     /// Collective: every rank must call it.
     pub(crate) fn connect_collectives(

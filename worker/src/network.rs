@@ -23,7 +23,8 @@ use std::{
 
 /// Connects this rank to all others. Collective: every rank must call it.
 ///
-/// `memory` is the memory that the ranks of this host share.
+/// `memory` is the file descriptor of the memory segment that the ranks of this host share, and
+/// `read` is the stream of the control connection to the agent.
 pub(crate) fn connect_ranks_of_hosts(
     session: &Arc<AgentSession>,
     mut read: UnixStream,

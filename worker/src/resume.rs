@@ -50,8 +50,8 @@ impl ResumePoint {
     /// Computes the new generation of RNG streams, and the decision that the next checkpoint
     /// records.
     ///
-    /// The built-in runtime's streams have no state: `reseed` increments the generation and changes
-    /// no number.
+    /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
+    /// therefore increments the generation, but changes no random number.
     pub fn decide_rng_generation(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
         let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
         let policy = match policy {
@@ -73,7 +73,7 @@ pub struct CheckpointDirs<'a> {
     pub root: &'a Path,
     /// The working directory of the job, to which a relative `resume.from` refers.
     pub workdir: &'a Path,
-    /// The assignment of ranks to the directories that they share as `root`.
+    /// Which ranks see the same directory at `root`, and which of them leads it.
     pub layout: &'a StorageTopology,
 }
 

@@ -79,8 +79,9 @@ impl RandomStream {
         self.key
     }
 
-    /// Computes the four random words of the elements from `4 * block` on, for a sample at an
-    /// optimizer step. Different ids never share a counter.
+    /// Computes one random word for each of the four elements from `4 * block` to `4 * block + 3`,
+    /// for the given sample and optimizer step. Other blocks, samples and steps never have the same
+    /// counter.
     ///
     /// # Panics
     ///
@@ -93,8 +94,8 @@ impl RandomStream {
         compute_random_words(self.key, block, sample, step)
     }
 
-    /// Computes four standard normal values (Box–Muller) for the elements from `4 * block` on. The
-    /// absolute values are at most 6.8.
+    /// Computes four standard normal values (Box–Muller), for the elements from `4 * block` to
+    /// `4 * block + 3`. The absolute values are at most 6.8.
     fn compute_normals(&self, block: u64) -> [f64; 4] {
         let w = self.compute_words(block, 0, 0);
         let (a, b) = compute_box_muller(w[0], w[1]);
@@ -102,7 +103,8 @@ impl RandomStream {
         [a, b, c, d]
     }
 
-    /// Computes four uniform values in [0, 1) for the elements from `4 * block` on.
+    /// Computes four uniform values in [0, 1), for the elements from `4 * block` to
+    /// `4 * block + 3`.
     fn compute_uniforms(&self, block: u64) -> [f64; 4] {
         self.compute_words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
     }

@@ -81,7 +81,7 @@ enum StagingMemory {
 /// A checkpoint that was begun and not committed.
 struct PendingSave {
     facts: RunFacts,
-    /// The staging directory, on the rank that leads the directory.
+    /// The staging directory, if this rank is its directory leader; `None` on other ranks.
     staging: Option<StagingDir>,
     /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
@@ -161,7 +161,8 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Takes the notice that this rank fell back to pageable memory, or `None`.
+    /// Takes the notice that this rank copies to pageable memory, because it could not allocate
+    /// pinned memory. Returns `None` if there is no notice or it was already taken.
     pub fn take_notice(&mut self) -> Option<String> {
         self.notice.take()
     }

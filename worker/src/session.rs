@@ -94,8 +94,11 @@ struct AbortHandlers {
     reason: Option<String>,
 }
 
-/// Takes the open descriptor whose number is in the environment variable `name`. Returns `None` if
-/// the variable is not set. Each variable may be read once.
+/// Takes ownership of the open file descriptor whose number is in the environment variable `name`.
+/// Returns `None` if the variable is not set.
+///
+/// The caller must not call this function twice with the same `name`, because two owners would
+/// close one descriptor twice.
 ///
 /// # Errors
 ///
@@ -221,8 +224,8 @@ impl AgentSession {
     /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
     /// all ranks.
     ///
-    /// Called before [`AgentSession::start_threads`], so this function also sends the heartbeats
-    /// while it waits.
+    /// Must be called before [`AgentSession::start_threads`]. No thread sends heartbeats yet, so
+    /// this function sends them while it waits.
     pub fn exchange_addresses(
         &self,
         read: &mut UnixStream,

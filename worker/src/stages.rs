@@ -382,7 +382,8 @@ impl RunningTrainer {
     /// Runs one step. Returns its outcome and learning rate. Collective: every rank must call it.
     ///
     /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
-    /// counted. The samples of a step that was skipped because of an overflow are consumed.
+    /// counted. If the step was skipped because fp16 gradients overflowed, its samples still count
+    /// as consumed, so that the next step uses other samples.
     pub fn run_step(
         &mut self,
         source: &dyn SampleSource,

@@ -93,8 +93,9 @@ impl StorageTopology {
 /// Detects which ranks see the same `checkpoint.dir`, at `root`. Collective: every rank must call
 /// it.
 ///
-/// `writes_probe` is true on one rank of each host, which writes a file that all ranks look for.
-/// `host` is the name of this rank's host, and `token` differs between runs and attempts.
+/// `writes_probe` must be true on exactly one rank of each host. This rank writes a probe file, and
+/// all ranks look for it. `host` is the name of this rank's host. `token` becomes part of the
+/// file's name and must differ between runs and attempts, so that old probe files are ignored.
 ///
 /// # Errors
 ///

@@ -48,7 +48,12 @@ fn compute_relative_error(ours: &[f32], exact: &[f32]) -> f64 {
     (difference / pairs().map(|(_, b)| b * b).sum::<f64>()).sqrt()
 }
 
-/// Concatenates each matrix over the experts of a layer, because a single expert may have no rows.
+/// Replaces the matrices of single experts by one tensor for all experts of a layer:
+/// `….experts.0.MATRIX`, `….experts.1.MATRIX` and so on are concatenated as `….experts.MATRIX`.
+/// Other tensors do not change.
+///
+/// The router may send no token to an expert. The gradient of this expert is then zero, so that a
+/// relative error of this expert alone would be undefined.
 fn concatenate_experts(tensors: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<f32>> {
     let mut out: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (name, values) in tensors {

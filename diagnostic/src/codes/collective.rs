@@ -18,7 +18,7 @@ codes! {
     }
     PEER_LEFT: Failed = "peer-left" {
         summary: "A rank left the group while another rank still needed it for a collective.",
-        cause: "The rank ended in order, for instance after an error, before the others were done.",
+        cause: "The rank ended cleanly, for instance after an error, before the other ranks were done.",
         remedy: "Read the log of the rank that the field peer names.",
     }
     PEER_PANICKED: Failed = "peer-panicked" {

@@ -223,7 +223,7 @@ codes! {
     EXECUTABLE_NOT_RUNNABLE: Cluster = "executable-not-runnable" {
         summary: "The executable of launch does not run on a host.",
         cause: "A library is missing, or the cached copy is damaged.",
-        remedy: "Remove `~/.cache/launch/bin` on the host and start again; the executable is copied again.",
+        remedy: "Remove `~/.cache/launch/bin` on the host and run the command again; the executable is then copied again.",
     }
     EXECUTABLE_REMOVED: Cluster = "executable-removed" {
         summary: "The executable of launch was copied to a host, but it was removed before it could be started.",
@@ -275,7 +275,7 @@ codes! {
     SLURM_CONTROLLER_UNREACHABLE: Cluster = "slurm-controller-unreachable" {
         summary: "Slurm's controller (slurmctld) did not answer.",
         cause: "slurmctld is overloaded or down.",
-        remedy: "See `scontrol ping`, and start again when it answers.",
+        remedy: "See `scontrol ping`, and run the command again when it answers.",
     }
     SLURM_ALLOCATION_ENDED: Cluster = "slurm-allocation-ended" {
         summary: "The Slurm allocation has ended.",
@@ -329,7 +329,7 @@ codes! {
     HOST_IN_USE: Cluster = "host-in-use" {
         summary: "An agent of an earlier attempt of the run is still alive on a host.",
         cause: "The host was cut off or frozen and has come back; its agent has not ended yet.",
-        remedy: "Wait a few seconds and start again, or end the old agent (`launch-agent`) on the host.",
+        remedy: "Wait a few seconds and run the command again, or end the old agent (`launch-agent`) on the host.",
     }
     WORKER_PROGRAM_MISSING: Cluster = "worker-program-missing" {
         summary: "The program of the workers does not exist on a host.",

@@ -38,8 +38,8 @@ pub enum ToAgent {
     Bind(RendezvousRequest),
     /// Starts the workers that the plan lists. The controller sends this message once per attempt.
     Start(Box<HostPlan>),
-    /// Stops the workers. Built-in workers save at the next step boundary and exit. Programs get
-    /// SIGTERM.
+    /// Stops the workers. Built-in workers save a checkpoint at the next step boundary and exit.
+    /// Programs get SIGTERM.
     Stop {
         /// The attempt that the message is for.
         attempt: u32,
@@ -55,9 +55,9 @@ pub enum ToAgent {
         /// The number of the signal that programs get.
         signal: i32,
     },
-    /// Sends the new values of the changed job file. The agent shows the output of the ranks in
-    /// `run.logs.show`. Rank 0 of the built-in workers decides from which step on the other values
-    /// apply.
+    /// Sends the new values of the changed job file. From now on, the agent forwards the output of
+    /// the ranks that the new `run.logs.show` lists. The agent also passes the values to rank 0 if
+    /// rank 0 is a built-in worker on its host. Rank 0 decides from which step on they apply.
     Reload {
         /// The attempt that the message is for.
         attempt: u32,
@@ -299,7 +299,7 @@ pub struct HostInventory {
     /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
     /// limit.
     pub quota: Option<f64>,
-    /// The memory that the job may use, in bytes; 0 if unknown.
+    /// The host memory that the job may use, in bytes; 0 if unknown.
     pub memory: u64,
     /// The addresses of the network interfaces that are up, including the loopback.
     pub addresses: Vec<InterfaceAddress>,
@@ -338,14 +338,16 @@ pub enum ExitStatus {
 pub enum ToWorker {
     /// The first message of the agent: the identity and the job of the worker.
     Init(Box<WorkerInit>),
-    /// Asks the worker to save at the next step boundary and to exit with `WorkerExit::Stopped`.
+    /// Asks the worker to save a checkpoint at the next step boundary, and then to exit with
+    /// `WorkerExit::Stopped`.
     Stop,
-    /// Asks the worker to save at the next step boundary and to continue.
+    /// Asks the worker to save a checkpoint at the next step boundary, and then to continue.
     Save,
-    /// The new values of the reloadable keys. Only rank 0 gets this message, and decides at which
-    /// step boundary all ranks change to the values.
+    /// The new values of the reloadable keys. Only rank 0 gets this message. Rank 0 decides at
+    /// which step boundary all ranks begin to use the values.
     Reload(ReloadValues),
-    /// Another worker failed. Every pending collective of the worker returns an error now.
+    /// Another worker failed. The worker that gets this message must make all of its pending
+    /// collectives return an error immediately.
     Abort {
         /// The worker that failed, and why it failed.
         reason: String,
@@ -372,13 +374,14 @@ pub struct WorkerPeers {
 /// The host and the addresses of one worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerAddresses {
-    /// The index of the worker's host. Workers with the same index share memory.
+    /// The index of the worker's host. Workers with the same index run on one host, and therefore
+    /// communicate through shared memory.
     pub host_index: u32,
     /// The addresses to connect to, in the order in which they are tried.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The largest number of addresses at which one worker may listen.
+/// The largest number of addresses that a worker may report. A report with more is ignored.
 pub const MAX_ADDRESSES: usize = 16;
 
 /// The secret of one attempt. Each worker proves that it knows the secret when it connects to

@@ -73,8 +73,8 @@ pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICE
 pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
 /// Read by launch: the user's home directory.
 pub const HOME: &str = "HOME";
-/// Read by launch: the directories of programs. The packages of a Python in one of them may contain
-/// the CUDA libraries.
+/// Read by launch: the directories in which the shell finds programs. If one of them contains a
+/// Python, launch also searches the packages of this Python for the CUDA libraries.
 pub const PATH: &str = "PATH";
 /// Read by launch: the directory below which caches are stored (XDG base directories).
 pub const XDG_CACHE_HOME: &str = "XDG_CACHE_HOME";
@@ -115,7 +115,8 @@ pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
 /// Read by an agent in a Slurm step: the name of the agent's node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
-/// Read by an agent. The variable is set if the agent is part of a Slurm step.
+/// Read by an agent: the number of the Slurm step that the agent is part of. The variable is not
+/// set outside of Slurm steps.
 pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
 /// For tests: the number of agents that launch starts on this machine. Each of these agents stands
 /// for a host.

@@ -140,7 +140,7 @@ pub enum Event {
     },
     /// The root cause of a failed run. A run has at most one such event.
     Failure(Box<FailureReport>),
-    /// An attempt failed, and the workers are started again.
+    /// An attempt failed, and the workers are restarted.
     Restart {
         /// The number of the next attempt, from 1.
         attempt: u32,

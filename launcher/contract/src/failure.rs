@@ -29,7 +29,7 @@ pub enum FailureReason {
     },
     /// The kernel killed a worker's process because memory ran out.
     Oom {
-        /// The memory that the job may use on the host, in bytes; `None` if unknown.
+        /// The host memory that the job may use on the worker's host, in bytes; `None` if unknown.
         limit_bytes: Option<u64>,
     },
     /// A worker failed, and the GPU driver reported an error of the worker's GPU.
@@ -87,7 +87,7 @@ pub enum FailureReason {
         /// The name of the host, as the job states it.
         host: String,
         /// The time for which the controller received nothing, in seconds; `None` if the loss was
-        /// detected at once.
+        /// detected immediately, without waiting for a timeout.
         silent_s: Option<u64>,
     },
     /// Fewer hosts are available than `run.min_hosts` requires for an attempt.
@@ -97,7 +97,7 @@ pub enum FailureReason {
         /// The number of hosts that `run.min_hosts` requires.
         required: u64,
     },
-    /// The attempt could not be planned, or its rendezvous could not be bound.
+    /// The attempt could not be planned, or its rendezvous port could not be bound.
     Rejected {
         /// The diagnostic code of the error.
         code: Code,

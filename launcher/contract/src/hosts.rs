@@ -57,7 +57,8 @@ impl fmt::Display for HostAddress {
 }
 
 /// Parses `[user@]name[:port]`, or several such hosts separated by commas. A name may have Slurm's
-/// ranges (`n[01-03,07]`). The result has at least one host and at most [`MAX_HOSTS`].
+/// ranges (`n[01-03,07]`), which are expanded. Fails if the text names no host, or more than
+/// [`MAX_HOSTS`].
 pub fn parse_hosts(text: &str) -> Result<Vec<HostAddress>, HostSyntaxError> {
     let mut hosts = Vec::new();
     let mut at = 0;
@@ -108,7 +109,8 @@ fn split_port(text: &str) -> Result<(&str, Option<u16>), HostSyntaxError> {
     }
 }
 
-/// Parses a port from 1 to 65535. `at` is the byte offset of `text`, which the error states.
+/// Parses a port from 1 to 65535. `at` is the byte offset of `text` in the caller's text, and
+/// becomes the position of the error.
 fn parse_port(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let port = text.parse::<u16>().ok().filter(|port| digits && *port > 0);

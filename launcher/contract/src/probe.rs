@@ -75,9 +75,10 @@ pub struct HostInspection {
     pub executable: String,
     /// The number of CPUs that the agent may use.
     pub cpus: u32,
-    /// The memory that the agent may use, in bytes.
+    /// The host memory that the agent may use, in bytes.
     pub memory: u64,
-    /// The part of `memory` that is available, in bytes.
+    /// The host memory that programs can allocate without swapping (`MemAvailable` of
+    /// /proc/meminfo), in bytes.
     pub memory_available: u64,
     /// The clock of the host at the time of the answer, in nanoseconds since 1970.
     pub unix_time_ns: i64,
@@ -117,7 +118,8 @@ pub struct DirectoryInspection {
 /// The result of opening one library that training on GPUs uses.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LibraryReport {
-    /// The short name of the library in lower case, e.g. `cublaslt`.
+    /// The name of the library as its vendor writes it, e.g. `cuBLASLt`; `driver` for the library
+    /// of the GPU driver.
     pub name: String,
     /// Whether training on a single GPU requires the library.
     pub required: bool,

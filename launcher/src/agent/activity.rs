@@ -31,8 +31,9 @@ pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     pids
 }
 
-/// Sums the CPU time of the process tree below each of `leaders`, and determines whether the leader
-/// is stopped. `processes` is a list of all processes of the host.
+/// Sums the CPU time of each of `leaders` and its descendants, and determines whether the leader is
+/// stopped. The results have the order of `leaders`. `processes` is a list of all processes of the
+/// host.
 fn sum_activity(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {

@@ -142,7 +142,7 @@ pub(crate) enum AgentAction {
 pub(crate) enum GroupSignal {
     /// SIGTERM, followed by SIGCONT so that stopped processes handle SIGTERM.
     Terminate,
-    /// SIGKILL, which ends all processes of the group at once.
+    /// SIGKILL, which ends all processes of the group immediately.
     Kill,
 }
 
@@ -257,8 +257,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the state machine with a changed setting whether the agent runs in a Slurm step; see
-    /// [`STEP_KILL_DELAY`].
+    /// Sets whether the agent runs in a Slurm step, and returns the changed state machine. In a
+    /// Slurm step, some reports are delayed; see [`STEP_KILL_DELAY`].
     pub(crate) fn with_slurm_step(self, in_slurm_step: bool) -> Self {
         AgentCore { in_slurm_step, ..self }
     }
@@ -463,8 +463,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that all workers stop. Workers that still run `deadline_ms` milliseconds after
-    /// `now` are killed.
+    /// Requests that all workers stop. Schedules a kill of the workers that still run `deadline_ms`
+    /// milliseconds after `now`. With `None`, no kill is scheduled.
     fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
@@ -478,8 +478,11 @@ impl AgentCore {
         }
     }
 
-    /// Ends all workers within the grace period of `grace_ms` milliseconds. With `stacks`, first
-    /// writes the stacks of the workers to their logs.
+    /// Ends all workers within the grace period of `grace_ms` milliseconds.
+    ///
+    /// With `stacks`, first writes the stacks of the workers to their logs. The grace period then
+    /// begins after the stacks were written. A second request in this time ends the workers
+    /// immediately, without waiting for the stacks.
     fn kill_workers(&mut self, now: Duration, reason: String, grace_ms: u64, stacks: bool) {
         let living = self.running_ranks();
         if stacks && self.kill_after_stacks.is_none() && !living.is_empty() {

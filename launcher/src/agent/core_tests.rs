@@ -33,7 +33,7 @@ const fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// An agent's state machine with a fake driver, in which every spawn succeeds at once.
+/// An agent's state machine with a fake driver, in which every spawn succeeds immediately.
 struct TestAgent {
     core: AgentCore,
     now: Duration,

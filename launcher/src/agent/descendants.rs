@@ -21,8 +21,8 @@ pub(super) struct ProcessStat {
 /// Sends SIGKILL to every descendant of this process, except for the processes `spared` and their
 /// descendants. Returns the pids of the signalled processes.
 ///
-/// Descendants may start other processes meanwhile. The caller must therefore repeat the call until
-/// no descendant is left.
+/// Descendants may start other processes during the call. The caller must therefore repeat the call
+/// until no descendant is left.
 pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     let mut children: HashMap<i32, Vec<ProcessStat>> = HashMap::new();
     for process in list_processes() {

@@ -536,8 +536,11 @@ impl AgentDriver {
         _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
     }
 
-    /// Queues a message to the controller. If the queue is full, drops messages that are not
-    /// critical. A notice with the number of dropped events precedes the next message.
+    /// Queues a message to the controller. Does not block. If the queue is full, drops a message
+    /// that is not critical (see [`is_critical`]).
+    ///
+    /// Counts dropped events. When the queue has space again, a notice with their number precedes
+    /// the next message.
     fn send_to_controller(&mut self, message: FromAgent) {
         let priority = match &message {
             FromAgent::Event { .. } => MessagePriority::Normal,

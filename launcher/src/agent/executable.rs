@@ -5,7 +5,7 @@ use std::{
     io::{self, Read, Write},
 };
 
-/// The number of bytes of the executable that are read and hashed at once.
+/// The number of bytes of the executable that are read and hashed in one step.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// Computes the BLAKE3 hash of the file of the running executable, in hexadecimal.

@@ -14,8 +14,8 @@ use std::{
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair of time and log size, in bytes.
 const PAIR_BYTES: usize = 16;
-/// The largest size of a file of times, in bytes. The size is enough for twelve days with output
-/// every second.
+/// The largest size of a file of times, in bytes. It is reached after twelve days with output every
+/// second. After that, no more times are recorded.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Records the growth of one log by appending pairs of time and log size to the log's file of
@@ -39,8 +39,9 @@ impl LogTimesWriter {
         LogTimesWriter { file, size, last: None }
     }
 
-    /// Records that the log has `bytes` bytes now. Does nothing within [`MIN_INTERVAL`] of the last
-    /// recorded size.
+    /// Records that the log currently has a size of `bytes` bytes. Does nothing within
+    /// [`MIN_INTERVAL`] of the last recorded size, or if the file of times has reached
+    /// [`MAX_FILE_BYTES`].
     ///
     /// The caller must call this function before each write to the log.
     pub(super) fn record_size(&mut self, bytes: u64) {
@@ -68,8 +69,8 @@ pub(crate) fn read_unix_time_ms() -> u64 {
 /// Returns the offset of the first byte of a log that was written at or after `since_ms`
 /// (milliseconds since 1970), accurate to about a second.
 ///
-/// Returns 0 if no times are recorded. Returns `end`, which must be the size of the log, if the
-/// whole log was written before `since_ms`.
+/// `end` must be the size of the log. It is returned if the whole log was written before
+/// `since_ms`. If no times are recorded for the log, returns 0.
 pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
     let read = File::open(log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));

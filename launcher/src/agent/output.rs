@@ -35,8 +35,8 @@ pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
 /// The time in milliseconds without further output after which a line without a line end is written
 /// to the log.
 const UNFINISHED_LINE_MS: u16 = 200;
-/// The number of bytes that are read at once from a pipe. Also the length in bytes above which a
-/// line without a line end is written to the log.
+/// The largest number of bytes that one call reads from a pipe. Also the length in bytes above
+/// which a line without a line end is written to the log.
 const CHUNK_BYTES: usize = 64 << 10;
 /// The shortest time between two reports that a worker's output contains the progress pattern.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -64,7 +64,8 @@ pub(crate) struct PumpOptions {
     pub(crate) progress_pattern: Option<String>,
 }
 
-/// The handle of the thread that copies a worker's output. Dropping the handle ends the thread.
+/// The handle of the thread that copies a worker's output. Dropping the handle requests that the
+/// thread end, and does not wait for it.
 #[derive(Debug)]
 pub(crate) struct OutputPump {
     command: Arc<(AtomicU8, EventFd)>,

@@ -26,7 +26,8 @@ const MAX_PEER_ADDRESSES: usize = 8;
 const MAX_GREETING_BYTES: u64 = 256;
 /// The time limit for sending the greeting to one connected peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest connection timeout that a probe may request, in milliseconds.
+/// The longest timeout of a connection to a peer, in milliseconds. A longer timeout in a probe is
+/// reduced to this value.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 
 /// Answers the probes of `launch check`. Dropping the last clone removes the nonce files.
@@ -155,8 +156,8 @@ fn sanitize_nonce(nonce: &str) -> String {
     nonce.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect()
 }
 
-/// Connects to all peers at once and blocks until all connections have ended. `timeout` limits the
-/// connection to each address.
+/// Connects to all peers in parallel and blocks until all connections have ended. `timeout` limits
+/// the connection to each address. Ignores the peers after the first [`MAX_PEERS`].
 ///
 /// Returns the name of each peer with the duration of connecting in milliseconds or the error.
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {

@@ -324,8 +324,8 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// Runs `py-spy dump` and returns about `max_bytes` of the Python stacks of the process `pid` at
-/// most.
+/// Runs `py-spy dump` and returns the Python stacks of the process `pid` as text, truncated to
+/// about `max_bytes`.
 ///
 /// Blocks for up to `limit`. Returns `None` if py-spy cannot be started. Returns an empty text if
 /// py-spy prints nothing in time, for example because the process does not run Python.
@@ -356,8 +356,9 @@ pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: u
 /// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status
 /// of each. Returns whether children are left. Does not block.
 ///
-/// If `is_leader` returns `true` for the pid of an ended child, first kills the process group of
-/// the child. Until the child is reaped, no other group can have the number of the group.
+/// If `is_leader` returns `true` for the pid of an ended child, kills the process group of the
+/// child before the child is reaped. The kernel cannot reuse the number of the group before that
+/// time.
 pub(crate) fn reap_children(
     is_leader: impl Fn(u32) -> bool,
     mut on_exit: impl FnMut(u32, ExitStatus),

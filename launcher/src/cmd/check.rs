@@ -1,4 +1,4 @@
-//! `launch check`: inspects all hosts of a job at once and reports what would prevent it from
+//! `launch check`: inspects all hosts of a job in parallel and reports what would prevent it from
 //! starting.
 mod evaluate;
 mod gpus;
@@ -71,13 +71,14 @@ struct CheckResult {
     /// The name of the check, as docs/cli.md lists it.
     name: &'static str,
     level: CheckLevel,
-    /// The observed value or the error, on one line.
+    /// The observed value or the error as one line of text. Empty if the check was skipped.
     found: String,
     /// The diagnostic code of a failure or warning; `None` if the check passed or was skipped.
     code: Option<Code>,
     /// The advice for a failure or warning; `None` if the check passed or was skipped.
     help: Option<String>,
-    /// Values for programs that read the JSON report, by the names of the diagnostic's fields.
+    /// The member `fields` of this check in the JSON report: values by name. The names are those of
+    /// the fields of the diagnostic.
     fields: Map<String, Value>,
     /// Whether the text in `found` already names the host.
     names_host: bool,
@@ -117,7 +118,8 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Fail, ..CheckResult::warn(name, code, found, help) }
     }
 
-    /// Adds a value to `fields`, for programs that read the JSON report.
+    /// Adds a value to `fields`, or replaces the value with this name. The JSON report contains the
+    /// fields, the text report does not.
     fn with_field(mut self, name: &str, value: impl Into<Value>) -> CheckResult {
         self.fields.insert(name.to_owned(), value.into());
         self

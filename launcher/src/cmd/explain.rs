@@ -43,8 +43,8 @@ fn code_to_json(code: Code) -> Value {
     })
 }
 
-/// Finds the diagnostic code with this name. Upper case and underscores are accepted, too. The
-/// error for an unknown name suggests similar codes.
+/// Finds the diagnostic code with this name. `name` may have upper-case letters, and underscores
+/// instead of hyphens. Fails for an unknown name, with similar codes as suggestions.
 fn find_code(name: &str) -> diagnostic::Result<Code> {
     let normalized = name.trim().to_ascii_lowercase().replace('_', "-");
     Code::from_name(&normalized).ok_or_else(|| {

@@ -235,11 +235,13 @@ fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
     if contract::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// Formats the memory estimate of the rank that needs the most memory, with the parts of the
-/// estimate, and the sum over all ranks.
+/// Formats the memory estimate of the rank that needs the most memory, with one line for each
+/// component of the estimate. The last line has the sum of the estimates of all ranks. Returns an
+/// empty text if there are no estimates.
 ///
-/// `kind` is `memory` or `GPU memory`. `installed` is the memory of this machine in bytes; 0 omits
-/// it from the text.
+/// `kind` is the name of the memory in the text: `memory` or `GPU memory`. `installed` is the
+/// memory of this machine in bytes. If it is 0, the text does not mention the memory of this
+/// machine.
 fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
@@ -273,7 +275,7 @@ pub(crate) fn quote_shell_words(words: &[String]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// Formats CPU numbers in ascending order as ranges: `0-3,8`.
+/// Formats a list of CPU numbers as ranges: `0-3,8`. The numbers must be in ascending order.
 fn format_cpu_ranges(cpus: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &cpu in cpus {

@@ -137,7 +137,8 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     exceeded.map(error).collect()
 }
 
-/// Returns a warning if all workers together need more memory than this machine has.
+/// Returns a warning if all workers together need more host memory than this machine has. Returns
+/// `None` if the memory suffices or if the memory size of the machine is unknown.
 fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport) -> Option<Diagnostic> {
     let required: u64 = report.memory.iter().map(|m| m.total).sum();
     if inventory.memory == 0 || required <= inventory.memory {

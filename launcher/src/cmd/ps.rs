@@ -100,8 +100,11 @@ fn format_age(seconds: f64) -> String {
     }
 }
 
-/// Finds the run that a command-line argument names: a run directory, or a name for
-/// [`runs::select_run`]. If several runs match, the error lists the candidates.
+/// Finds the run that a command-line argument names.
+///
+/// A `name` with a `/` is the path of a run directory. Any other `name`, or `None`, and the
+/// `filter` are passed to [`runs::select_run`]. Fails if not exactly one run matches. If several
+/// runs match, the help text of the error lists them.
 pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::Result<Run> {
     let is_path = |text: &&str| text.contains('/') || *text == "." || *text == "..";
     if let Some(directory) = name.filter(is_path) {

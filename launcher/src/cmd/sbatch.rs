@@ -168,8 +168,8 @@ impl BatchScript {
         )
     }
 
-    /// Returns the options of the `#SBATCH` lines, of which the options of `slurm.extra` are the
-    /// last.
+    /// Returns the options for the `#SBATCH` lines, one per line. The options of `slurm.extra` are
+    /// at the end of the list.
     fn list_sbatch_options(&self) -> Vec<String> {
         let s = &self.slurm;
         let mut options = vec![

@@ -9,7 +9,7 @@ use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
 
-/// The longest time of one wait for the end of the controller, before the time limit is checked.
+/// The interval at which a command that waits for the end of the controller checks its time limit.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs `launch stop`: sends SIGTERM or, with `--now`, SIGQUIT to the controller of a run. Without
@@ -68,7 +68,7 @@ fn wait_for_controller(name: &str, handle: &ProcessHandle, limit: Duration) -> d
             return Err(Diagnostic::error(command::RUN_STOP_TIMEOUT, message)
                 .with_subject(name)
                 .with_field("waited_s", limit.as_secs())
-                .with_help("it stops as soon as it can; `launch stop --now` kills it"));
+                .with_help("the run stops as soon as it can; `launch stop --now` kills it"));
         }
     }
     Ok(())

@@ -8,16 +8,20 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The limit of messages that wait to be sent on one connection.
+/// The capacity of a connection's queue of unsent messages. A message that does not fit is dropped
+/// or, if it is critical, kept in the overflow buffer of the [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
-/// The number of places of the queue that messages of [`MessagePriority::Low`] leave free.
+/// A message of [`MessagePriority::Low`] is dropped unless more than this number of the queue's
+/// places are free.
 const RESERVED_ABOVE_LOW: usize = 3072;
-/// The number of places of the queue that messages of [`MessagePriority::Normal`] leave free.
+/// A message of [`MessagePriority::Normal`] is dropped unless more than this number of the queue's
+/// places are free.
 const RESERVED_FOR_CRITICAL: usize = 512;
-/// The limit of critical messages that are kept outside of the queue while the other side does not
-/// read.
+/// The capacity of an [`Outbox`]'s overflow buffer, in messages. If queue and buffer are full,
+/// critical messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The number of bytes of waiting messages above which they are written without collecting more.
+/// The number of bytes from which a batch of encoded messages is written without waiting messages
+/// being added to it.
 const BATCH_BYTES: usize = 64 << 10;
 
 /// The sending end of a channel that carries the messages of several connections, each with the
@@ -44,7 +48,7 @@ where
 }
 
 /// Writes the messages of `queue` to a stream. Collects small messages and writes them with one
-/// system call.
+/// system call. Drops messages that are too long for a frame.
 ///
 /// Ends when the queue is closed and empty, or when the stream fails. The failure is not returned,
 /// because the task that reads from the connection reports it.
@@ -81,8 +85,8 @@ pub(crate) enum MessagePriority {
     Critical,
 }
 
-/// The sending end of a connection: a queue, and an overflow buffer for critical messages. Sending
-/// never blocks.
+/// The sending end of a connection: a queue of messages, which [`write_frames`] empties, and an
+/// overflow buffer for critical messages that do not fit into the queue. Sending never blocks.
 #[derive(Debug)]
 pub(crate) struct Outbox<T> {
     queue: mpsc::Sender<T>,
@@ -103,8 +107,10 @@ impl<T> Outbox<T> {
         (Outbox { queue, overflow: VecDeque::new() }, receiver)
     }
 
-    /// Queues a message. Returns `false` if the message was dropped, because the queue is too full
-    /// for its priority or the connection has ended. Never blocks.
+    /// Queues a message. Keeps a critical message in the overflow buffer while the queue is full.
+    /// Returns `false` if the message was dropped, because the queue (and for a critical message
+    /// the overflow buffer) is too full for its priority, or because the connection has ended.
+    /// Never blocks.
     pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
         self.flush_overflow();
         let reserved = match priority {

@@ -13,9 +13,11 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The time limit of a whole handshake, on either side.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The limit of addresses in an invitation.
+/// The largest number of addresses in an invitation. [`Invitation::to_line`] leaves out further
+/// addresses, and [`Invitation::from_line`] rejects a line with more.
 pub(crate) const MAX_ADDRESSES: usize = 16;
-/// The length of the longest invitation, in bytes.
+/// The length of the longest invitation, in bytes without the line break. A longer line is
+/// rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
 /// The first bytes that an agent sends on a connection: the protocol and its version.
 const MAGIC: &[u8; 8] = b"launchJ1";
@@ -94,7 +96,7 @@ pub(crate) enum HandshakeError {
     /// The handshake took longer than [`HANDSHAKE_TIMEOUT`].
     #[error("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     Timeout,
-    /// The other side does not hold the key.
+    /// The other side does not hold the key. Holds the role of the other side.
     #[error("the {0} at the other end has another key")]
     WrongKey(HandshakeRole),
     /// The other side is not an agent of this version of launch.
@@ -163,12 +165,14 @@ fn read_random_bytes() -> io::Result<[u8; 32]> {
 pub(crate) struct Invitation {
     /// The key with which the agent proves that it belongs to the job.
     pub(crate) key: HandshakeKey,
-    /// Addresses on which the controller listens, in order of preference.
+    /// Addresses on which the controller listens, in order of preference. At most
+    /// [`MAX_ADDRESSES`] of them reach the agent.
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 impl Invitation {
-    /// Formats the invitation as a line of text that ends with a line break.
+    /// Formats the invitation as a line of text that ends with a line break. The line contains only
+    /// the first [`MAX_ADDRESSES`] addresses.
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let addresses = self.addresses.iter().take(MAX_ADDRESSES).map(|a| format!(" {a}"));
@@ -192,7 +196,8 @@ impl Invitation {
         }
     }
 
-    /// Reads an invitation from the first line of a stream. Reads no byte after the line.
+    /// Reads an invitation from the first line of a stream. Reads no byte after the line. Fails if
+    /// the line is longer than [`MAX_INVITATION_BYTES`] or is not an invitation.
     pub(crate) fn read(stream: &mut impl io::Read) -> Result<Invitation, InvitationError> {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -217,8 +222,9 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
 /// Performs the agent's side of the handshake for the host `name`, up to the proof that the peer is
 /// the controller. Fails if the peer does not hold the key.
 ///
-/// An agent may try several connections at once. The connection on which the agent calls
-/// [`VerifiedControllerStream::send_agent_proof`] becomes the control connection.
+/// An agent may perform handshakes on several connections simultaneously. The connection on which
+/// the agent then calls [`VerifiedControllerStream::send_agent_proof`] becomes the control
+/// connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -264,7 +270,8 @@ impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
 }
 
 /// Performs the controller's side of the handshake. Returns the name of the host whose agent
-/// connected. Fails if the peer does not hold the key. The caller has to limit the time.
+/// connected. Fails if the peer does not hold the key. The function has no time limit, so the
+/// caller must apply [`HANDSHAKE_TIMEOUT`].
 ///
 /// A peer without the key receives only a nonce and a keyed hash, from which it cannot derive the
 /// key or the proof of an agent.

@@ -271,7 +271,7 @@ struct WorkerState {
     pid: Option<u32>,
     /// The exit status and the last output lines of the process; `None` before its end.
     ended: Option<(ExitStatus, Vec<String>)>,
-    /// Whether the kernel killed the process because memory ran out.
+    /// Whether the kernel killed the process because the host ran out of memory.
     oom: bool,
     /// The final report of the worker: the exit code with which it was about to exit, and the
     /// reason. `None` if the worker has sent no final report.
@@ -301,11 +301,11 @@ pub(crate) struct ControllerCore {
     // ---- state of the current attempt ----
     /// The hosts of the attempt, in the order of ranks.
     members: Vec<HostIndex>,
-    /// The number of members that may have processes of this attempt.
+    /// The number of hosts in `members` that may have processes of this attempt.
     active_hosts: usize,
     /// The workers of the attempt, by rank.
     workers: Vec<WorkerState>,
-    /// The number of workers that are running.
+    /// The number of workers of the attempt that are running, on all hosts.
     running: usize,
     /// The number of running workers that make no progress, according to their agents.
     stalled: usize,
@@ -320,7 +320,8 @@ pub(crate) struct ControllerCore {
     no_restart: Option<NoRestartReason>,
     /// The time at which the root cause was found; `None` once the root cause is reported.
     unreported_since: Option<Duration>,
-    /// The pause between this attempt and the next; `None` if no restart is pending.
+    /// The pause after the failed attempt before the next one begins; `None` if no restart is
+    /// pending.
     restart_pause: Option<Duration>,
     /// The last optimizer step that this attempt has completed or resumed from; `None` if unknown.
     attempt_step: Option<u64>,

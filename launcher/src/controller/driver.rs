@@ -115,7 +115,7 @@ type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
 /// Executes the actions that the core of one run decides on.
 struct ControllerDriver {
     job: JobSpec,
-    /// The plan of the newest attempt.
+    /// The plan of the newest attempt. Before the first attempt, the plan for the declared hosts.
     plan: Plan,
     hosts: Vec<HostTarget>,
     transport: Box<dyn Transport>,
@@ -145,13 +145,15 @@ struct ControllerDriver {
     /// The number of agents that were started during the run, which is also the number of the
     /// newest agent.
     agents_started: u32,
-    /// The channel of messages from all agents.
+    /// Both ends of the channel that carries the messages of all agents to the event loop.
     messages: (mpsc::Sender<AgentMessage>, mpsc::Receiver<AgentMessage>),
-    /// The channel of lines for the user.
+    /// Both ends of the channel that carries lines for the user to the event loop: the stderr of
+    /// agents, and warnings of the rendezvous store.
     lines: (mpsc::Sender<String>, mpsc::Receiver<String>),
-    /// The attempt that is being prepared.
+    /// The attempt that is being prepared; `None` if no attempt is.
     preparation: Option<AttemptPreparation>,
-    /// The rendezvous store for the workers of the current attempt.
+    /// The rendezvous store for the workers of the current attempt; `None` if this process serves
+    /// no store.
     store: Option<StoreServer>,
     /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
     /// killed.

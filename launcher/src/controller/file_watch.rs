@@ -25,9 +25,10 @@ use tokio::{
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
-/// The delay before a file is read again whose content may be partially written.
+/// The delay before a file is read again because its content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
-/// The number of changes of a file that can wait until the watcher's caller receives them.
+/// The number of changed contents that can wait in the channel to the watcher's caller. If the
+/// channel is full, the watcher waits.
 const CHANNEL_CAPACITY: usize = 4;
 
 /// The content of a watched file after a change.
@@ -52,9 +53,13 @@ pub(crate) enum FileReadError {
     Io(String),
 }
 
-/// Watches a file of at most `limit` bytes and sends the file's content after each change, until
-/// the receiver is dropped. If `is_complete` returns `false` for the content, the file may be
-/// partially written. The file is then read again after [`REREAD_DELAY`], and that content is sent.
+/// Watches a file and sends its content through the returned channel after each change, until the
+/// receiver is dropped. Must be called in a tokio runtime.
+///
+/// A file of more than `limit` bytes is reported as unreadable. If the file is unreadable or
+/// `is_complete` returns `false` for its text, the file may be partially written. It is then read
+/// again once, after [`REREAD_DELAY`], and the result is sent without another check. Content that
+/// equals the previous content is not sent.
 pub(crate) fn watch_file(
     path: PathBuf,
     limit: u64,
@@ -151,8 +156,8 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     before
 }
 
-/// Reads a file of at most `limit` bytes as text. Returns [`WatchedFileContent::Unreadable`] with
-/// the reason if the file cannot be read.
+/// Reads a file as text. Returns [`WatchedFileContent::Unreadable`] with the reason if the file
+/// cannot be read or is longer than `limit` bytes.
 fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     match read_text(path, limit) {
         Ok(text) => WatchedFileContent::Text(text),

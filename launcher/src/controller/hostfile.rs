@@ -19,7 +19,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The limit of host names that a notice lists.
+/// The number of host names that a notice lists for one kind of change. A notice gives only the
+/// number of the other hosts.
 const MAX_LISTED_NAMES: usize = 8;
 
 /// The hostfile of a job, with the job's filters.
@@ -111,8 +112,11 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares the changed hostfile with the `hosts` of the run, and updates the slots of known
-    /// hosts. A hostfile that is not valid changes nothing and is reported in a notice.
+    /// Compares the changed hostfile with the `hosts` of the run. Overwrites the slots of known
+    /// hosts in `hosts`. The caller must append the added hosts of the result to `hosts`.
+    ///
+    /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
+    /// notice and no hosts, and `hosts` stays unchanged.
     pub(super) fn apply_change(
         &mut self,
         hosts: &mut [HostTarget],
@@ -163,10 +167,12 @@ impl HostfileWatch {
     }
 
     /// Compares the new list of hosts with the previous list, and records the new list. Returns the
-    /// new list and a notice that describes the differences, or no change if the lists are equal.
+    /// new list and a notice that describes the differences. If hosts, slots and addresses are
+    /// unchanged, the result has neither hosts nor notices.
     ///
-    /// `new` are the hosts that the run does not know, `in_file` all hosts of the file, and
-    /// `resized` the names of the hosts whose slots have changed.
+    /// `hosts` are the hosts that the run knows, and `listed` states for each of them whether the
+    /// new list contains it. `new` are the hosts that the run does not know, `in_file` all hosts of
+    /// the file, and `resized` the names of the hosts whose slots have changed.
     fn compare_hosts(
         &mut self,
         hosts: &[HostTarget],

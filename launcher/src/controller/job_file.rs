@@ -60,7 +60,8 @@ impl JobFileWatch {
     }
 
     /// Compares the changed job file with the `running` job. Returns the new values of reloadable
-    /// keys. Each changed key that is not reloadable is reported in a notice once.
+    /// keys, which the caller must apply. Each changed key that is not reloadable is reported in a
+    /// notice once. A file that cannot be read or is not valid results in a notice and no values.
     pub(super) fn apply_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();

@@ -101,8 +101,8 @@ fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
     trains.then(|| TensorboardFile::create(&plan.run_dir, &plan.run.0, read_unix_time())).transpose()
 }
 
-/// Writes a file atomically and durably: after a crash, the file has either all its bytes or its
-/// previous content.
+/// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. After
+/// a crash, the file has either all of `bytes` or its previous content.
 pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = directory.join(format!(".{name}.tmp"));
     let mut file = File::create(&temporary)?;

@@ -21,8 +21,9 @@ impl PeerExchange {
     }
 
     /// Adds the addresses that a worker on `host` has reported. Once every worker of the attempt
-    /// has reported, returns the addresses of all workers in rank order. Ignores reports of another
-    /// attempt, repeated reports, and reports that are not valid.
+    /// has reported, returns the addresses of all workers in rank order; before that, `None`.
+    /// Ignores reports of another attempt, repeated reports, ranks outside of the job, and reports
+    /// without addresses or with more than [`MAX_ADDRESSES`].
     pub(crate) fn add_worker(
         &mut self,
         host: HostIndex,

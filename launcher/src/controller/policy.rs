@@ -8,8 +8,8 @@ pub(crate) const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause between two attempts. Each restart in a row without progress doubles the
 /// pause.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// The largest random change of a pause, as a fraction of the pause. It prevents many jobs from
-/// restarting at the same moment.
+/// The largest fraction of a pause by which random jitter shortens or lengthens the pause. The
+/// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
 /// The facts about a failed attempt from which the restart policy decides on a restart.
@@ -111,14 +111,16 @@ impl RestartHistory {
         RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Whether this attempt ended at the same step as the previous attempt, and neither attempt
-    /// completed a checkpoint.
+    /// Whether the attempt that ended with `end` and the previous failed attempt ended at the same
+    /// step, and neither completed a checkpoint. `false` if no attempt failed before.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    /// Returns the pause before the next restart, from [`FIRST_PAUSE`] to [`LONGEST_PAUSE`] plus or
-    /// minus the jitter. `chance` is a random number from 0 to 1.
+    /// Returns the pause before the next restart. The pause is [`FIRST_PAUSE`], doubled for each
+    /// restart in a row without progress, but at most [`LONGEST_PAUSE`]. The jitter then shortens
+    /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
+    /// 1 that selects the jitter.
     fn compute_restart_delay(&self, chance: f64) -> Duration {
         // The progress of programs is unknown, so every restart in a row counts.
         let doublings = self.no_progress.saturating_sub(u32::from(!self.builtin)).min(16);

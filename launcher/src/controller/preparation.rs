@@ -16,17 +16,21 @@ use contract::{
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 
-/// The inventories that the agents have sent, with the user's choices of devices.
+/// The inventories that the agents have sent, and the environment variables that the user has set
+/// for all hosts.
 pub(super) struct HostInventories {
-    /// The environment variables with which the user chose devices. They apply to every host.
+    /// Names and values of variables in the controller's environment, such as `OMP_NUM_THREADS`.
+    /// They apply to every host, except those that select visible GPUs, which each host sets
+    /// itself.
     chosen: Vec<(String, String)>,
     /// The inventory of each host; `None` before the hello of its agent.
     by_host: Vec<Option<HostInventory>>,
 }
 
 impl HostInventories {
-    /// Creates a list of `hosts` hosts without inventories. `chosen` are the environment variables
-    /// with which the user chose devices.
+    /// Creates a list of `hosts` hosts without inventories. `chosen` are names and values of
+    /// variables in the controller's environment, which apply to every host unless they select
+    /// visible GPUs.
     pub(super) fn new(chosen: Vec<(String, String)>, hosts: usize) -> Self {
         HostInventories { chosen, by_host: vec![None; hosts] }
     }
@@ -58,8 +62,8 @@ impl HostInventories {
         hosts.iter().filter_map(job_host).collect()
     }
 
-    /// Returns the addresses of all known hosts, sorted and without loopback. Connections to the
-    /// rendezvous are accepted from these addresses.
+    /// Returns the addresses of all hosts with an inventory, sorted, without loopback and without
+    /// duplicates. The caller permits connections to the rendezvous from these addresses.
     pub(super) fn collect_addresses(&self) -> Vec<IpAddr> {
         let addresses = self.by_host.iter().flatten().flat_map(|inventory| &inventory.addresses);
         let mut addresses: Vec<IpAddr> =

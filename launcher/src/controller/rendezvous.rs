@@ -90,8 +90,8 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-/// Binds a port, so that no other process takes it, and accepts no connection. Binds any free port
-/// if `port` is 0.
+/// Binds a port, so that no other process takes it, and accepts no connection. If `port` is 0,
+/// binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of this machine.
 fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),

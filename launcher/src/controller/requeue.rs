@@ -23,8 +23,10 @@ pub(super) struct RequeueDecision {
 }
 
 impl RequeueableJob {
-    /// Decides by the outcome of the run whether the batch job is requeued. Returns `None` if the
-    /// run completed, failed for another reason than a lost host, or was stopped by a user.
+    /// Decides by the outcome of the run whether the batch job is requeued. Returns `None`, without
+    /// a notice for the user, unless a host was lost or the time limit of the batch job was near.
+    /// Decides against a requeue if `max_requeues` is reached, or if the run completed no step
+    /// before the time limit.
     pub(super) fn decide_requeue(&self, outcome: &RunOutcome) -> Option<RequeueDecision> {
         let why = match outcome {
             RunOutcome { near_time_limit: true, .. } => "the time limit is near",

@@ -126,8 +126,8 @@ pub(crate) struct WorkerProcessEnd {
     pub(crate) status: ExitStatus,
     /// Whether the worker ran the built-in runtime.
     pub(crate) builtin: bool,
-    /// `Some` if the kernel killed the process because memory ran out. The value is the memory of
-    /// the host in bytes, or `None` if unknown.
+    /// `Some` if the kernel killed the process because the host ran out of memory. The inner value
+    /// is the number of bytes of host memory that the job may use, or `None` if unknown.
     pub(crate) oom: Option<Option<u64>>,
     /// The error that the program recorded about its failure; `None` if it recorded no error.
     pub(crate) error: Option<String>,
@@ -167,7 +167,7 @@ impl WorkerProcessEnd {
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.
     Exited { status: ExitStatus, builtin: bool },
-    /// The kernel killed the process because memory ran out.
+    /// The kernel killed the process because the host ran out of memory.
     OutOfMemory(ExitStatus),
     /// The worker was running when its agent was lost.
     LostWithAgent,
@@ -233,7 +233,8 @@ pub(crate) enum AgentEnd {
     NoHello { seconds: u64 },
     /// The agent sent nothing for the length of its lease.
     Silent { seconds: u64 },
-    /// The agent did not end its workers within this number of seconds and was killed.
+    /// The agent was killed because it did not report the end of its workers within this number of
+    /// seconds after SIGKILL was due.
     KilledLate { seconds: u64 },
     /// The agent reported an error because of which it cannot do its work.
     Failed(Diagnostic),

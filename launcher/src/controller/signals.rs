@@ -13,7 +13,8 @@ pub(super) struct SignalReceiver {
     interrupt: SignalStream,
     terminate: SignalStream,
     quit: SignalStream,
-    /// `None` if the controller inherited an ignored SIGHUP (`nohup`), which stays ignored.
+    /// The stream of SIGHUP; `None` if the controller was started with SIGHUP ignored (`nohup`).
+    /// The signal then stays ignored.
     hangup: Option<SignalStream>,
     usr1: SignalStream,
     usr2: SignalStream,

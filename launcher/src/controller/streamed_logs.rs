@@ -18,7 +18,8 @@ const MAX_OPEN_FILES: usize = 256;
 #[derive(Debug)]
 pub(super) struct StreamedLogs {
     directory: PathBuf,
-    /// The limit of the size of each file, in bytes (`run.logs.max_size`).
+    /// The size of the largest file, in bytes (`run.logs.max_size`). Output that would exceed it is
+    /// replaced by a note, and no later output of the rank is stored in this attempt.
     max_size: u64,
     /// For each rank of the current attempt, whether the rank runs on another machine than the
     /// controller.

@@ -17,8 +17,8 @@ pub(super) fn detect_gpus(root: &Path) -> Vec<GpuDevice> {
     found
 }
 
-/// Returns `count` NVIDIA GPUs for tests (`LAUNCH_GPUS`). Returns `None` if `count` is absent or
-/// not a number.
+/// Returns `count` NVIDIA GPUs for tests (`LAUNCH_GPUS`), but at most [`MAX_GPUS`]. Returns `None`
+/// if `count` is absent or not a number.
 pub(super) fn simulate_gpus(count: Option<&str>) -> Option<Vec<GpuDevice>> {
     let count = count?.parse::<usize>().ok()?.min(MAX_GPUS);
     Some(vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])

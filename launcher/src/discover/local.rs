@@ -4,9 +4,9 @@ use super::{Inventory, cgroup, gpus, topology};
 use contract::{control::InterfaceAddress, env};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// The number below which CPU numbers must be.
+/// The limit of CPU numbers: a CPU list with a number of this value or above is rejected.
 const MAX_CPUS: u32 = 65_536;
-/// The largest number of network addresses in an inventory.
+/// The largest number of network addresses in an inventory. Further addresses are left out.
 const MAX_ADDRESSES: usize = 256;
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.

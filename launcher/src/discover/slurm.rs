@@ -178,8 +178,8 @@ fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
     requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))
 }
 
-/// Parses a number of GPUs such as `4`, `a100:4` or `a100:2,h100:2`. Adds the numbers of all GPU
-/// types.
+/// Parses a number of GPUs such as `4`, `a100:4` or `a100:2,h100:2`. Returns the sum over all GPU
+/// types, or `None` if the text is malformed or the sum is above 1024.
 fn parse_gpu_count(text: &str) -> Option<u32> {
     let mut counts = text.split(',').map(|part| parse_number(part.rsplit(':').next()?));
     let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;

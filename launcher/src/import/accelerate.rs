@@ -81,7 +81,7 @@ fn finish_job(
 ) -> Result<ImportedJob, ImportErrors> {
     let (rest, errors) = keys.into_untaken();
     for (key, value) in rest {
-        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
     match errors.is_empty() {
         true => draft.finish_job(&format!("{}, configuration of Accelerate", document.file())),
@@ -126,7 +126,8 @@ fn take_distributed_type(
     }
 }
 
-/// Converts the hostfile of mpirun (`mpirun_config`). Returns whether the configuration names one.
+/// Converts the hostfile of mpirun (`mpirun_config`), unless `--hostfile` replaces it. Returns
+/// whether the configuration names a hostfile.
 fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
     let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
     let file = mpi.take_text("mpirun_hostfile");
@@ -136,13 +137,14 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     let (rest, errors) = mpi.into_untaken();
     keys.errors.extend(errors);
     for (key, _) in rest {
-        draft.add_not_carried_note(&key, "launch starts the processes without mpirun", "");
+        draft.add_not_converted_note(&key, "launch starts the processes without mpirun", "");
     }
     file.is_some()
 }
 
-/// Converts the number of processes, and the hosts and GPUs that run them. `named` states whether
-/// hosts are named. Returns the number of hosts.
+/// Converts the number of processes, and the hosts and GPUs that run them. `kind` and `cpu` are the
+/// values of `distributed_type` and `use_cpu`. `named` states whether a hostfile of mpirun or
+/// `--hostfile` names the hosts. Returns the number of hosts.
 fn set_processes(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -193,14 +195,14 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     let Some(ids) = keys.take_text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
     match numbers {
-        _ if cpu => draft.add_not_carried_note("gpu_ids", "`use_cpu` hides the GPUs", ""),
+        _ if cpu => draft.add_not_converted_note("gpu_ids", "`use_cpu` hides the GPUs", ""),
         Some(numbers) => {
             let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
             draft.set_imported("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
         }
         None => {
             let todo = "list numbers in `cluster.devices`, or set `CUDA_VISIBLE_DEVICES` for launch";
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 "gpu_ids",
                 format!("`{}` is not a list of numbers", ids.escape_debug()),
                 todo,
@@ -209,29 +211,33 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Takes keys for jobs on several hosts that launch does not need. Adds notes about those that have
-/// an effect.
+/// Takes those keys for jobs on several hosts that launch does not need. Adds a note about each key
+/// that has an effect in Accelerate. `machines` is the number of hosts.
 fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
     let same_network = keys.take_boolean("same_network");
     if let Some(function) = keys.take_text("main_training_function").filter(|f| f != "main") {
         let reason = format!("`{function}` applies to notebooks and TPUs; launch runs the whole script");
-        draft.add_not_carried_note("main_training_function", reason, "");
+        draft.add_not_converted_note("main_training_function", reason, "");
     }
     if let Some(backend) = backend {
         let reason = format!("`{backend}`: launch assigns the ranks itself");
-        draft.add_not_carried_note("rdzv_backend", reason, "");
+        draft.add_not_converted_note("rdzv_backend", reason, "");
     }
     if machines <= 1 {
         return;
     }
     if rank.is_some() {
         let reason = "one launch starts all hosts; ranks follow the order of `cluster.hosts`";
-        draft.add_not_carried_note("machine_rank", reason, "");
+        draft.add_not_converted_note("machine_rank", reason, "");
     }
     if same_network == Some(false) {
-        draft.add_not_carried_note("same_network", "launch reaches each host over SSH or through Slurm", "");
+        draft.add_not_converted_note(
+            "same_network",
+            "launch reaches each host over SSH or through Slurm",
+            "",
+        );
     }
 }
 
@@ -240,21 +246,22 @@ fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, mach
 fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
-        draft.add_not_carried_note("main_process_ip", reason, "name that host first in `cluster.hosts`");
+        draft.add_not_converted_note("main_process_ip", reason, "name that host first in `cluster.hosts`");
     }
     if let Some(port) = keys.take_integer("main_process_port", 0).filter(|port| *port > 0) {
         draft.set_imported("main_process_port", "cluster.master_port", port.to_string());
     }
 }
 
-/// Takes the keys that only apply to TPUs, and adds a note about each that has an effect.
+/// Takes the keys that only apply to TPUs. Adds a note about each key whose value enables or sets
+/// something.
 fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };
         let has_no_effect = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")
             && !matches!(&item.value, contract::job::DocumentValue::List(list) if !list.is_empty());
         if !has_no_effect {
-            draft.add_not_carried_note(key, "launch doesn't run on TPUs", "");
+            draft.add_not_converted_note(key, "launch doesn't run on TPUs", "");
         }
     }
 }

@@ -100,12 +100,12 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
     };
     for (name, reason) in UNSUPPORTED_KEYS {
         if let Some(value) = requested(&mut keys, name) {
-            draft.add_not_carried_note(name, format!("{reason} (value: {value})"), "");
+            draft.add_not_converted_note(name, format!("{reason} (value: {value})"), "");
         }
     }
     let (rest, errors) = keys.into_untaken();
     for (key, value) in rest {
-        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
     errors
 }
@@ -118,7 +118,7 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     let [global, micro, steps] = NAMES.map(|name| {
         if keys.is_auto(name) {
             keys.take(name);
-            draft.add_not_carried_note(name, "HF Trainer replaces `auto`", "set `train.batch`");
+            draft.add_not_converted_note(name, "HF Trainer replaces `auto`", "set `train.batch`");
             return None;
         }
         keys.take_integer(name, 1)
@@ -172,7 +172,7 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let enabled = match part.is_auto("enabled") {
             true => {
                 part.take("enabled");
-                draft.add_not_carried_note(&part.path("enabled"), AUTO, "");
+                draft.add_not_converted_note(&part.path("enabled"), AUTO, "");
                 false
             }
             false => part.take_boolean("enabled").unwrap_or(false),
@@ -186,7 +186,7 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let (rest, errors) = part.into_untaken();
         keys.errors.extend(errors);
         for (key, value) in rest.into_iter().filter(|_| enabled) {
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 &key,
                 format!("the built-in training has no such setting (value: {value})"),
                 "",
@@ -217,7 +217,7 @@ fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     const NAME: &str = "gradient_clipping";
     if keys.is_auto(NAME) {
         keys.take(NAME);
-        return draft.add_not_carried_note(NAME, AUTO, "set `train.clip_norm`");
+        return draft.add_not_converted_note(NAME, AUTO, "set `train.clip_norm`");
     }
     match keys.take_number(NAME) {
         Some(norm) if norm > 0.0 => draft.set_imported(NAME, "train.clip_norm", format!("{norm:?}")),

@@ -36,15 +36,15 @@ pub(crate) enum NoteKind {
     /// A key of the job that was written.
     Note,
     /// An imported key that was not converted.
-    NotCarried,
+    NotConverted,
 }
 
-/// Writes the note on one line, as `note: KEY: TEXT` or `not carried: KEY: TEXT`.
+/// Writes the note on one line, as `note: KEY: TEXT` or `not converted: KEY: TEXT`.
 impl fmt::Display for ImportNote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
             NoteKind::Note => "note",
-            NoteKind::NotCarried => "not carried",
+            NoteKind::NotConverted => "not converted",
         };
         write!(f, "{kind}: {}: {}", self.key, self.text)
     }
@@ -67,7 +67,8 @@ struct DraftKey {
 }
 
 impl JobDraft {
-    /// Sets the key `path` to the YAML value `yaml`. The job is not valid without the key.
+    /// Sets the key `path`, which the job requires, to the YAML value `yaml`. In contrast to an
+    /// imported key, [`Self::finish_job`] never removes this key.
     pub(super) fn set_required(&mut self, path: &str, yaml: &str) {
         self.set_key(path, yaml.to_owned(), None);
     }
@@ -100,8 +101,8 @@ impl JobDraft {
 
     /// Adds a note that the imported key `from` has no counterpart in the job. `todo`, which may be
     /// empty, states what the user can do.
-    pub(super) fn add_not_carried_note(&mut self, from: &str, reason: impl AsRef<str>, todo: &str) {
-        self.add_note(NoteKind::NotCarried, from, reason.as_ref(), todo);
+    pub(super) fn add_not_converted_note(&mut self, from: &str, reason: impl AsRef<str>, todo: &str) {
+        self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
@@ -109,10 +110,11 @@ impl JobDraft {
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// Loads the job, and returns its text and the notes. Imported keys that the job rejects are
-    /// removed, and each gets a note. `origin` describes the configuration in a comment of the job.
+    /// Loads the job, and returns its text and the notes. Imported keys that are rejected or have
+    /// no effect are removed, and each gets a note. `origin` describes the imported configuration
+    /// in a comment of the job.
     ///
-    /// Fails if the job is not valid without the rejected keys either.
+    /// Fails if the job is still not valid after the rejected keys were removed.
     pub(super) fn finish_job(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
         let mut attempts = 0;
         loop {
@@ -158,7 +160,7 @@ impl JobDraft {
             let Some(at) = self.keys.iter().position(names) else { continue };
             let key = self.keys.remove(at);
             let todo = error.help().join("; ");
-            self.add_not_carried_note(&key.from.unwrap_or_default(), error.message(), &todo);
+            self.add_not_converted_note(&key.from.unwrap_or_default(), error.message(), &todo);
         }
         self.keys.len() < before
     }
@@ -239,7 +241,7 @@ mod tests {
         let done = draft.finish_job("a test").expect("a job");
         assert_eq!(done.job, "# from a test\nrun:\n  command: [a]\n");
         let notes: Vec<_> = done.notes.iter().map(|note| (note.kind, note.key.as_str())).collect();
-        assert_eq!(notes, [(NoteKind::NotCarried, "--port"), (NoteKind::NotCarried, "RANK")]);
+        assert_eq!(notes, [(NoteKind::NotConverted, "--port"), (NoteKind::NotConverted, "RANK")]);
     }
 
     #[test]

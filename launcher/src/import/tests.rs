@@ -54,7 +54,7 @@ fn load_imported(text: &str) -> JobSpec {
 /// Returns whether a line of a job or note depends on the features of this version of the built-in
 /// training. Golden files do not contain such lines.
 fn depends_on_version(line: &str) -> bool {
-    let words = ["precision:", "not carried: fp16.enabled:", "not carried: bf16.enabled:"];
+    let words = ["precision:", "not converted: fp16.enabled:", "not converted: bf16.enabled:"];
     words.iter().any(|word| line.trim_start().starts_with(word))
 }
 
@@ -84,7 +84,8 @@ fn a_precision_is_converted_or_noted() {
     ] {
         let document = Document::parse("ds.json", config, DocumentSyntax::Json).expect("JSON");
         let imported = convert_deepspeed_config(&document, None, &ImportOptions::default()).expect("a job");
-        let is_noted = imported.notes.iter().any(|note| note.kind == NoteKind::NotCarried && note.key == key);
+        let is_noted =
+            imported.notes.iter().any(|note| note.kind == NoteKind::NotConverted && note.key == key);
         let is_converted = imported.job.lines().any(|l| l.trim() == line);
         assert!(is_noted != is_converted, "{config}: {} {:?}", imported.job, imported.notes);
     }

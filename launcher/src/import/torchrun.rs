@@ -54,7 +54,7 @@ pub(crate) fn convert_torchrun_args(
     for (name, no_effect, reason) in UNSUPPORTED_OPTIONS {
         let Some(value) = given.take_last_value(name).filter(|value| value != no_effect) else { continue };
         if !(standalone && name.starts_with("rdzv-")) {
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 &format!("--{name}"),
                 format!("{reason} (value: {})", value.escape_debug()),
                 "",
@@ -126,7 +126,7 @@ fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOpt
         false if named || low == 1 => draft.set_imported("--nnodes", "run.min_hosts", low.to_string()),
         false => {
             let reason = format!("at least {low} hosts are required but not named");
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 "--nnodes",
                 reason,
                 &format!("set `run.min_hosts: {low}` together with `cluster.hosts`"),
@@ -157,7 +157,7 @@ fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
         Some("cpu") => {
             draft.set_imported(FROM, devices, "cpu");
             draft.set_required(path, "1");
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 FROM,
                 "one worker per CPU is not supported",
                 "set `cluster.workers_per_host`",
@@ -208,7 +208,7 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
             }
             other => {
                 let reason = format!("launch does not forward `{}`", other.escape_debug());
-                draft.add_not_carried_note(
+                draft.add_not_converted_note(
                     "--signals-to-handle",
                     reason,
                     "`run.signals` supports SIGUSR1, SIGUSR2 and SIGTERM",

@@ -20,7 +20,8 @@ pub(super) struct TooFewCpus {
     pub(super) cpus: usize,
 }
 
-/// Assigns CPUs to each worker of a host. `gpu_nodes[i]` is the NUMA node of the GPU of worker `i`.
+/// Assigns CPUs to each worker of a host. `gpu_nodes[i]` is the NUMA node of the GPU of worker `i`;
+/// `None` if unknown or without a GPU. The number of workers is the length of `gpu_nodes`.
 ///
 /// With [`CpuBind::Cores`], shares are equal and disjoint, so that no rank waits for a slower one
 /// or uses another's cores. CPUs that cannot be divided equally stay free. With [`CpuBind::Numa`],
@@ -97,8 +98,9 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides cores into equal shares, so that each share is within the NUMA nodes of its worker.
-/// Returns `None` if a share would be empty.
+/// Divides `units`, which are cores or single CPUs, into equal shares, one for each worker. The
+/// share of a worker is within the NUMA nodes that [`assign_nodes`] assigns to the worker. Returns
+/// `None` if a share would be empty.
 fn divide_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],
@@ -132,9 +134,9 @@ fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCo
 
 /// Assigns NUMA nodes to each worker. Two workers have either the same nodes or no node in common.
 ///
-/// A worker gets the node of its GPU. Workers whose node is unknown get equal shares of the nodes
-/// without a GPU, where each share consists of neighbouring nodes. If each node has a GPU, they get
-/// the nodes with the fewest workers.
+/// A worker gets the node of its GPU. Workers without a known GPU node get equal shares of the
+/// nodes without a GPU, where each share consists of neighbouring nodes. If every node has a GPU,
+/// each of these workers gets the node that has the fewest workers so far.
 fn assign_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u32>]) -> Vec<Vec<u32>> {
     let known = |gpu_node: &Option<u32>| gpu_node.filter(|node| nodes.contains_key(node));
     let mut workers: BTreeMap<u32, usize> = nodes.keys().map(|node| (*node, 0)).collect();

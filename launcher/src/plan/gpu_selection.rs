@@ -97,9 +97,10 @@ fn unknown_gpu_error(number: u32, inventory: &Inventory) -> Diagnostic {
 }
 
 impl GpuSelection {
-    /// Keeps only the GPUs whose numbers are among the slots that a host filter selects. Fails if a
-    /// slot is not the number of a GPU. On a host without GPUs, only the first slots may be
-    /// selected.
+    /// Keeps only the GPUs whose numbers are among the slots that a host filter selects, and keeps
+    /// all GPUs if no filter selects slots. Fails if a slot is not the number of a GPU, or if
+    /// `cluster.devices` also lists GPUs. If the job uses no GPUs on the host, fails unless the
+    /// selected slots are 0, 1, 2 and so on without gaps.
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         let are_first = slots.iter().zip(0..).all(|(slot, index)| *slot == index);
@@ -175,8 +176,9 @@ impl GpuSelection {
             .map_or_else(|| none.to_owned(), |name| format!("gpu {name}"))
     }
 
-    /// Checks that each of `workers` workers can have a GPU, or a share of one, if the job requires
-    /// GPUs.
+    /// Fails if the job requires GPUs, and there are too few for each of `workers` workers to have
+    /// a GPU or a share of one. Skips the check if no GPU is selected because the GPUs of the host
+    /// are not known yet.
     pub(super) fn check_workers(
         &self,
         job: &JobSpec,
@@ -209,7 +211,8 @@ impl GpuSelection {
     }
 
     /// Returns the environment variables that select the GPUs of the worker with this local rank.
-    /// The list is empty if the worker inherits the GPUs of its agent.
+    /// The list is empty if the worker inherits the GPUs of its agent. Built-in workers always get
+    /// one GPU, so `policy` only applies to programs.
     pub(super) fn build_gpu_env(
         &self,
         policy: VisibleDevices,

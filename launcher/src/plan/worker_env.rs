@@ -87,7 +87,8 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it can see.
+/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it can see:
+/// `local_rank`, or 0 if the program sees only one GPU.
 pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     match job.run.visible_devices {
         VisibleDevices::All => local_rank,
@@ -95,7 +96,8 @@ pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     }
 }
 
-/// Returns the further variables that torchrun and DeepSpeed set for programs.
+/// Returns those variables of torchrun and DeepSpeed that launch sets only for programs, and not
+/// for built-in workers.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
     position: &WorkerPosition<'_>,
@@ -125,7 +127,8 @@ fn build_program_env(
 }
 
 /// Parses the number of threads in the variable `OMP_NUM_THREADS` of `run.env`. Returns `None` if
-/// the job sets no number. Fails for other values in a job with built-in training.
+/// the job does not set the variable. A value that is not a number from 1 to [`MAX_THREADS`] is an
+/// error in a job with built-in training, and gives `None` in a job with a program.
 pub(super) fn parse_threads(job: &JobSpec) -> diagnostic::Result<Option<u32>> {
     let Some((name, value)) = job.run.env.iter().find(|(name, _)| name == OMP_NUM_THREADS) else {
         return Ok(None);

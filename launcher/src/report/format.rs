@@ -56,7 +56,7 @@ pub(crate) fn format_clock(seconds: f64) -> String {
     }
 }
 
-/// Formats ranks in ascending order as ranges: `0, 2-5, 9`.
+/// Formats a list of ranks as ranges: `0, 2-5, 9`. The ranks must be in ascending order.
 pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
     let mut ranges: Vec<(Rank, Rank)> = Vec::new();
     for &rank in sorted {
@@ -83,8 +83,9 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks by equal values. Returns each distinct value with the formatted ranks that have the
-/// value, the most common value first: `[("0-2", value), …]`.
+/// Groups ranks by equal values. Returns each distinct value with the ranks that have the value,
+/// formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`. The
+/// ranks in `values` must be in ascending order.
 pub(super) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {

@@ -22,15 +22,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time after a line about a step from which on the next step gets a line, if there is no
-/// progress bar.
+/// The time without a line about a step after which the next step gets a line, even if the step is
+/// not one of the [`STEP_LINES`]. Applies only without a progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about steps that are shown during a run without a progress bar.
 const STEP_LINES: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
-/// The share of a step spent waiting for collectives, from 0 to 1, from which on the share is
-/// shown.
+/// The smallest share of a step spent waiting for collectives that is shown, from 0 to 1. Smaller
+/// shares are omitted.
 const SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
 /// The displayed state of a run, and the console that displays the run.
@@ -148,8 +148,12 @@ impl RunView {
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    /// Writes a line of a worker to stdout or stderr. If the rate limit is reached, the line is
-    /// omitted and counted instead.
+    /// Writes an output line of a worker, after `prefix`. `stderr` is whether the worker printed
+    /// the line to stderr.
+    ///
+    /// A line from the stdout of a program is written to stdout, unless stdout carries JSON events.
+    /// All other lines are written to stderr. On a terminal or in a detached run, the rate of lines
+    /// is limited. A line above the limit is counted and not written.
     fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
         // The output of the built-in runtime is messages. The rate is limited for people only, not
         // for files and programs.
@@ -176,7 +180,8 @@ impl RunView {
         }
     }
 
-    /// Writes an event as JSON if requested, and as text to stderr.
+    /// Shows an event: with `--json`, writes it as one JSON line to stdout. Writes the text of most
+    /// events to stderr, and updates the progress bar.
     fn show_event(&mut self, event: &Event) {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)

@@ -71,8 +71,9 @@ pub(crate) fn start_detached_controller(
 pub struct StartNotifier(Arc<OwnedFd>);
 
 impl StartNotifier {
-    /// Takes the inherited file descriptor of this number and sets its close-on-exec flag. Rejects
-    /// the standard streams.
+    /// Takes ownership of the inherited file descriptor `fd` and sets its close-on-exec flag. No
+    /// other code may use or close the descriptor, so the function must be called at most once, and
+    /// before this process opens files. Fails for the standard streams (0 to 2).
     pub(crate) fn from_inherited_fd(fd: RawFd) -> io::Result<StartNotifier> {
         if fd <= 2 {
             return Err(io::Error::other("a standard stream is not a descriptor to notify on"));

@@ -2,9 +2,9 @@
 //! one task on each node. Each agent connects back to the controller over TCP.
 //!
 //! srun cannot carry the control connections: it mixes the output of all tasks, and a SIGTERM to
-//! srun kills the tasks at once. So srun only starts the agents and passes them an invitation on
-//! standard input, which keeps the key out of arguments and environment. srun ends after its last
-//! agent.
+//! srun kills the tasks immediately. So srun only starts the agents and passes them an invitation
+//! on standard input, which keeps the key out of arguments and environment. srun ends after its
+//! last agent.
 //!
 //! Each group of a heterogeneous job gets a separate step, because srun passes its standard input
 //! to the first group only.
@@ -87,6 +87,7 @@ impl SlurmTransport {
 
     /// Starts one Slurm step with an agent on each of `nodes`, and the listener to which the agents
     /// connect. Returns the agents, which have not connected yet, with the names of their nodes.
+    /// The `stderr` of the first agent carries the output of the whole step; the others have none.
     fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(host::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")

@@ -35,8 +35,9 @@ use tokio::net::UnixStream;
 const STDERR: i32 = 1;
 /// The stack size of a connection's thread, in bytes. There may be thousands of threads.
 const THREAD_STACK_BYTES: usize = 512 << 10;
-/// The limit of connections that are set up at once through one jump host. By default sshd drops
-/// connections from the eleventh on (`MaxStartups`).
+/// The largest number of connections that are set up simultaneously through jump hosts. All of them
+/// may use one jump host, whose sshd by default drops connections from the eleventh on
+/// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
 /// The transport that starts agents on other hosts over SSH.
@@ -45,9 +46,10 @@ pub(crate) struct SshTransport {
     hosts: HashMap<String, HostAddress>,
     resolver: Arc<TargetResolver>,
     executable: &'static Executable,
-    /// Limits the direct connections that are set up at once.
+    /// Limits how many direct connections are set up simultaneously.
     fanout: Arc<FanoutLimit>,
-    /// Limits the connections through jump hosts that are set up at once.
+    /// Limits how many connections through jump hosts are set up simultaneously, over all jump
+    /// hosts.
     jump_fanout: Arc<FanoutLimit>,
 }
 
@@ -68,8 +70,9 @@ impl SshTransport {
         })
     }
 
-    /// Begins to start an agent on the host with this name, and returns at once. Also returns the
-    /// progress of the connection, which a separate thread sets up.
+    /// Begins to start an agent on the host with this name. A separate thread sets up the
+    /// connection, and the function returns without waiting for it. Returns the agent's streams and
+    /// the progress of the connection. Fails if the job has no such host.
     pub(crate) fn start_agent(
         &self,
         name: &str,
@@ -189,10 +192,10 @@ impl SshConnection {
     }
 }
 
-/// A limit of connections that are set up at once, as a semaphore.
+/// A limit of the connections that are set up simultaneously, as a semaphore.
 #[derive(Debug)]
 struct FanoutLimit {
-    /// The number of connections that may be set up in addition to the present ones.
+    /// The number of permits that are free.
     free: Mutex<u32>,
     released: Condvar,
 }

@@ -110,8 +110,8 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Runs `f(rank, part)` in one thread per part. Waits for all threads, and returns their results in
-/// the order of the ranks, or the first error.
+/// Runs `f(rank, part)` in one thread per part and waits for all threads. Returns the results in
+/// the order of the ranks. If some calls fail, returns the error of the lowest of these ranks.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -196,7 +196,9 @@ fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path:
     Ok(commit_save(staging, facts, reports)?.path)
 }
 
-/// Reads the weight that [`save_checkpoint`] saved into `parts`, with one thread per part.
+/// Loads the weight `w` from the checkpoint at `path`, which [`save_checkpoint`] wrote, with one
+/// thread per part. Overwrites `parts` with consecutive elements of the weight. The length of each
+/// part determines how many elements the part receives.
 fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
     std::thread::scope(|s| {
         let mut at = 0;

@@ -15,7 +15,8 @@ use std::path::Path;
 const WEIGHT_ELEMENTS: u64 = 64 << 20;
 /// Bytes per parameter: FP32 weight, both moments of Adam, and the module's BF16 weight.
 const BYTES_PER_PARAM: u64 = 14;
-/// Distance between the nonzero elements of the flat group, in elements.
+/// Distance in elements between the nonzero elements of the flat group, which is the array of all
+/// weights one after another.
 const NONZERO_DISTANCE: u64 = 10_000_019;
 /// Alignment of the data of zip members in bytes, as `torch.save` aligns them.
 const ZIP_ALIGNMENT: u64 = 64;

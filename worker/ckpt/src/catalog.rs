@@ -256,8 +256,9 @@ impl ModelSpec {
         }
     }
 
-    /// Finds the first weight that only one of this model and `other` has, or whose shapes differ.
-    /// Returns its name, its name and shape in this model as text, and the same text for `other`.
+    /// Finds the first weight that is missing in this model or in `other`, or that has different
+    /// shapes in them. Returns the name of this weight and two texts, first for this model, then
+    /// for `other`. Each text gives the name and shape there, or states that the weight is missing.
     /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {

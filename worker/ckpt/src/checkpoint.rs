@@ -52,8 +52,8 @@ pub struct BlockRange {
 /// shard, and the bytes of the block.
 pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// A callback that fetches blocks from other hosts and passes each block to the sink, in the order
-/// in which the blocks were requested.
+/// A callback that fetches the blocks of the given ranges from other hosts. The callback must pass
+/// each block to the sink, in the order of the ranges.
 pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
 /// A byte range of a shard, and the buffer that receives its bytes.
@@ -96,7 +96,8 @@ impl Checkpoint {
 
     /// Opens a host-local checkpoint from the text of its manifest, which another host may have
     /// sent. If `has_directory` is true, opens the directory `path`, from which reads take the
-    /// shards of this host. Only [`Checkpoint::read_many_with_fetcher`] can read other shards.
+    /// shards of this host. If false, all shards count as remote. Only
+    /// [`Checkpoint::read_many_with_fetcher`] can read remote shards.
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
         let directory = if has_directory { Some(Directory::open(path)?) } else { None };
@@ -208,9 +209,9 @@ impl Checkpoint {
         self.read_many(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges of tensors as F32. Reads and verifies each block once, in the order of
-    /// shards and offsets. After an error the contents of the outputs are undefined. Needs 24 MiB
-    /// of memory in addition to the outputs.
+    /// Reads many ranges of tensors as F32 into the buffers of `requests`. Reads and verifies each
+    /// block once, in the order of shards and offsets. After an error the contents of the buffers
+    /// are undefined. Needs 24 MiB of memory in addition to the buffers.
     ///
     /// # Errors
     /// Fails with [`CkptError::Damaged`], which names the block and its tensors, if a block is
@@ -223,9 +224,11 @@ impl Checkpoint {
         })
     }
 
-    /// Reads many ranges of tensors as F32, also from shards on other hosts. After the local blocks
-    /// are read, calls `fetch` once with all remote blocks, sorted by shard and index. `fetch` must
-    /// pass each block in this order to the sink, which verifies the block.
+    /// Reads many ranges of tensors as F32 into the buffers of `requests`, also from shards on
+    /// other hosts. Reads the local blocks first. Then calls `fetch` once with all remote blocks,
+    /// sorted by shard and index. This call happens even if there are no remote blocks or a local
+    /// block could not be read. `fetch` must pass each block in this order to the sink, which
+    /// verifies the block.
     ///
     /// # Errors
     /// Fails if a local block is damaged, a tensor or range does not exist, or `fetch` fails.
@@ -243,8 +246,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads the stored elements of each request without conversion, and passes remote blocks
-    /// through `fetch`. Elements narrower than F32 fill only the end of the output buffer.
+    /// Copies the stored bytes of the requested elements to the buffers of `requests`, without
+    /// conversion to F32. Gets the blocks of shards on other hosts through `fetch`. BF16 elements
+    /// fill only the second half of the bytes of their buffer.
     fn read_stored_elements(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -282,8 +286,9 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads blocks of a local shard and passes each to `sink` without verifying it. The rank of
-    /// another host that receives the block verifies it.
+    /// Reads the blocks `run` of a local shard and passes each block to `sink` without verifying
+    /// its hash. These blocks are for a rank on another host, which verifies them when it receives
+    /// them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
@@ -499,17 +504,17 @@ fn widen_bf16_in_place(out: &mut [f32]) {
     }
 }
 
-/// The progress of copying blocks to the buffers of the reads that need their bytes. Reads must be
-/// sorted by shard and offset, and blocks must arrive in the same order.
+/// The progress of copying blocks to the buffers of the reads that need their bytes. The caller
+/// must sort the reads by shard and offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
     reads: &'s mut [ByteRead<'a>],
-    /// Index of the first read that may be incomplete. All reads before it are complete.
+    /// Index of the first read that may be incomplete. All reads before this index are complete.
     first_pending: usize,
 }
 
 impl BlockScatter<'_, '_> {
-    /// Copies the parts of a block to the reads that overlap it. `at` is the byte offset of the
-    /// block in shard `file`.
+    /// Copies the bytes of one block to the buffers of all reads that overlap the block. `at` is
+    /// the byte offset of the block in the shard with index `file`.
     fn scatter_block(&mut self, file: usize, at: u64, bytes: &[u8]) {
         let end = at + bytes.len() as u64;
         let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;

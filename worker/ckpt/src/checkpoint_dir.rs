@@ -171,7 +171,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
 
 /// Opens the checkpoint at `path` as [`open_checkpoint`] does, for a run that trains the weights
 /// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
-/// weights were frozen, assigning the states to weights needs the names in `trained`.
+/// weights were frozen, assigning the states to weights needs the names in `trained`. With `None`,
+/// the result is that of [`open_checkpoint`].
 pub fn open_with_trained_names(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
     let native = exists(&path.join(MANIFEST_FILE))
         || !exists(path)

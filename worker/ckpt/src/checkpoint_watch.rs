@@ -22,7 +22,8 @@ const DEPTH_MAX: u32 = 4;
 const FILES_MAX: usize = 1 << 20;
 
 /// Returns true for a part of a training state that programs write last. A save may still be in
-/// progress while such a part is missing.
+/// progress while such a part is missing. If `is_deepspeed` is true, DeepSpeed wrote the
+/// checkpoint, which then has no separate scheduler file and no RNG states.
 fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     match part {
         StatePart::OptimizerState => true,
@@ -44,8 +45,9 @@ pub enum DirectoryStatus {
         /// `limit` of [`CheckpointWatch::new`].
         missing: Vec<String>,
     },
-    /// The directory is not a complete checkpoint, and no file has changed for the `limit` of
-    /// [`CheckpointWatch::new`]. The directory is checked again when a file in it changes.
+    /// The directory is not a complete checkpoint. An external checkpoint gets this status only
+    /// after no file has changed for the `limit` of [`CheckpointWatch::new`]. The directory is
+    /// checked again when a file in it changes.
     Incomplete {
         /// The message about the missing or damaged part.
         why: String,
@@ -82,15 +84,16 @@ pub struct CheckpointWatch {
 }
 
 impl CheckpointWatch {
-    /// Creates a watch of the directory `root`. A complete external checkpoint is reported after no
-    /// file has changed for `settle`. A checkpoint that is incomplete, or lacks parts that programs
-    /// write last, is reported after no file has changed for `limit`.
+    /// Creates a watch of the directory `root`. Native checkpoints are reported by the next poll. A
+    /// complete external checkpoint is reported after no file has changed for `settle`. An external
+    /// checkpoint that is incomplete, or lacks parts that programs write last, is reported after no
+    /// file has changed for `limit`.
     pub fn new(root: &Path, settle: Duration, limit: Duration) -> CheckpointWatch {
         CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
-    /// Polls the watched directory once, at the time `now`. Returns the subdirectories whose status
-    /// was not reported since their files last changed, oldest step first.
+    /// Polls the watched directory once, at the time `now`. Returns a report for each subdirectory
+    /// whose status is known and was not reported since its files last changed, oldest step first.
     ///
     /// # Errors
     /// Fails if the watched directory exists and cannot be listed.
@@ -127,7 +130,8 @@ impl CheckpointWatch {
 }
 
 /// Determines the status of a directory in which no file has changed for `quiet`. Returns `None`
-/// while a save may still be in progress, which `settle` and `limit` of the watch decide.
+/// while a save may still be in progress. This is so until `quiet` reaches `settle` for a complete
+/// external checkpoint, and `limit` for an incomplete one. A native checkpoint always has a status.
 fn determine_status(
     path: &Path,
     quiet: Duration,

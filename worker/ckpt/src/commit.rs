@@ -89,10 +89,10 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save: checks that the shards contain every tensor of the model and of the optimizer
-/// state exactly once, writes the manifest, renames the staging directory, and updates `latest`.
-/// `reports` has one report per rank. An existing checkpoint of this step remains complete until
-/// the new one replaces it.
+/// Completes a save. The caller must do so only after every rank has written its shard. Checks that
+/// the shards contain every tensor of the model and of the optimizer state exactly once, writes the
+/// manifest, renames the staging directory, and updates `latest`. `reports` has one report per
+/// rank. An existing checkpoint of this step remains complete until the new one replaces it.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
@@ -105,8 +105,8 @@ pub fn commit_save(
     commit_save_by(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit_save`] does, and lists the parity files that
-/// [`crate::write_parity`] wrote in the manifest. `parity` has one report per rank.
+/// Completes a save as [`commit_save`] does. The manifest also lists the parity files, which the
+/// ranks wrote with [`crate::write_parity`]. `parity` has one report per rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -259,7 +259,7 @@ pub(crate) enum ReplaceMethod {
 }
 
 /// Renames the complete, synced directory `from` to `to`, durably. An existing directory `to` gets
-/// the name `from`, and the caller then removes this old directory.
+/// the name `from` instead. The caller must then remove this old directory.
 pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
     let parent = disk::parent_dir(to);
     if !disk::exists(to) {
@@ -308,8 +308,9 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
     disk::sync_dir(root)
 }
 
-/// Removes the remains of interrupted saves and removals from the checkpoint directory `root`.
-/// Restores the name of an old checkpoint whose replacement was interrupted.
+/// Removes the remains of interrupted saves and removals from the checkpoint directory `root`,
+/// whose lock the caller must hold. If a save was interrupted while it replaced a checkpoint, and
+/// no checkpoint of this step is visible, gives the old checkpoint its name back.
 pub(crate) fn remove_leftovers(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);

@@ -9,9 +9,9 @@ use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 use std::path::Path;
 
-/// Maximum number of subdirectories that are searched for a checkpoint.
+/// Maximum number of subdirectories that are searched for a checkpoint. Further ones are ignored.
 const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
-/// Maximum number of subdirectories that a message lists.
+/// Maximum number of subdirectories that a message lists by name. The message counts the others.
 const LISTED_CANDIDATES_MAX: usize = 4;
 /// Names of files whose presence shows that a directory is a checkpoint or contains checkpoints.
 const MARKER_FILES: [&str; 6] =
@@ -30,7 +30,7 @@ pub enum Diagnosis {
     /// The path is a file without the extension of a weights file.
     #[error("the file name does not end in .safetensors, .bin, .pt or .pth")]
     NotAWeightsFile,
-    /// A native checkpoint directory without a manifest.
+    /// The directory has the name of a native checkpoint, but lacks a manifest.
     #[error("{MANIFEST_FILE} is missing: a save or a removal was interrupted")]
     ManifestMissing,
     /// FSDP's directory of sharded weights lacks `.metadata`.
@@ -245,8 +245,8 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
 }
 
 /// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file. `left`
-/// is the number of directories that may still be searched. Decrements `left` for a directory, and
-/// returns false if `left` is 0.
+/// is the number of directories that may still be searched, and is decremented if `path` is a
+/// directory. If `left` is 0, returns false without a search.
 fn probe_for_checkpoint(path: &Path, left: &mut usize) -> bool {
     if *left == 0 || !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
         return false;

@@ -292,7 +292,8 @@ impl DiffReport {
 }
 
 /// Compares a pair of tensors of equal dtype byte by byte, for dtypes that aren't read as F32.
-/// Returns `None` if the bytes are equal. Such tensors are few and small, so one thread reads them.
+/// Returns the first differing element and the number of differing elements, or `None` if all bytes
+/// are equal. Such tensors are few and small, so one thread reads them.
 fn compare_bytes(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
@@ -324,7 +325,7 @@ fn compare_bytes(
     }))
 }
 
-/// A range of elements of one tensor pair.
+/// A range of elements that both tensors of one pair have. `pair` is the index of the pair.
 struct PairSpan {
     pair: usize,
     range: Range<u64>,

@@ -16,8 +16,9 @@ pub enum CoverageError {
     Outside(Range<u64>),
 }
 
-/// Finds the first gap, overlap or excess of the ranges `sorted`, which are sorted by start.
-/// Returns `None` if the ranges cover `0..total` exactly once.
+/// Finds the first place at which the ranges `sorted` do not cover `0..total` exactly once: a gap,
+/// an overlap, or a range that ends after `total`. The caller must sort the ranges by start.
+/// Returns `None` if there is no such place.
 pub(crate) fn find_coverage_error(
     total: u64,
     sorted: impl IntoIterator<Item = Range<u64>>,
@@ -38,8 +39,9 @@ pub(crate) fn find_coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Intersects `wanted` with the ranges of the items in `sorted`, which must be sorted and without
-/// gaps. Yields the index of each item whose range overlaps `wanted`, and the intersection.
+/// Intersects `wanted` with the ranges of the items in `sorted`, which `range_of` returns. The
+/// caller must sort the items by range, and the ranges must have no gaps. Yields the index of each
+/// item whose range overlaps `wanted`, and the intersection.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,
@@ -56,8 +58,9 @@ pub(crate) fn intersect_ranges<'a, T>(
         .filter(|(_, r)| r.start < r.end)
 }
 
-/// Finds the blocks of `block` bytes that contain the byte ranges `bytes`. Returns the indices of
-/// the blocks as sorted ranges, of which no two overlap or touch.
+/// Finds the blocks of `block` bytes that contain at least one byte of the byte ranges `bytes`,
+/// which may have any order. Returns the indices of the blocks as sorted ranges, of which no two
+/// overlap or touch.
 pub(crate) fn find_covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {
     bytes.retain(|r| r.start < r.end);
     bytes.sort_by_key(|r| r.start);

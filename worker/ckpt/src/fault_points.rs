@@ -9,8 +9,8 @@ static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
 static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// Starts counting the points that this process passes, from 1. The `n`-th point kills the process
-/// with SIGKILL. If `n` is 0, points are only counted.
+/// Starts counting the fault points that this process passes, again from 1. The point with the
+/// number `n` kills the process with SIGKILL. If `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
     KILLED_POINT.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -29,8 +29,9 @@ pub fn list_passed_points() -> Vec<&'static str> {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Passes a fault point. If points are armed, records the point, and kills the process if the point
-/// is selected. `name` is the operation that follows or precedes the point.
+/// Passes a fault point. Does nothing before a call of [`arm_fault_points`]. After such a call,
+/// records the point, and kills the process if this call selected the number of the point. `name`
+/// is the operation that follows or precedes the point.
 #[inline]
 pub fn pass_point(name: &'static str) {
     if ARE_POINTS_ARMED.load(Ordering::Relaxed) {
@@ -39,8 +40,8 @@ pub fn pass_point(name: &'static str) {
 }
 
 #[cold]
-/// Appends a point to the list of passed points. Kills the process with SIGKILL if its number is
-/// the one that [`arm_fault_points`] selected.
+/// Appends a point to the list of passed points. Kills the process with SIGKILL if the number of
+/// the point is the one that [`arm_fault_points`] selected.
 fn record_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);

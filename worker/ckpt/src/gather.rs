@@ -38,7 +38,8 @@ pub struct GatherOptions {
     /// Dtype of the written tensors: F32, BF16 or F16. `None` means the dtype in which a native
     /// checkpoint stores its weights, or F32 for an external checkpoint.
     pub dtype: Option<Dtype>,
-    /// Maximum size of the tensors in one file in bytes. A larger tensor gets a separate file.
+    /// Maximum total size of the tensors in one file, in bytes. A larger tensor gets a separate
+    /// file. Has no effect on a PEFT directory, whose adapters are in one file.
     pub max_shard_size: u64,
     /// Whether to replace an output directory that an earlier gather wrote.
     pub force: bool,
@@ -264,8 +265,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Makes the content of [`INDEX_FILE`]: the file of each tensor by name, and the total numbers
-    /// of parameters and bytes.
+    /// Makes the content of [`INDEX_FILE`]: a map from the name of each tensor to its file name,
+    /// and the total numbers of parameters and bytes.
     fn make_weight_index(&self) -> Value {
         let file_of = |(name, group): &(String, Vec<usize>)| {
             group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()

@@ -14,7 +14,7 @@ impl Hash {
     }
 
     /// Formats the hash as 64 lower-case hex digits.
-    pub(crate) fn to_hex(&self) -> String {
+    pub(crate) fn to_hex(self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
     }
 }

@@ -24,13 +24,14 @@ use std::path::{Path, PathBuf};
 
 /// Temporary name of [`HOST_ID_FILE`] while the file is written.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that [`list_manifests`] reads, beginning with the newest one.
+/// Maximum number of checkpoints that [`list_manifests`] reads: the newest ones. Older checkpoints
+/// are ignored.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the host whose checkpoint directory is `root`, with the id stored in `root` and the
-    /// name `name` without control characters. Creates `root` if needed, and a new id if `root` has
-    /// no valid id.
+    /// Returns the host whose checkpoint directory is `root`. The id is the one stored in `root`.
+    /// The name is `name` without control characters, truncated if it is long, or `unnamed` if it
+    /// is empty. Creates `root` if needed, and stores a new id if `root` has no valid id.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -80,8 +81,9 @@ pub struct PreparedSave {
 }
 
 impl PreparedSave {
-    /// Performs the first phase on the host `id`. Checks that the staging directory contains the
-    /// shards of this host, writes the manifest `text` there, and syncs the directory.
+    /// Performs the first phase of the commit on the host with the id `id`. Checks that the staging
+    /// directory contains the shards of this host, writes the manifest `text` there, and syncs the
+    /// directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -108,7 +110,7 @@ impl PreparedSave {
     }
 
     /// Performs the second phase: renames the prepared directory to the name of its step and
-    /// updates `latest`. The caller must know that every host has prepared.
+    /// updates `latest`. The caller must do so only after every host has prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let StagingDir { root, dir, step, .. } = &self.staging;
         let path = root.join(step_dir_name(*step));
@@ -119,7 +121,8 @@ impl PreparedSave {
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the prepared directory. Called if another host could not prepare.
+    /// Removes the prepared directory. The caller must do so only if no host completes the
+    /// checkpoint, for example because another host could not prepare.
     pub fn discard(mut self) {
         self.staging.keep_on_drop = false;
     }
@@ -136,7 +139,7 @@ pub struct ManifestId {
 }
 
 /// Lists the checkpoints in the checkpoint directory `root` whose manifest matches its hash, newest
-/// first. Reads at most the newest 4096 checkpoints.
+/// first. Ignores all checkpoints but the newest 4096.
 pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
     let checkpoints = checkpoint_dir::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -158,8 +161,9 @@ pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
     checkpoint_dir::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the prepared directories in the checkpoint directory `root`, which saves left that were
-/// interrupted between the two phases. Returns the identity and the path of each.
+/// Lists the prepared directories in the checkpoint directory `root`, which remain of saves that
+/// were interrupted between the two phases. Returns the identity and the path of each. The list is
+/// empty if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     if !disk::exists(root) {
         return Ok(Vec::new());
@@ -177,8 +181,8 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
 }
 
 /// Performs the second phase for the prepared directory `path`. Locks the checkpoint directory
-/// `root`, renames `path` to the name of `step`, and updates `latest`. The caller must know that
-/// another host has completed this checkpoint.
+/// `root`, renames `path` to the name of `step`, and updates `latest`. The caller must do so only
+/// if another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

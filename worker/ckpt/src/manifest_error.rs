@@ -8,7 +8,7 @@ use std::ops::Range;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ManifestError {
-    /// The manifest is shorter than its hash.
+    /// The manifest is too short to contain a hash.
     #[error("the manifest is truncated")]
     Truncated,
     /// The content of the manifest does not match the hash at its beginning.

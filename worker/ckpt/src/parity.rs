@@ -253,8 +253,9 @@ fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Opti
 }
 
 /// Rewrites a file in the directory `to` if a block had to be rebuilt or the size is wrong, and
-/// reports the file in `done`. `read` returns the block with an index, and whether this block was
-/// rebuilt. If a block is not available, only reports the file as lost.
+/// adds a line about the file to `done`. `size` is the size of the existing file, or `None` if the
+/// file is missing. `read` returns the block with the given index, and whether this block was
+/// rebuilt. If a block can't be rebuilt, reports the file as lost and leaves it unchanged.
 fn rewrite_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

@@ -180,7 +180,7 @@ impl AdapterConfig {
     }
 
     /// Converts the settings to the content of `adapter_config.json`. `base` is the directory of
-    /// the base model.
+    /// the base model, or `None` if it is unknown.
     pub fn to_json(&self, base: Option<&str>) -> Value {
         let whole = self.alpha.fract() == 0.0 && self.alpha < 1e15;
         let alpha = if whole { json!(self.alpha as u64) } else { json!(self.alpha) };

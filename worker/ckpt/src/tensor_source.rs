@@ -29,13 +29,13 @@ pub trait TensorSource: Sync {
     /// Returns the descriptions of all tensors, weights first.
     fn tensors(&self) -> Vec<TensorInfo>;
 
-    /// Reads the elements of all requests as F32, and verifies the stored bytes. After an error the
-    /// contents of the outputs are undefined.
+    /// Reads the elements of all requests as F32 into their buffers, and verifies the stored bytes.
+    /// After an error the contents of the buffers are undefined.
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
 
-    /// Reads the elements of all requests as F32. Verification may be left to a later call of
-    /// [`TensorSource::verify_reads`], so that each byte is read only once. The caller must discard
-    /// the elements if `verify_reads` fails.
+    /// Reads the elements of all requests as F32 into their buffers, possibly without verification,
+    /// so that each byte is read only once. The caller must later call
+    /// [`TensorSource::verify_reads`], and must discard the elements if that call fails.
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
         self.read_many(requests)
     }
@@ -47,8 +47,8 @@ pub trait TensorSource: Sync {
         Ok(())
     }
 
-    /// Reads the elements of a tensor from `start_element` on into `out`, as stored little-endian
-    /// bytes. Supports any dtype.
+    /// Reads elements of a tensor from `start_element` on into `out`, as stored little-endian
+    /// bytes. The length of `out` determines the number of elements. Supports any dtype.
     ///
     /// # Errors
     /// Fails with [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as

@@ -59,7 +59,8 @@ pub struct CheckpointReport {
 }
 
 impl VerifyReport {
-    /// Returns true if no problem was found.
+    /// Returns true if no problem was found in the checkpoints or their directory. Warnings do not
+    /// count as problems.
     pub fn is_sound(&self) -> bool {
         self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
     }
@@ -103,8 +104,9 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
     Ok(report)
 }
 
-/// Verifies every stored byte of the checkpoints at `path`, and with `options.values` the values of
-/// an external checkpoint. Does not search native checkpoints for non-finite values.
+/// Verifies every stored byte of the checkpoints at `path`. If `options.values` is true, also
+/// searches an external checkpoint for NaN and infinite values. Never searches native checkpoints
+/// for such values.
 fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = VerifyReport {
         path: path.to_owned(),
@@ -158,8 +160,8 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
 }
 
 /// Verifies the external checkpoint at `path` against the CRC-32s in its files, and adds the result
-/// to `report`. Returns false if there is no external checkpoint at `path`. `name` is the file name
-/// of `path`.
+/// to `report`. Returns whether there is an external checkpoint at `path`, damaged or not. `name`
+/// is the file name of `path`.
 fn verify_external(
     path: &Path,
     name: &str,
@@ -237,7 +239,8 @@ fn convert_to_damage(file: &str, e: CkptError) -> Damage {
 }
 
 /// Verifies every file of the native checkpoint at `path`, except shards on other hosts. `named` is
-/// the step in the name of the directory, which must equal the step in the manifest.
+/// the step in the name of the directory, which must equal the step in the manifest, or `None` if
+/// the name has no step.
 fn verify_native(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Directory::open(path).and_then(|directory| Ok((Manifest::load(&directory)?, directory)));

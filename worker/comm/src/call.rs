@@ -102,8 +102,9 @@ pub(crate) struct CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Describes a call of `kind`, with the call number 0. `elements` and the numbers in `agreed`
-    /// must be equal on all ranks.
+    /// Describes a call of `kind`, with the call number 0. The description contains `elements` and
+    /// a hash of the numbers in `agreed`. Both are compared with those of the peers, so calls with
+    /// different values do not match.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         CollectiveCall { kind, number: 0, elements: elements as u64, digest: hash_arguments(agreed) }
     }
@@ -230,8 +231,8 @@ impl CollectiveCall {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
-    /// Encodes the call in three words, for comparison and for shared memory. The kind is the low
-    /// byte of the first word.
+    /// Encodes the call in three 64-bit words, for comparison and for shared memory. The kind of
+    /// the collective is the low byte of the first word.
     pub(crate) fn to_words(self) -> [u64; 3] {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
@@ -253,8 +254,8 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes a call encoded by [`CollectiveCall::to_words`], for an error message. Accepts any words,
-/// because a peer wrote them.
+/// Decodes a call encoded by [`CollectiveCall::to_words`], for an error message. Never fails, also
+/// if a faulty peer wrote invalid words.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);

@@ -227,21 +227,21 @@ pub enum CallMismatch {
     /// A rank gathers more bytes than [`crate::MAX_GATHER_BYTES`].
     #[error("rank {rank} gives {bytes} bytes to all_gather_bytes; the limit is {limit}")]
     TooManyBytes {
-        /// The rank.
+        /// The rank that passes too many bytes.
         rank: usize,
         /// Number of bytes that the rank announced.
         bytes: u64,
-        /// The limit.
+        /// The largest number of bytes that a rank may pass.
         limit: u64,
     },
     /// A rank passes more partial vectors than an ordered reduce-scatter accepts.
     #[error("rank {rank} gives {partials} partials to reduce_scatter_ordered; the limit is {limit}")]
     TooManyPartials {
-        /// The rank.
+        /// The rank that passes too many partial vectors.
         rank: usize,
         /// Number of partial vectors that the rank announced.
         partials: u64,
-        /// The limit.
+        /// The largest number of partial vectors that a rank may pass.
         limit: u64,
     },
     /// A rank did not announce how many partial vectors it passes.
@@ -349,7 +349,7 @@ pub enum GroupError {
     /// Another process has already joined the group as this rank.
     #[error("rank {rank} has joined already, as process {joined_pid}; this is process {pid}")]
     AlreadyJoined {
-        /// The rank.
+        /// The rank as which both processes join.
         rank: usize,
         /// Process id of the process that joined first.
         joined_pid: u32,

@@ -50,7 +50,8 @@ pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 /// The communicator of one rank: its handle to the collectives of a group.
 ///
 /// In every collective, `counts[r]` is the number of elements of rank r's part. Parts may be empty
-/// and unequal.
+/// and unequal. All ranks must pass the same `counts`. Sums and broadcasts accept `f32` elements
+/// only.
 pub trait Comm: Send + Sync {
     /// Returns the rank of this communicator.
     fn rank(&self) -> usize;
@@ -59,8 +60,8 @@ pub trait Comm: Send + Sync {
 
     /// Concatenates the `send` buffers of all ranks in `recv`, in rank order.
     ///
-    /// `send.len() == counts[rank]` and `recv.len() == Σ counts`. The elements have any type, but
-    /// the same one on all ranks. Sums and broadcasts accept `f32` only.
+    /// `send` must have `counts[rank]` elements, and `recv` must have `Σ counts` elements. The
+    /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
     /// Passes rank r's part of every partial vector of every rank to the `sink` of rank r, in the
@@ -86,9 +87,11 @@ pub trait Comm: Send + Sync {
     /// Replaces `x` on every rank by the `x` of rank `root`.
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
 
-    /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` elements from it.
+    /// Sends `send_counts[r]` elements of `send` to each rank r, and stores `recv_counts[r]`
+    /// elements from rank r in `recv`. In both buffers the parts are stored one after another, in
+    /// rank order.
     ///
-    /// The elements have any type, but the same one on all ranks.
+    /// The elements may have any type, but must have the same type on all ranks.
     fn all_to_all(
         &self,
         recv: ViewMut,
@@ -100,15 +103,16 @@ pub trait Comm: Send + Sync {
     /// Gathers a byte string from every rank and returns the byte strings of all ranks, indexed by
     /// rank.
     ///
-    /// The collective is meant for small payloads such as reports and errors: at most
-    /// [`MAX_GATHER_BYTES`] per rank.
+    /// The collective is meant for small payloads such as reports and errors. Fails if a rank
+    /// passes more than [`MAX_GATHER_BYTES`].
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
     /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
     /// rank r, in rank order.
     ///
-    /// Each rank writes its own elements and reads those of all ranks. A barrier must separate a
-    /// write from the reads of other ranks. Returns `None`, without waiting for any rank, if the
+    /// Each rank writes its own elements and reads those of all ranks. The ranks must call a
+    /// collective, such as [`Comm::barrier`], between a write and the reads of other ranks, and
+    /// between these reads and the next write. Returns `None`, without waiting for any rank, if the
     /// ranks cannot share memory.
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
         let _ = (dtype, counts);

@@ -174,8 +174,9 @@ impl PublishedSlice {
     ///
     /// # Safety
     ///
-    /// The caller must guarantee that [`PublishedSlice::from_f32`] made the slice, and that its
-    /// exchange has not ended.
+    /// [`PublishedSlice::from_f32`] must have created this value. The caller must not use the
+    /// returned elements after the end of the exchange in which the slice was published. From then
+    /// on, the rank that published the slice may overwrite or free the memory.
     unsafe fn as_f32<'a>(&self) -> &'a [f32] {
         // SAFETY: the caller's promise; the owner does not write or free the memory before the end.
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.len()) }
@@ -185,7 +186,9 @@ impl PublishedSlice {
     ///
     /// # Safety
     ///
-    /// The caller must guarantee that the exchange in which the slice was published has not ended.
+    /// The caller must not use the returned bytes after the end of the exchange in which the slice
+    /// was published. From then on, the rank that published the slice may overwrite or free the
+    /// memory.
     unsafe fn as_bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: the caller's promise.
         unsafe { std::slice::from_raw_parts(self.address, self.bytes) }

@@ -112,11 +112,8 @@ impl NcclLibrary {
     pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = binding::UniqueId([0; ID_BYTES]);
         // SAFETY: writes an id.
-        self.check_status(
-            "ncclGetUniqueId",
-            unsafe { (self.api.ncclGetUniqueId)(&mut id) },
-            ptr::null_mut(),
-        )?;
+        let status = unsafe { (self.api.ncclGetUniqueId)(&mut id) };
+        self.check_status("ncclGetUniqueId", status, ptr::null_mut())?;
         Ok(id.0)
     }
 
@@ -319,8 +316,8 @@ impl NcclGroup {
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Returns whether the communicator is still working on an earlier call. An asynchronous error
-    /// of the communicator aborts it and is returned.
+    /// Returns whether the communicator is still working on an earlier call. If the communicator
+    /// reports an asynchronous error, aborts the communicator and fails with that error.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
         self.call_function(operation, |api, comm| {
@@ -383,8 +380,9 @@ impl NcclGroup {
     ///
     /// # Safety
     ///
-    /// The caller must guarantee that the addresses point to memory of this rank's GPU that holds
-    /// the elements until the work is done.
+    /// Each address must point to as many elements of type `dtype` in the memory of this rank's GPU
+    /// as the collective reads or writes there. Until the enqueued work is done, the caller must
+    /// not free the memory, write the elements, or read elements that the collective writes.
     pub unsafe fn all_gather(
         &self,
         recv: u64,
@@ -407,7 +405,8 @@ impl NcclGroup {
     ///
     /// # Safety
     ///
-    /// The caller must keep the promises of [`NcclGroup::all_gather`].
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
     pub unsafe fn reduce_scatter(
         &self,
         recv: u64,
@@ -429,7 +428,8 @@ impl NcclGroup {
     ///
     /// # Safety
     ///
-    /// The caller must keep the promises of [`NcclGroup::all_gather`].
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
     pub unsafe fn all_reduce(
         &self,
         x: u64,
@@ -450,7 +450,8 @@ impl NcclGroup {
     ///
     /// # Safety
     ///
-    /// The caller must keep the promises of [`NcclGroup::all_gather`].
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
     pub unsafe fn broadcast(
         &self,
         x: u64,
@@ -474,7 +475,8 @@ impl NcclGroup {
     ///
     /// # Safety
     ///
-    /// The caller must keep the promises of [`NcclGroup::all_gather`].
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
     pub unsafe fn exchange(
         &self,
         sends: &[PeerBuffer],

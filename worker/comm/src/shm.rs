@@ -317,9 +317,10 @@ impl ShmComm {
     }
 
     /// Gathers `send` from all ranks in chunks, one round per chunk. Calls `take(rank, offset,
-    /// chunk)` for every chunk of every rank, including this one.
+    /// chunk)` for every chunk of every rank, including this one. `offset` is the position of the
+    /// chunk within the bytes of `rank`.
     ///
-    /// Rank r sends `lens[r]` bytes. All ranks must have agreed about `lens`.
+    /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     fn gather_chunks(
         &self,
         call_state: &mut ShmCallState,

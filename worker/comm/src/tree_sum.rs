@@ -1,9 +1,9 @@
 //! Sums of values of several ranks in one fixed order, which every transport uses.
 //!
-//! The order is a binary tree over n ranks, built like a binary counter: ranks are pushed one after
-//! the other, two neighbouring subtrees that cover equally many ranks are added at once, and the
-//! remaining ones are added from the right. Stated recursively, the left child covers the largest
-//! power of two that is smaller than n, and the right child covers the rest.
+//! The order is a binary tree over n ranks, built like a binary counter. Ranks are pushed one after
+//! the other. As soon as two neighbouring subtrees cover equally many ranks, they are added. The
+//! subtrees that remain at the end are added from the right. Stated recursively, the left child
+//! covers the largest power of two that is smaller than n, and the right child covers the rest.
 //!
 //! ```text
 //! n = 4: (0+1)+(2+3)      n = 5: ((0+1)+(2+3))+4      n = 7: ((0+1)+(2+3))+((4+5)+6)

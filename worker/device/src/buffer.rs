@@ -31,8 +31,8 @@ impl Dtype {
     }
 }
 
-/// Owner of the memory of a buffer that the Rust allocator did not allocate. The buffer's drop
-/// calls it.
+/// Owner of the memory of a buffer that the Rust allocator did not allocate. Dropping the buffer
+/// calls [`MemoryOwner::release`].
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees the memory of a dropped buffer: `bytes` bytes at `address`.
     fn release(&self, address: u64, bytes: usize);
@@ -54,14 +54,14 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Allocates `len` zeros of `f32` on the host. Aborts the process when memory is exhausted,
-    /// which `Vec` also does. `launch plan` estimates the memory beforehand.
+    /// Allocates `len` zeros of `f32` on the host. Aborts the process when the host's memory is
+    /// exhausted, as `Vec` does.
     pub fn zeroed(len: usize) -> Self {
         Self::zeroed_as(Dtype::F32, len)
     }
 
-    /// Allocates `len` zeros of the type `dtype` on the host. Aborts the process when memory is
-    /// exhausted.
+    /// Allocates `len` zeros of the type `dtype` on the host. Aborts the process when the host's
+    /// memory is exhausted.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
             return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
@@ -103,12 +103,13 @@ impl Buf {
     }
 
     /// Creates a buffer from `len` elements of host memory at `ptr`. The buffer holds `owner`,
-    /// which keeps the memory valid.
+    /// which keeps the memory allocated, and drops `owner` when the buffer is dropped.
     ///
     /// # Safety
     ///
-    /// The caller must ensure that the elements are valid and aligned to their type, and that
-    /// nothing else accesses them while a view of the buffer is in use.
+    /// The elements must be initialized, aligned to their type, and valid as long as `owner` lives.
+    /// While a view of the buffer is in use, nothing else may write the elements. While a view that
+    /// writes is in use, nothing else may read them either.
     pub unsafe fn from_raw_parts(
         owner: Arc<dyn Send + Sync>,
         ptr: NonNull<u8>,
@@ -350,8 +351,8 @@ impl<'a> ViewMut<'a> {
         ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// Divides the view into the ranges before and from index `mid`. Panics if `mid` is out of
-    /// bounds.
+    /// Divides the view in two: the elements before index `mid`, and the elements from `mid` on.
+    /// Panics if `mid` is out of bounds.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
         assert!(mid <= self.len, "split index {mid} is outside 0..{}", self.len);
         // SAFETY: within the allocation; the parts do not overlap.

@@ -109,8 +109,9 @@ pub trait Ops: Storage {
     ///
     /// Each operand is divided by its scale and rounded to its format. The scale is
     /// [`Fp8Format::compute_scale`] of the largest finite magnitude of the operand. The terms are
-    /// summed in `f32`, and the sum is multiplied by both scales. A NaN in an operand makes every
-    /// result that it is a term of NaN. An infinity does the same in E4M3, which has no infinity.
+    /// summed in `f32`, and the sum is multiplied by both scales. An element of `c` is NaN if a NaN
+    /// is among its terms. E4M3 has no infinity, so an infinite element of an E4M3 operand counts
+    /// as NaN.
     ///
     /// Panics unless `n` is a multiple of [`FP8_COLUMN_MULTIPLE`] and at most one operand is E5M2.
     fn fp8_matmul(
@@ -270,10 +271,11 @@ pub trait Ops: Storage {
     /// - `qkv[b·t, (heads + 2·kv_heads)·head_dim]` has the queries, then the keys, then the values
     ///   of a token in each row.
     /// - `starts[b·t]` is the position, in its sequence, of the first token to which each token may
-    ///   attend: the start of its document or of its window, and 0 without both.
+    ///   attend: the start of its document or of its window, or 0 if there is neither.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
-    /// Computes the gradient of attention by `qkv`. Overwrites `dqkv`, which has the layout of
-    /// `qkv`. The other arguments are those of the forward pass.
+    /// Computes the gradient of attention with respect to `qkv`, and overwrites `dqkv` with it.
+    /// `dqkv` has the layout of `qkv`. `d_o` is the gradient of the output `o`. `o` and `lse` must
+    /// be the outputs of the forward pass, and the other arguments those of the forward pass.
     fn attention_backward(
         &self,
         dqkv: ViewMut,
@@ -305,12 +307,14 @@ pub trait Ops: Storage {
 
     // --- experts ---------------------------------------------------------------------------------
 
-    /// Selects the experts of each token.
+    /// Selects the experts of each token from the router's `logits[m, experts]`.
     ///
-    /// - `probs[m, experts]` receives the softmax of `logits`, and `lse[m]` its log-sum-exp.
+    /// - `probs[m, experts]` receives the softmax of each row of `logits`.
+    /// - `lse[m]` receives the log-sum-exp of each row of `logits`.
     /// - `chosen_experts[m, experts_per_token]` receives the experts with the largest probabilities
     ///   in descending order; of equal ones the lower index comes first.
-    /// - `weights[m, experts_per_token]` receives their probabilities, divided by their sum if
+    /// - `weights[m, experts_per_token]` receives the factors of the chosen experts' outputs. These
+    ///   are the experts' probabilities, divided by their sum over the token's chosen experts if
     ///   [`RouterShape::normalize_weights`] is set.
     fn router_forward(
         &self,
@@ -321,8 +325,9 @@ pub trait Ops: Storage {
         logits: View,
         shape: RouterShape,
     );
-    /// Computes the gradient of the router's logits and overwrites `dlogits` with it. The selection
-    /// of experts itself has no gradient.
+    /// Computes the gradient of the router's logits and overwrites `dlogits` with it. `dweights` is
+    /// the gradient of the output `weights` of [`Ops::router_forward`]. The selection of experts
+    /// itself has no gradient.
     fn router_backward(
         &self,
         dlogits: ViewMut,
@@ -454,8 +459,9 @@ pub trait Ops: Storage {
     /// Applies Nesterov momentum to the gradient, in place. With g' = scale·g:
     /// `buffer += (1 − mu)·(g' − buffer)`, then `g = g' + mu·(buffer − g')`.
     fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32);
-    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements in
-    /// `f64`, in one fixed order. The last block may be shorter.
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements of `x`,
+    /// and overwrites `out` with the sums, one per block. The last block may be shorter. The
+    /// elements of a block are summed in `f64`, in one fixed order.
     fn sum_squares_by_block(&self, out: &mut [f64], x: View);
     /// Returns the sums of [`Ops::sum_squares_by_block`] for several vectors, concatenated.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
@@ -469,12 +475,14 @@ pub trait Ops: Storage {
         }
         sums
     }
-    /// Updates parameters `p` with AdamW. `exp_avg` and `exp_avg_sq` are the first and second
-    /// moment.
+    /// Updates parameters `p` with AdamW and the gradient `g`. Also updates the optimizer state:
+    /// the first moment `exp_avg` and the second moment `exp_avg_sq`.
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams);
-    /// Updates parameters `p` with SGD. `momentum_buffer` is empty if the momentum is 0.
+    /// Updates parameters `p` with SGD and the gradient `g`. Also updates `momentum_buffer`, which
+    /// must be empty if the momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams);
-    /// Updates parameters `p` with Lion. `exp_avg` is the moving average of the gradients.
+    /// Updates parameters `p` with Lion and the gradient `g`. Also updates `exp_avg`, the moving
+    /// average of the gradients.
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams);
 }
 

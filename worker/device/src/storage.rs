@@ -31,8 +31,8 @@ pub trait Storage: Send + Sync {
     /// Runs `work` with a separate stream for this thread's calls, and blocks until that stream's
     /// work is complete.
     ///
-    /// The caller must order memory with events if the memory is used in two streams, or is freed
-    /// in another stream than the one that used it.
+    /// If two streams access the same memory, the caller must order the accesses with events. This
+    /// also applies to memory that is freed in another stream than the one that used the memory.
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
         work(); // this backend's calls are complete on return
     }
@@ -41,8 +41,8 @@ pub trait Storage: Send + Sync {
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event, and adds the time for which the stream stood
-    /// still to [`Storage::take_stall_seconds`].
+    /// Makes this thread's stream wait for an event. The time for which the stream stands still is
+    /// added to the sum that [`Storage::take_stall_seconds`] returns.
     fn wait_event_timed(&self, event: &Event) {
         event.make_stream_wait();
     }
@@ -62,8 +62,10 @@ pub trait Storage: Send + Sync {
         self.copy(to, from);
         Event::default()
     }
-    /// Starts a copy of the views `from` to the host buffers `to`, which must have the same types
-    /// and lengths. The requirements of [`Storage::copy_async`] apply.
+    /// Starts a copy of each view of `from` to the host buffer with the same index in `to`, which
+    /// must have the same type and length. The returned value owns the buffers while the copies
+    /// run. The views `from` must not be written or freed before the copies are complete, as in
+    /// [`Storage::copy_async`].
     fn start_download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
         assert!(from.len() == to.len(), "download: {} views into {} buffers", from.len(), to.len());
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
@@ -71,8 +73,9 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done }
     }
-    /// Records the duration of a training step. A backend with several ways to run a step uses the
-    /// fastest way from then on. Returns each decision of the backend once.
+    /// Records the duration of the training step that has just ended. A backend that can run steps
+    /// in several ways compares their durations and chooses the fastest way. Returns a notice of
+    /// the backend that was not returned before, such as the choice, or `None`.
     fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }

@@ -59,7 +59,8 @@ fn assert_same_bits(what: &str, run: impl Fn(&Cpu, &dyn Fn(&[f32]) -> ShiftedBuf
     }
 }
 
-/// Asserts that the matmuls of this shape always give the same bits.
+/// Asserts that the matmuls of this shape give the same bits with any number of threads, alignment
+/// and instruction set.
 fn assert_same_matmul_bits(seed: u64, m: usize, n: usize, k: usize) {
     let mut r = TestRng::new(seed);
     let (x, w, dy) = (r.draw_vec(m * k), r.draw_vec(n * k), r.draw_vec(m * n));
@@ -139,8 +140,8 @@ fn each_row_of_a_matmul_is_independent_of_the_other_rows() {
     }
 }
 
-/// Asserts that attention of this shape always gives the same bits, over documents of random
-/// lengths.
+/// Asserts that attention of this shape, over documents of random lengths, gives the same bits with
+/// any number of threads, alignment and instruction set.
 fn assert_same_attention_bits(seed: u64, shape: AttentionShape) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let mut r = TestRng::new(seed);
@@ -166,7 +167,7 @@ fn assert_same_attention_bits(seed: u64, shape: AttentionShape) {
 }
 
 /// Asserts that norms, embedding, activations, RoPE and the classifier over `m` rows of `d`
-/// elements always give the same bits.
+/// elements give the same bits with any number of threads, alignment and instruction set.
 fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
     let mut r = TestRng::new(seed);
     let (x, dy, w, delta) = (r.draw_vec(m * d), r.draw_vec(m * d), r.draw_vec(d), r.draw_vec(m * d));

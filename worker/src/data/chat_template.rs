@@ -6,9 +6,9 @@
 //!
 //! A template with the generation tags `{% generation %}` and `{% endgeneration %}` encloses the
 //! assistant's replies in them. A template without these tags is rendered twice more for each
-//! reply: up to and before the reply. The text before the reply ends with the generation prompt.
-//! The reply is the difference of the two texts. The record is rejected if these texts are not
-//! prefixes of the whole text.
+//! reply: once with the messages up to and including the reply, and once with only the messages
+//! before it, followed by the generation prompt. The reply is the difference of the two texts. The
+//! record is rejected if these texts are not prefixes of the whole text.
 use super::{
     error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
     tokenizer::{TextTokenizer, read_text_file},
@@ -20,7 +20,8 @@ use std::{collections::BTreeMap, ops::Range, path::Path};
 
 /// Largest size of a chat template, bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
-/// Largest number of template instructions per rendering, which stops endless loops.
+/// Largest number of template instructions per rendering. A rendering that needs more fails, so
+/// that endless loops end.
 const MAX_INSTRUCTIONS: u64 = 10_000_000;
 /// Private-use character that stands for `{% generation %}` in rendered text. A chat that contains
 /// the character is rejected.
@@ -141,8 +142,8 @@ impl ChatTemplate {
     }
 
     /// Renders the given messages of a chat as text. Generation tags are rendered as
-    /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. `add_generation_prompt` ends the text with the
-    /// beginning of a reply.
+    /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. If `add_generation_prompt` is set, the template
+    /// also appends the generation prompt, after which a reply of the assistant would begin.
     fn render_messages(
         &self,
         chat: &ChatRecord,
@@ -160,8 +161,9 @@ impl ChatTemplate {
         self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
     }
 
-    /// Locates each assistant message in `text`, the rendered chat, by rendering the chat up to and
-    /// before the message. Fails if these texts are not prefixes of `text`.
+    /// Locates the text of each assistant message in `text`, the rendered chat. Renders the chat
+    /// twice for each such message: with the messages before it, and with the messages up to and
+    /// including it. Fails if these texts are not prefixes of `text`.
     fn locate_replies_by_prefixes(
         &self,
         chat: &ChatRecord,

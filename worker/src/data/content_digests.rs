@@ -85,7 +85,7 @@ pub(crate) fn delete_digest_index(cache_dir: &Path) {
 }
 
 /// Returns the identity of a file and the digest of its content. Hashes the file if `index` lacks
-/// its identity. Fails if the file changes meanwhile.
+/// its identity. Fails if the file changes while it is hashed.
 fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
@@ -139,8 +139,8 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes an index of the `new` files followed by the `known` ones, at most [`MAX_INDEX_ENTRIES`]
-/// in total.
+/// Replaces the index file by an index of the `new` files followed by the `known` ones. Leaves out
+/// the last files if there are more than [`MAX_INDEX_ENTRIES`] in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,

@@ -183,7 +183,7 @@ fn the_estimate_counts_files_bytes_and_tokens() {
     assert_eq!(e.iter().map(DataError::job_key).collect::<Vec<_>>(), ["train.data.tokenizer"]);
 }
 
-/// The preflight check reports several files with invalid first records at once, and reads no
+/// One run of the preflight check reports several files with invalid first records, and reads no
 /// further records.
 #[test]
 fn the_first_record_of_each_file_is_checked() {

@@ -26,8 +26,9 @@ use std::{
 
 /// Longest piece of a text file that is assigned to one side of the split, bytes.
 pub(crate) const PIECE_BYTES: usize = 16 << 10;
-/// Longest segment of a text file that is tokenized at once, bytes. Longer documents are cut after
-/// a newline, or otherwise between characters. Only the text of a record may be longer.
+/// Longest segment of a text file that is passed to the tokenizer in one call, bytes. Longer
+/// documents are cut after a newline, or otherwise between characters. The text of a record is
+/// never cut and may be longer.
 const SEGMENT_BYTES: usize = 256 << 10;
 
 /// A side of the held-out split.
@@ -341,8 +342,8 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Returns the length in bytes of the first piece of `bytes`. `bytes` is longer than
-/// [`PIECE_BYTES`] or contains the whole rest of the file.
+/// Returns the length in bytes of the first piece of `bytes`. The caller must pass more than
+/// [`PIECE_BYTES`] bytes, or the whole rest of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= PIECE_BYTES {
         return bytes.len();

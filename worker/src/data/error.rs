@@ -296,7 +296,7 @@ impl DataError {
             DataError::Empty { .. } => {
                 "name a file with text, or a .jsonl file with a record per line".into()
             }
-            DataError::ChangedWhileRead { .. } => "start again when no process writes to the file".into(),
+            DataError::ChangedWhileRead { .. } => "run the job again when no process writes to the file".into(),
             DataError::InvalidTokenizer { problem, .. } => return problem.help(),
             DataError::InvalidChatTemplate { problem } => problem.help()?.into(),
             DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => {

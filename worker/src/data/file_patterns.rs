@@ -16,7 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest number of patterns to which the braces of one pattern may expand.
+/// Largest number of patterns to which the braces of one pattern may expand. A pattern that expands
+/// to more is an error.
 const MAX_BRACE_ALTERNATIVES: usize = 1024;
 
 /// Path and size of a regular file that a pattern matches.

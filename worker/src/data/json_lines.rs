@@ -14,15 +14,16 @@ use std::{
     path::Path,
 };
 
-/// Longest line of a JSON lines file, bytes.
+/// Longest line of a JSON lines file, bytes. A longer line is an error.
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of fields that an error lists.
 const FIELDS_LISTED: usize = 8;
 /// An error lists only fields with names shorter than this many bytes.
 const LISTED_NAME_BYTES: usize = 64;
 
-/// Reads at most `limit` records of a JSON lines file and passes them to `sink`. Skips blank lines.
-/// Memory holds one line. `path` is for error messages.
+/// Reads records of a JSON lines file and passes them to `sink`. Ends without error after `limit`
+/// records or at the end of the file. Skips blank lines. Keeps only one line in memory. `path` is
+/// for error messages.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,

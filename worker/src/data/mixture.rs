@@ -22,7 +22,8 @@ pub(crate) struct MixtureSchedule {
 }
 
 impl MixtureSchedule {
-    /// Computes the cycle for 1 to 256 sources. Every weight must be above 0.
+    /// Computes the cycle for data sources with these weights. The caller must pass 1 to 256
+    /// weights, all above 0.
     pub(crate) fn new(weights: &[f64]) -> Self {
         let cycle_counts = convert_weights_to_counts(weights);
         let length: u64 = cycle_counts.iter().sum();

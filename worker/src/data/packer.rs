@@ -36,7 +36,8 @@ pub(crate) struct Packer {
     eod: u32,
     /// Number of samples in an epoch.
     samples: u64,
-    /// For unpacked samples, the number of samples before document `i * INDEX_STRIDE`.
+    /// If samples are not packed, entry `i` is the number of samples before document
+    /// `i * INDEX_STRIDE`. `None` if samples are packed.
     unpacked_index: Option<Vec<u64>>,
 }
 
@@ -166,7 +167,9 @@ impl Packer {
     }
 }
 
-/// Returns the number of unpacked samples of document `d`. The document's EOD is not an input.
+/// Returns the number of samples that document `d` gives if samples are not packed: the length of
+/// the document divided by `seq_len`, rounded up. The length does not include the document's EOD,
+/// because the EOD is a label but not an input.
 fn count_pieces(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
     (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }

@@ -19,9 +19,9 @@ use std::{
     sync::Arc,
 };
 
-/// Largest number of columns of a Parquet file.
+/// Largest number of columns of a Parquet file. More columns are an error.
 const MAX_COLUMNS: usize = 4096;
-/// Deepest nesting of the values of a chat.
+/// Deepest nesting of the values of a chat. Deeper nesting is an error.
 const MAX_DEPTH: usize = 32;
 /// Largest number of columns that an error lists.
 const COLUMNS_LISTED: usize = 8;
@@ -48,8 +48,9 @@ pub(crate) fn read_rows_and_hash_file<R: Read + AsFile>(
     Ok(())
 }
 
-/// Reads at most `limit` rows of a Parquet file and passes each row to `sink` as a record. Converts
-/// panics of the Parquet library to errors. `path` is for error messages.
+/// Reads rows of a Parquet file and passes each row to `sink` as a record. Ends without error after
+/// `limit` rows or at the end of the file. Converts panics of the Parquet library to errors. `path`
+/// is for error messages.
 pub(crate) fn read_rows(
     file: File,
     path: &Path,
@@ -67,8 +68,8 @@ fn invalid_parquet_error(path: &Path, problem: ParquetProblem) -> DataError {
     DataError::InvalidParquet { path: path.to_path_buf(), problem }
 }
 
-/// Reads at most `limit` rows and passes them to `sink` as records. Does not catch panics of the
-/// Parquet library.
+/// Reads rows and passes each row to `sink` as a record. Ends without error after `limit` rows or
+/// at the end of the file. Does not catch panics of the Parquet library.
 fn decode_rows(
     file: File,
     path: &Path,

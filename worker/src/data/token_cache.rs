@@ -198,9 +198,10 @@ impl TokenCache {
         Ok(cache)
     }
 
-    /// Unmaps the pages of a byte range of the file from this process. The page cache of the system
-    /// may keep these pages. Without this call the resident memory of a rank would grow up to the
-    /// size of the cache.
+    /// Removes the pages of a byte range of the file from the resident memory of this process. The
+    /// range stays readable: a later access loads the page again, usually from the system's page
+    /// cache. Without this call the resident memory of a rank would grow up to the size of the
+    /// cache file.
     fn release_pages(&self, at: usize, len: usize) {
         let from = at / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES;
         let to = (at + len).next_multiple_of(FAULT_AROUND_BYTES).min(self.map.len());

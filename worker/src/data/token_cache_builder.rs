@@ -184,8 +184,9 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Blocks until no other process builds the cache, at most [`LOCK_TIMEOUT`]. `path` is the lock
-/// file, and `open` opens a finished cache.
+/// Blocks until no other process builds the cache, or until [`LOCK_TIMEOUT`] has passed. In the
+/// second case this process must build the cache without the lock. `path` is the lock file. `open`
+/// opens the finished cache, and returns `None` if there is none.
 fn wait_for_build_lock(
     path: &Path,
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,

@@ -257,13 +257,15 @@ impl FileTokenizer {
     }
 }
 
-/// Reads a file of a tokenizer of at most `limit` bytes. Returns `None` if the file does not exist.
+/// Reads a file of a tokenizer. Returns `None` if the file does not exist. Fails if the file has
+/// more than `limit` bytes.
 fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataError> {
     read_text_file(path, limit)
         .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
 }
 
-/// Reads a UTF-8 file of at most `limit` bytes. Returns `None` if the file does not exist.
+/// Reads a UTF-8 file. Returns `None` if the file does not exist. Fails if the file has more than
+/// `limit` bytes.
 pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileError> {
     let file = match File::open(path) {
         Ok(file) => file,

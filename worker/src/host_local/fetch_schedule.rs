@@ -75,10 +75,12 @@ impl<'h> FetchSchedule<'h> {
     }
 }
 
-/// Selects the holder with the fewest blocks to send in this round. Returns `None` if all holders
-/// send [`ROUND_BLOCKS`].
+/// Selects the rank that sends the next blocks of a file to rank `to`. `holders` are the ranks that
+/// have the file, and `sends` contains the number of blocks that each rank already sends in this
+/// round.
 ///
-/// The search starts at a different holder for each receiver.
+/// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
+/// [`ROUND_BLOCKS`]. Of equal holders, a different one comes first for each receiver.
 fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
     let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
     rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < ROUND_BLOCKS)).min_by_key(|h| sends[*h])

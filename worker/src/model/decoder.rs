@@ -117,8 +117,9 @@ impl DecoderModel {
         self.config.heads * self.config.head_dim
     }
 
-    /// Returns the factors by which a norm multiplies: `weight`, or 1 + `weight`. Writes 1 +
-    /// `weight` to `buffer` in f32.
+    /// Returns the factors by which a norm multiplies the normalized elements. If the family's
+    /// norms add one to their weight, writes 1 + `weight` to `buffer` in f32 and returns it.
+    /// Otherwise returns `weight`, and `buffer` does not change.
     fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         if !self.config.norms_add_one {
             return weight;

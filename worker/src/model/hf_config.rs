@@ -121,12 +121,14 @@ impl<'a> HfConfigFields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// Reads a required integer from 1 to [`SIZE_MAX`].
+    /// Reads a required integer. Fails if the key is absent, or the value is not from 1 to
+    /// [`SIZE_MAX`].
     pub(super) fn read_size(&self, key: &'static str) -> Result<u32> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
-    /// Reads an integer from 1 to [`SIZE_MAX`]. Returns `None` if the key is absent.
+    /// Reads an integer. Returns `None` if the key is absent, and fails if the value is not from 1
+    /// to [`SIZE_MAX`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=SIZE_MAX).contains(n)).and_then(|n| u32::try_from(n).ok()) {
@@ -135,7 +137,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a number that is finite in f32. Returns `None` if the key is absent.
+    /// Reads a number. Returns `None` if the key is absent, and fails if the number is not finite
+    /// in f32.
     pub(super) fn read_optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_f64().filter(|x| (*x as f32).is_finite()) {
@@ -144,7 +147,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a number that is positive in f32. Returns `default` if the key is absent.
+    /// Reads a number. Returns `default` if the key is absent, and fails if the number is not
+    /// positive in f32.
     pub(super) fn read_positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
         let x = self.read_optional_number(key)?.unwrap_or(default);
         if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value_error(key, &x.into(), "a number above 0")) }
@@ -164,7 +168,7 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a required number of layers, at most [`LAYERS_MAX`].
+    /// Reads a required number of layers. Fails if the number is above [`LAYERS_MAX`].
     pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
         let layers = self.read_size(key)?;
         if layers as usize > LAYERS_MAX {

@@ -95,7 +95,7 @@ struct LoraAdapter {
     a: Range<usize>,
     /// The range of B in the flat vector of the layer's unit.
     b: Range<usize>,
-    /// The columns of the matrix in the common output of its group.
+    /// The columns of the group's common output that the matrix of this adapter computes.
     columns: Range<usize>,
     /// The random numbers of the dropout masks.
     rng: RandomStream,
@@ -133,14 +133,16 @@ pub(super) struct LoraScratchBuffers<'a> {
     low_rank: &'a mut Buf,
     /// The gradients of `A·dropout(x)` of each adapter of a group, `[adapters, rows, rank]`.
     d_low_rank: &'a mut Buf,
-    /// `s·B` of one adapter in the rows of the adapter's columns, zeros elsewhere, `[width, rank]`.
+    /// A matrix `[width, rank]` with one row for each column of the group's output. The rows for
+    /// the columns of one adapter contain its `s·B`; all other rows are zero.
     padded_b: &'a mut Buf,
     /// The gradient of `padded_b`.
     d_padded_b: &'a mut Buf,
 }
 
 impl<'a> LoraScratchBuffers<'a> {
-    /// Names the last scratch buffers of a model, whose lengths [`lora_scratch_lengths`] computes.
+    /// Assigns names to the scratch buffers that a model allocates for its adapters. The array must
+    /// contain these buffers in the order of the lengths that [`lora_scratch_lengths`] returns.
     pub(super) fn new(
         [input, low_rank, d_low_rank, padded_b, d_padded_b]: [&'a mut Buf; LORA_SCRATCH_BUFFERS],
     ) -> Self {
@@ -227,8 +229,9 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the gradients of A and B of the adapters of a group. `x` is the group's input, and
-    /// `dy` the gradient of its output. Keeps the gradients of `A·dropout(x)` in `s` for
+    /// Computes the gradients of A and B of the adapters of a group, and overwrites them in
+    /// `grads`, the gradient of the layer's unit. `x` is the group's input, and `dy` the gradient
+    /// of its output. Keeps the gradients of `A·dropout(x)` in `s` for
     /// [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,

@@ -20,23 +20,24 @@ pub struct ExpertShape {
     pub experts: usize,
     /// The number of experts that are selected for each token (top-k).
     pub per_token: usize,
-    /// The width of input and output rows.
+    /// The width of the experts' inputs and outputs, which is that of the residual stream.
     pub hidden: usize,
     /// The width between the two matmuls of an expert.
     pub intermediate: usize,
-    /// Whether the router weights of a token's experts are divided by their sum.
+    /// Whether the router's factors for the selected experts of a token are divided by their sum,
+    /// so that they add up to 1.
     pub normalize_weights: bool,
 }
 
 impl ExpertShape {
-    /// Returns the number of elements of one expert: gate and up, `[intermediate, hidden]` each,
-    /// and down, `[hidden, intermediate]`.
+    /// Returns the number of parameter elements of one expert: the matrices gate and up,
+    /// `[intermediate, hidden]` each, and down, `[hidden, intermediate]`.
     pub fn expert_len(&self) -> usize {
         3 * self.intermediate * self.hidden
     }
 
     /// Returns the shape of the router's ops for `m` rows.
-    fn to_router_shape(&self, m: usize) -> RouterShape {
+    fn to_router_shape(self, m: usize) -> RouterShape {
         RouterShape {
             m,
             experts: self.experts,
@@ -57,8 +58,9 @@ impl ExpertShape {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns a group of a grouped matmul for each expert. `offset` is the offset of the matrix
-    /// within an expert.
+    /// Returns one group of a grouped matmul for each expert: the expert's range of `rows`, and the
+    /// offset of its matrix in the flat vector of all experts. `offset` is the offset of the matrix
+    /// among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -79,11 +81,13 @@ pub struct RouterLossCoefficients {
     pub z: f64,
 }
 
-/// The output of a layer's router for one micro-batch. Every buffer is f32.
+/// The output of a layer's router for one micro-batch. A row belongs to one token of the
+/// micro-batch. Every buffer is f32.
 pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
     pub probs: Buf,
-    /// The weights of the selected experts, `[rows, per_token]`.
+    /// The factors by which the outputs of each token's selected experts are multiplied,
+    /// `[rows, per_token]`. These are not parameters.
     pub weights: Buf,
     /// The log-sum-exp of the router's logits, `[rows]`.
     pub lse: Buf,
@@ -92,7 +96,7 @@ pub struct RouterOutput {
 }
 
 impl RouterOutput {
-    /// Allocates the buffers for micro-batches of `m` rows.
+    /// Allocates the buffers for micro-batches of `m` tokens.
     pub fn new(ops: &dyn Ops, shape: ExpertShape, m: usize) -> Self {
         let floats = |len| ops.zeroed(Dtype::F32, len);
         RouterOutput {
@@ -103,20 +107,21 @@ impl RouterOutput {
         }
     }
 
-    /// Computes the number of elements of all buffers for micro-batches of `m` rows.
+    /// Computes the total number of elements of all buffers for micro-batches of `m` tokens.
     pub fn count_elements(shape: ExpertShape, m: usize) -> usize {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
 
-    /// Computes the router's output from its logits, `[rows, experts]`, and selects the experts of
-    /// each row.
+    /// Computes the router's output from `logits`, `[rows, experts]`, and selects the experts of
+    /// each token. Overwrites `self`.
     pub(super) fn router_forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
         let (probs, weights) = (self.probs.view_mut(), self.weights.view_mut());
         let router = shape.to_router_shape(self.lse.len());
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes `dlogits`, `[rows, experts]`, the gradient of the router's logits.
+    /// Computes the gradient of the router's logits from `grads`, and overwrites `dlogits`,
+    /// `[rows, experts]`, with it.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -135,18 +140,19 @@ impl RouterOutput {
     }
 }
 
-/// The gradients that the backward pass of a layer's experts computed, as input of
-/// [`MoeModel::route_backward`].
+/// The inputs of [`MoeModel::route_backward`]: the gradients that the backward pass of the layer's
+/// experts computed, and the gradients of the router losses.
 pub struct ExpertOutputGrads<'a> {
-    /// The gradients of the rows that were dispatched, `[dispatched rows, hidden]`.
+    /// The gradients of the experts' inputs, one row for each token and each of its selected
+    /// experts, `[dispatched rows, hidden]`.
     pub rows: View<'a>,
     /// For each token and each of its selected experts, the index of the token's row in `rows`,
     /// `[rows, per_token]`.
     pub choice_rows: &'a [u32],
-    /// The gradients of the weights of the selected experts, `[rows, per_token]`.
+    /// The gradients of the factors in [`RouterOutput::weights`], `[rows, per_token]`.
     pub dweights: View<'a>,
-    /// The gradient of the load-balancing loss with respect to the probabilities of a row,
-    /// `[experts]`. The gradient is equal for all rows.
+    /// The gradient of the load-balancing loss with respect to the router's probabilities for one
+    /// token, `[experts]`. The gradient is equal for all tokens.
     pub balance_grad: &'a [f32],
     /// The factor of Σ lse² in the loss, by which the z-loss contributes to the gradient.
     pub z_loss_coef: f32,
@@ -173,12 +179,15 @@ pub trait MoeModel: Send + Sync {
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     );
-    /// Returns the normalized rows that the last [`MoeModel::route_forward`] computed in `scratch`,
-    /// `[rows, hidden]`.
+    /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
+    /// normalized rows that the last [`MoeModel::route_forward`] wrote to `scratch`.
     fn normed_rows<'a>(&self, scratch: &'a ActivationBuffers) -> View<'a>;
-    /// Computes the output `y` of a layer, `[rows, hidden]`: the residual stream plus, for each
-    /// token, the sum of its experts' outputs times their router weights. `rows` are the experts'
-    /// outputs. `choice_rows`, `[rows, per_token]`, are the indices of a token's outputs in `rows`.
+    /// Computes the output `y` of a layer, `[tokens, hidden]`. The output of a token is the
+    /// residual stream plus the sum of the outputs of the token's experts, each multiplied by the
+    /// router's factor for this expert ([`RouterOutput::weights`]).
+    ///
+    /// `rows` contains one output row for each token and each of its experts. `choice_rows`,
+    /// `[tokens, per_token]`, contains the indices in `rows` of the outputs for each token.
     fn combine_forward(
         &self,
         ops: &dyn Ops,
@@ -204,19 +213,23 @@ pub trait MoeModel: Send + Sync {
     );
 }
 
-/// The parameters and input rows of several experts. Rows are sorted by expert.
+/// The parameters of several experts, and their inputs: one row for each token that was dispatched
+/// to an expert. Rows are sorted by expert.
 pub struct ExpertInputs<'a> {
     /// The flat vector of the parameters of the experts.
     pub params: View<'a>,
-    /// The range of rows of each expert.
+    /// For each expert, the range of its inputs in `rows`.
     pub expert_ranges: &'a [Range<usize>],
-    /// The input rows, `[rows, hidden]`.
+    /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,
 }
 
-/// Computes the forward pass of experts (SwiGLU). Writes gate and up to `gate_up`, `[rows,
-/// 2·intermediate]`. If `out` is given, writes the outputs of the experts to its first view,
-/// `[rows, hidden]`; its second view is scratch memory, `[rows, intermediate]`.
+/// Computes the forward pass of the experts `e` (SwiGLU). Writes the outputs of the gate and up
+/// projections to `gate_up`, `[rows, 2·intermediate]`.
+///
+/// If `out` is `Some`, also writes the outputs of the experts to its first view, `[rows, hidden]`.
+/// Its second view is scratch memory, `[rows, intermediate]`. If `out` is `None`, computes only
+/// `gate_up` (recomputation).
 pub fn experts_forward(
     ops: &dyn Ops,
     shape: ExpertShape,
@@ -239,25 +252,27 @@ pub fn experts_forward(
     ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
-/// The inputs and outputs of [`experts_backward`].
+/// The inputs and outputs of [`experts_backward`]. A row belongs to one token that was dispatched
+/// to one expert. Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
     /// The output of [`experts_forward`], `[rows, 2·intermediate]`.
     pub gate_up: View<'a>,
-    /// The gradient of the layer's output for the token of each row, not multiplied by the router
-    /// weight, `[rows, hidden]`.
+    /// For each row, the gradient of the layer's output for the row's token, `[rows, hidden]`. The
+    /// gradient is not multiplied by the router's factor in `weights`.
     pub dy: View<'a>,
-    /// The router weights of the rows, `[rows]`.
+    /// For each row, the factor by which the router multiplies the expert's output, `[rows]`.
     pub weights: View<'a>,
-    /// Output: the gradients of the router weights, `[rows]`.
+    /// Output: the gradients of the factors in `weights`, `[rows]`.
     pub dweights: ViewMut<'a>,
-    /// Output: the gradients of the input rows, `[rows, hidden]`.
+    /// Output: the gradients of the experts' inputs, `[rows, hidden]`.
     pub drows: ViewMut<'a>,
-    /// The result of [`compute_expert_activation`], `[rows, intermediate]`. On return, the values
-    /// are multiplied by the router weights, as [`ExpertGradInputs::act`] requires.
+    /// On entry, the result of [`compute_expert_activation`], `[rows, intermediate]`. On return,
+    /// each row is multiplied by its factor in `weights`, as [`ExpertGradInputs::act`] requires.
     pub act: ViewMut<'a>,
     /// Scratch memory, `[rows, intermediate]`.
     pub dact: ViewMut<'a>,
-    /// Output: the gradients of gate and up, `[rows, 2·intermediate]`.
+    /// Output: the gradients of the outputs of the gate and up projections,
+    /// `[rows, 2·intermediate]`.
     pub dgate_up: ViewMut<'a>,
 }
 
@@ -268,8 +283,12 @@ pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: Vie
     ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
 }
 
-/// Computes the gradients of the input rows and router weights of experts.
-/// [`compute_expert_gradients`] then computes the gradients of the experts' parameters.
+/// Computes the gradients of the inputs of the experts `e`, one row for each token that was
+/// dispatched to an expert (`b.drows`). Also computes, for each of these rows, the gradient of the
+/// factor by which the router multiplies the expert's output (`b.dweights`).
+///
+/// Does not compute gradients of parameters. The caller must then pass `b.act` and `b.dgate_up` to
+/// [`compute_expert_gradients`], which computes those of the experts' parameters.
 pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: ExpertBackwardBuffers) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
@@ -297,9 +316,10 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
     );
 }
 
-/// The values from which [`compute_expert_gradients`] computes the gradients of parameters.
+/// The values from which [`compute_expert_gradients`] computes the gradients of the experts'
+/// parameters. A row belongs to one token that was dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
-    /// The input rows, `[rows, hidden]`.
+    /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,
     /// [`ExpertBackwardBuffers::dy`], `[rows, hidden]`.
     pub dy: View<'a>,
@@ -309,11 +329,12 @@ pub struct ExpertGradInputs<'a> {
     pub dgate_up: View<'a>,
 }
 
-/// Computes the gradients of the experts' parameters, summed over the rows of each expert.
-/// Overwrites `grads`, the flat vector of these gradients.
+/// Computes the gradients of the experts' parameters. The gradient of an expert is the sum over the
+/// rows in its range of `expert_ranges`, and zero if this range is empty.
 ///
-/// The gradient of an expert without rows is zero. Skips a matrix if `is_needed` returns false for
-/// the range of the matrix in the flat vector.
+/// Overwrites `grads`, which has the layout of the experts' flat vector of parameters. Does not
+/// write the gradient of a matrix if `is_needed` returns false for the matrix's range in this
+/// vector.
 pub fn compute_expert_gradients(
     ops: &dyn Ops,
     shape: ExpertShape,
@@ -342,25 +363,26 @@ pub struct RouterStats {
     coefficients: RouterLossCoefficients,
     /// The statistics of each layer with experts.
     layers: Vec<LayerRouterStats>,
-    /// The number of rows of the micro-batch.
+    /// The number of tokens of the micro-batch.
     rows: usize,
     /// Host copies of probabilities and log-sum-exp, if the device is not the host.
     host_buffers: [Buf; 2],
 }
 
-/// The router statistics of one layer, summed over the rows of the micro-batch.
+/// The router statistics of one layer, summed over the tokens of the micro-batch.
 #[derive(Clone)]
 struct LayerRouterStats {
-    /// The number of selections of each expert.
+    /// For each expert, the number of tokens for which the router selected the expert.
     selection_counts: Vec<u64>,
-    /// The sum of each expert's probabilities.
+    /// For each expert, the sum of the router's probabilities over all tokens.
     prob_sums: Vec<f64>,
-    /// Σ lse².
+    /// The sum of the squared log-sum-exp of the router's logits over all tokens.
     lse_squares: f64,
 }
 
 impl RouterStats {
-    /// Creates empty statistics for a model with `layers` layers and micro-batches of `rows` rows.
+    /// Creates empty statistics for a model with `layers` layers and micro-batches of `rows`
+    /// tokens.
     pub fn new(model: &dyn MoeModel, layers: usize, rows: usize) -> Self {
         let shape = model.expert_shape();
         let empty = LayerRouterStats {
@@ -398,13 +420,13 @@ impl RouterStats {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }
 
-    /// Returns the number of rows of all MoE layers together.
+    /// Returns the number of tokens of the micro-batch times the number of MoE layers.
     fn total_rows(&self) -> f64 {
         (self.rows * self.layers.len()) as f64
     }
 
-    /// Returns `f_e` for each expert e: how often the expert was selected per row. The sum over all
-    /// experts is the number of experts per token.
+    /// Returns `f_e` for each expert e: the average number of selections of the expert per token
+    /// and MoE layer. The sum over all experts is the number of experts per token.
     fn selections_per_row(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())

@@ -142,8 +142,8 @@ impl YarnScaling {
         "truncate",
     ];
 
-    /// Reads the scaling rule from `map`, the value of config key `key`. `number` reads a required
-    /// number.
+    /// Reads the scaling rule from `map`, the value of config key `key`. `number` returns the
+    /// number at a key of `map`, and fails if the key is absent.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,
@@ -195,8 +195,8 @@ impl Llama3Scaling {
     const KEYS: &[&str] =
         &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
 
-    /// Reads the scaling rule from `map`, the value of config key `key`. `number` reads a required
-    /// number.
+    /// Reads the scaling rule from `map`, the value of config key `key`. `number` returns the
+    /// number at a key of `map`, and fails if the key is absent.
     fn parse_config_map(
         key: &str,
         map: &Map<String, Value>,

@@ -29,7 +29,7 @@ pub struct ParamGroup {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
     /// of `optimizer.groups`.
     pub name: String,
-    /// The learning rate before the schedule.
+    /// The base learning rate of the group, before the factor of the schedule.
     pub lr: f64,
     /// The decay rates of the moments (AdamW, Lion).
     pub betas: (f64, f64),
@@ -50,8 +50,8 @@ pub struct StepInputs {
     pub lr: f64,
     /// The number of the step, counted from 1.
     pub step: u64,
-    /// The factor by which the summed gradient is multiplied: the mean over targets times the
-    /// clipping factor.
+    /// The factor by which the optimizer multiplies the summed gradient. The factor turns the sum
+    /// into the gradient of the mean loss per target token, undoes the loss scale, and clips.
     pub grad_scale: f32,
 }
 
@@ -221,11 +221,15 @@ impl Optimizer {
         self.is_muon_matrix[u].contains(&true)
     }
 
-    /// Updates the momentum of Muon's matrices in this rank's range of unit `u`, and replaces their
-    /// gradients in `grad` by the Nesterov momentum.
+    /// Prepares the update of unit `u` if Muon updates matrices of the unit. On entry, `grad` is
+    /// the gradient of the trained elements in this rank's range of the unit.
     ///
-    /// The caller gathers `grad` for the whole unit and passes it to [`Optimizer::update_unit`] as
-    /// `directions`.
+    /// For the elements of Muon's matrices, updates the stored momentum, and overwrites the
+    /// gradient in `grad` with the Nesterov momentum. Other elements of `grad` do not change.
+    ///
+    /// Muon needs whole matrices. If the range is not the whole unit, the caller must afterwards
+    /// gather the changed `grad` of all ranks. The caller must pass the result for the whole unit
+    /// to [`Optimizer::update_unit`] as `directions`.
     pub fn apply_muon_momentum(
         &mut self,
         ops: &dyn Ops,
@@ -248,8 +252,9 @@ impl Optimizer {
         }
     }
 
-    /// Updates the elements of Muon's matrices in this rank's range of unit `u`. `directions` is
-    /// the momentum of all trained elements of the unit.
+    /// Updates the elements of Muon's matrices in `params`, this rank's range of unit `u`. Other
+    /// elements do not change. `directions` has the layout of the unit's trained vector, and
+    /// contains the Nesterov momentum of each of Muon's matrices.
     fn update_muon_matrices(
         &mut self,
         ops: &dyn Ops,
@@ -280,11 +285,12 @@ impl Optimizer {
         }
     }
 
-    /// Updates the parameters of unit `u`. `params` covers this rank's range of the unit, and
-    /// `grad` the trained elements of the range.
+    /// Updates the trained parameters in `params`, this rank's range of unit `u`, and their
+    /// optimizer states. `grad` is the gradient of the trained elements in the range.
     ///
-    /// If the unit has Muon matrices, `directions` is the result of
-    /// [`Optimizer::apply_muon_momentum`], gathered for the whole unit.
+    /// If Muon updates matrices of the unit, `grad` must have been passed to
+    /// [`Optimizer::apply_muon_momentum`], and `directions` must be the changed `grad` of the whole
+    /// unit, gathered from all ranks. Otherwise `directions` is `None`.
     pub fn update_unit(
         &mut self,
         ops: &dyn Ops,
@@ -335,10 +341,11 @@ fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagno
         .with_cause(e)
 }
 
-/// Determines, for each unit and parameter, whether Muon updates the parameter.
+/// Determines, for each unit and parameter, whether Muon updates the parameter. Every flag is false
+/// if the job's optimizer is not Muon.
 ///
-/// Muon updates the matrices of layers and experts. AdamW updates the embedding, the head and
-/// everything that is not a matrix.
+/// Muon updates the trained matrices of layers and experts. With this optimizer, AdamW updates the
+/// embedding, the head and everything that is not a matrix.
 pub(crate) fn find_muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<bool>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
     let is_matrix = |(u, unit): (usize, &ParamUnit)| -> Vec<bool> {
@@ -350,8 +357,8 @@ pub(crate) fn find_muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> V
     units.iter().enumerate().map(is_matrix).collect()
 }
 
-/// Updates the elements `p` of one tensor with their gradient `g`. `r` is the range of their states
-/// in both state vectors.
+/// Updates `p`, consecutive elements of one tensor, and their optimizer states. `g` is the gradient
+/// of these elements, and `r` is the range of their states in both state vectors.
 fn update_segment(
     ops: &dyn Ops,
     name: OptimizerName,

@@ -40,11 +40,12 @@ impl StochasticUpdate {
         StochasticUpdate { keys, chunk }
     }
 
-    /// Runs `update` on fp32 copies of consecutive chunks of `p`, and rounds the results back to
-    /// `p`.
+    /// Updates the bf16 weights `p` in consecutive chunks. Calls `update` once for each chunk, with
+    /// an fp32 copy of the chunk and the chunk's range in `p`. Then rounds the changed copy
+    /// stochastically and writes it to `p`.
     ///
-    /// `p` contains the elements of segment `seg` of unit `u`. `update` also receives the chunk's
-    /// range of `p`. `step` is the optimizer's step.
+    /// `p` must contain the elements of segment `seg` of unit `u`. These elements and `step`, the
+    /// number of the optimizer's step, determine the random numbers.
     fn update_in_chunks(
         &mut self,
         ops: &dyn Ops,
@@ -65,10 +66,12 @@ impl StochasticUpdate {
     }
 }
 
-/// Runs `update` on the fp32 values of `p`, the elements of a segment.
+/// Updates `p`, the elements of a segment, by calls of `update` with fp32 values and the range of
+/// these values in `p`.
 ///
-/// bf16 weights go through [`StochasticUpdate::update_in_chunks`] if `rounding` is set. Otherwise
-/// the update is in place.
+/// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
+/// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with
+/// `p` itself.
 pub(super) fn update_in_f32(
     rounding: &mut Option<StochasticUpdate>,
     ops: &dyn Ops,

@@ -195,8 +195,13 @@ impl MemoryPlan<'_> {
         self.units.iter().map(trained).collect()
     }
 
-    /// Computes the largest number of elements of one offloaded state vector that are in memory at
-    /// the same time: those of one unit and of the next.
+    /// Computes the peak number of offloaded optimizer-state elements that are in the memory where
+    /// the optimizer computes, for one state vector of `rank`.
+    ///
+    /// On the CPU, the states of two consecutive units are in memory at the same time, because
+    /// those of the next unit are read while a unit is updated. The result is the largest number of
+    /// elements of two consecutive units. On a GPU, there are two staging buffers, and each has the
+    /// length of the largest unit.
     fn count_offload_staging_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let shards = self.list_trained_shard_lengths(rank);
         let full: Vec<usize> = self.list_units_of_rank(rank).map(ParamUnit::trained_len).collect();

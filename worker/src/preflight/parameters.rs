@@ -114,8 +114,9 @@ impl MemoryPlan<'_> {
         one_host && !cluster.trains_on_gpus()
     }
 
-    /// Computes the peak number of elements of other ranks' shards that are mapped at once.
-    /// `peer_elements` returns the number of such elements of a unit.
+    /// Computes the peak number of elements of other ranks' shards that are mapped at the same
+    /// time while the units of `fetches` are used. `peer_elements` returns, for the index of a
+    /// unit, the number of the unit's elements that other ranks own.
     fn count_mapped_peer_elements(
         &self,
         fetches: &[PlannedFetch],

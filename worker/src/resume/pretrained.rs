@@ -79,9 +79,11 @@ impl PretrainedModel {
         load_weights(ready, &self.source, events)
     }
 
-    /// Adds the directory's files to `texts`, the tokenizer files that checkpoints keep. If the job
-    /// uses the directory's tokenizer, the directory's files replace `texts`. Otherwise only the
-    /// generation settings are added.
+    /// Updates `texts`, the text files that checkpoints store with the weights, with the files of
+    /// the model directory.
+    ///
+    /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
+    /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.
     pub fn add_text_files(&self, texts: &mut Vec<TextFile>) {
         const TOKENIZER: &str = "tokenizer.json";
         const GENERATION: &str = "generation_config.json";

@@ -19,9 +19,11 @@ type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 /// The kind of values that an exchange transfers.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
-    /// Rows of the width of the residual stream.
+    /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
+    /// gradients.
     Rows,
-    /// One `f32` number for each row.
+    /// One `f32` number for each token and expert: the router's factor for the expert's output, or
+    /// the gradient of this factor.
     Weights,
 }
 
@@ -43,9 +45,9 @@ pub(super) struct TokenDispatcher {
 
 /// The buffers of one payload. A running exchange owns the buffers.
 struct PayloadBuffers {
-    /// Rows sorted by the rank of their expert, on the side of the tokens.
+    /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
-    /// Rows in the order in which ranks sent them, on the side of the experts.
+    /// The rows for this rank's experts, sorted by the rank that sent them.
     received: Buf,
     pending: Option<PendingCollective<(Buf, Buf)>>,
 }
@@ -56,8 +58,9 @@ impl PayloadBuffers {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts the exchange from `packed` to `received`, or from `received` to `packed` if `back` is
-    /// set.
+    /// Starts an exchange: from `packed` of each sender to `received` of each receiver or, if
+    /// `back` is set, from `received` to `packed`. The pair contains the numbers of elements that
+    /// this rank sends to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -74,8 +77,8 @@ impl PayloadBuffers {
         }));
     }
 
-    /// Waits for the running exchange and takes its buffers back. Returns at once if there is no
-    /// exchange.
+    /// Waits for the running exchange and takes its buffers back. Returns immediately if no
+    /// exchange is running.
     fn wait_for_exchange(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
             (self.packed, self.received) = ticket.wait()?;
@@ -152,11 +155,12 @@ impl TokenDispatcher {
         }
     }
 
-    /// Starts to send rows to the ranks of their experts. `fill` writes the rows, sorted by these
-    /// ranks.
+    /// Starts to send the rows of this rank's tokens to the ranks that have their experts. Calls
+    /// `fill` before it returns. `fill` must write the rows to the given view in the order of the
+    /// send plan. The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
     ///
-    /// [`TokenDispatcher::wait_for_dispatched_rows`] waits for the rows that this rank receives. If
-    /// this rank has every expert, `fill` writes directly to `to` and nothing is sent.
+    /// If this rank has every expert, resizes `to`, calls `fill` with `to`, and sends nothing.
+    /// Otherwise `to` does not change.
     pub(super) fn start_dispatch(
         &mut self,
         layer: &MoeLayerPlan,
@@ -177,8 +181,9 @@ impl TokenDispatcher {
         self.select_buffers(payload).0.start_exchange(&queue, false, counts);
     }
 
-    /// Waits for the dispatched rows and writes them to `to`, sorted by expert. Does nothing if
-    /// this rank has every expert.
+    /// Waits for the rows that ranks sent to this rank's experts, and writes them to `to`, sorted
+    /// by expert. Must follow [`TokenDispatcher::start_dispatch`]. Does nothing if this rank has
+    /// every expert.
     pub(super) fn wait_for_dispatched_rows(
         &mut self,
         (_, receiving): DispatchPlan,
@@ -200,9 +205,10 @@ impl TokenDispatcher {
         Ok(())
     }
 
-    /// Starts to send the rows in `from`, which are sorted by expert, back to the ranks of their
-    /// tokens. [`TokenDispatcher::wait_for_combined_rows`] waits for the rows that this rank gets
-    /// back.
+    /// Starts to send the rows in `from`, one result of this rank's experts for each received row,
+    /// back to the ranks of their tokens. The rows must be sorted by expert. The caller must then
+    /// call [`TokenDispatcher::wait_for_combined_rows`]. Does nothing if this rank has every
+    /// expert.
     pub(super) fn start_combine(
         &mut self,
         layer: &MoeLayerPlan,
@@ -228,10 +234,12 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for the combined rows and returns them, sorted by the rank of their expert. The rows
-    /// are valid until the next dispatch.
+    /// Waits for the results for this rank's tokens that [`TokenDispatcher::start_combine`] of all
+    /// ranks sends, and returns them in the order of the send plan. Further calls return the same
+    /// results until the next dispatch of this payload.
     ///
-    /// If this rank has every expert, returns the rows of `from`.
+    /// If this rank has every expert, returns the rows of `from`, which must be the argument that
+    /// was given to `start_combine`. Otherwise `from` is not used.
     pub(super) fn wait_for_combined_rows<'a>(
         &'a mut self,
         (sending, _): DispatchPlan,

@@ -62,24 +62,27 @@ struct SavedMoeLayer {
     routing: RouterOutput,
     send_plan: SendPlan,
     recv_plan: RecvPlan,
-    /// The rows of this rank's experts, sorted by expert.
+    /// The inputs of this rank's experts, one row for each received token, sorted by expert.
     rows: Buf,
     gate_up: Buf,
 }
 
 /// Buffers that all MoE layers share. The buffers grow as the routing requires.
 struct MoeWorkspace {
-    /// The outputs of experts, or the gradients of these outputs.
+    /// In the forward pass, the outputs of this rank's experts. In the backward pass, the gradients
+    /// of the layer's output for the tokens of these rows.
     out: Buf,
-    /// The gradients of rows.
+    /// The gradients of the inputs of this rank's experts.
     drows: Buf,
     act: Buf,
     dact: Buf,
     dgate_up: Buf,
-    /// The router weights of rows. This buffer and the next two are `f32` in every precision.
+    /// For each row of this rank's experts, the factor by which the router multiplies the expert's
+    /// output. This buffer, `dweights` and `choices` are `f32` in every precision.
     weights: Buf,
     dweights: Buf,
-    /// The gradients of router weights in the order of the tokens' choices.
+    /// The gradients of the router's factors for the tokens of this rank: token by token, and for
+    /// each token in the order of its selected experts.
     choices: Buf,
 }
 
@@ -107,7 +110,8 @@ pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize)
 }
 
 impl MoeTrainer {
-    /// Creates the state for micro-batches of `rows` tokens. Returns `None` for a dense model.
+    /// Creates the state for MoE layers and micro-batches of `rows` tokens. Returns `None` for a
+    /// dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &dyn Model,
@@ -169,7 +173,8 @@ impl MoeTrainer {
     }
 }
 
-/// Plans every layer for the rank with the position `number` in its group.
+/// Plans every layer for the rank with index `number` in its expert-parallel group. The plan of a
+/// dense layer is `None`.
 ///
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.
@@ -230,8 +235,11 @@ impl Trainer {
         stats.record_layer(ops, layer.index, &saved.routing);
     }
 
-    /// Dispatches rows to their experts and runs the experts. If `output` is set, combines the
-    /// results into the input of the next layer.
+    /// Dispatches this rank's tokens to their experts, and runs this rank's experts on the received
+    /// rows. If `compute` is false, this rank has no tokens to dispatch.
+    ///
+    /// If `output` is set, also sends the experts' outputs back, and combines those for this rank's
+    /// tokens into the input of the next layer. Otherwise only saves activations (recomputation).
     fn run_experts_forward(
         &mut self,
         l: usize,
@@ -311,8 +319,10 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
     }
 
-    /// Dispatches the gradients of outputs to the experts, runs the experts' backward pass, and
-    /// starts to send the gradients of rows and router weights back.
+    /// Dispatches the gradients of the layer's output to the experts of each token, and runs the
+    /// backward pass of this rank's experts. Then starts to send back the gradients of the experts'
+    /// inputs and of the router's factors.
+    /// [`Trainer::wait_for_combined_gradients`] waits for them.
     fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -351,8 +361,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the gradients of the experts' parameters separately for each micro-batch, and
-    /// starts to reduce them.
+    /// Computes the gradients of the parameters of this rank's experts, separately for each
+    /// micro-batch whose tokens this rank received, and starts to reduce them to their owners.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -391,8 +401,9 @@ impl Trainer {
         Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
     }
 
-    /// Waits for the gradients of rows and of router weights, and sorts the gradients of router
-    /// weights by the tokens' choices.
+    /// Waits until this rank has received the gradients of the experts' inputs and of the router's
+    /// factors for its tokens. Sorts the gradients of the factors by token, and for each token in
+    /// the order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
@@ -440,9 +451,10 @@ impl Trainer {
 
 /// Computes the size in bytes of the buffers of MoE layers, for the memory estimate.
 ///
-/// `dtype` is the type of rows, and `parallel` the number of ranks of a group. A router may send
-/// all rows of a group to one rank. The estimate assumes one and a half times an even distribution,
-/// which untrained routers typically need.
+/// `dtype` is the element type of activations, and `parallel` the number of ranks of an
+/// expert-parallel group. Routers may send all tokens of a group to the experts of one rank. The
+/// estimate assumes that a rank receives one and a half times its even share, which untrained
+/// routers typically send.
 pub fn count_moe_buffer_bytes(
     model: &dyn Model,
     units: &[ParamUnit],

@@ -374,8 +374,8 @@ impl Trainer {
         MicroBatchLoss { sum, targets: self.batch.count_targets() }
     }
 
-    /// Gathers the losses and reports of all ranks. Returns the mean loss over all micro-batches,
-    /// with the combined reports.
+    /// Exchanges the losses `mine` and the report of this rank with all ranks. Returns the mean
+    /// loss per target token over all micro-batches, and the combined reports.
     ///
     /// Collective: every rank must call it.
     fn exchange_losses(
@@ -485,8 +485,11 @@ impl Trainer {
         Ok(())
     }
 
-    /// Updates the momentum of Muon's matrices from the gradient that this rank owns, and gathers
-    /// the momentum of the whole unit from all owners.
+    /// Updates the momentum of Muon's matrices in this rank's range of unit `u`, and overwrites
+    /// their gradients in `grad` with the Nesterov momentum. Returns the changed gradients of all
+    /// owners, gathered as one trained vector of the unit.
+    ///
+    /// Collective: every rank must call it.
     fn gather_muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepInputs) -> Result<Buf> {
         let unit = &self.engine.shards[u].unit;
         let ops = self.ops.as_ref();

@@ -49,7 +49,8 @@ impl BufferPool {
         }
     }
 
-    /// Returns a buffer to the pool. This thread no longer uses the buffer.
+    /// Returns a buffer to the pool. The next [`BufferPool::take`] may return it without waiting,
+    /// so only the thread that takes buffers may have used the buffer.
     pub fn give(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }

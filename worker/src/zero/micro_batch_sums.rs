@@ -74,7 +74,8 @@ impl MicroBatchSums {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum that adds each pushed vector to the sum of the earlier ones at once.
+    /// Creates an empty sum that keeps one vector, to which each pushed vector is added
+    /// immediately. Vectors are therefore summed in the order in which they are pushed.
     pub fn with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
@@ -96,7 +97,8 @@ impl MicroBatchSums {
         self.stack.is_empty()
     }
 
-    /// Takes a buffer with unspecified content, to be passed to [`MicroBatchSums::push_owned`].
+    /// Takes a buffer for one vector, with unspecified content. The caller fills the buffer and
+    /// passes it to [`MicroBatchSums::push_owned`].
     ///
     /// The free buffer with the lowest address is used, so that each step uses the same buffers and
     /// CUDA graphs can be replayed.
@@ -105,8 +107,8 @@ impl MicroBatchSums {
         first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
     }
 
-    /// Adds `x`, the sum over the micro-batches of `range`. Copies `x` if `x` cannot be added to
-    /// its left sibling at once.
+    /// Adds `x`, the sum over the micro-batches of `range`, to this sum. If `x` cannot be merged
+    /// with the last partial sum immediately, keeps a copy of `x` until its sibling arrives.
     pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.compute_merged_range(range) {
@@ -123,8 +125,8 @@ impl MicroBatchSums {
         }
     }
 
-    /// Adds `sum`, the sum over the micro-batches of `range`, without a copy. The buffer belongs to
-    /// this object afterwards.
+    /// Adds the buffer `sum`, the sum over the micro-batches of `range`, to this sum. Takes
+    /// ownership of the buffer instead of copying it.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.compute_merged_range(range) {

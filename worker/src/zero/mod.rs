@@ -81,8 +81,9 @@ impl ShardingPolicy {
 ///
 /// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
 /// assignment decides which partial sums must be kept. With sharded gradients, consecutive
-/// micro-batches go to different ranks, so that the owner can sum each round's gradients at once.
-/// Otherwise each rank computes a contiguous range of micro-batches and sums it locally.
+/// micro-batches go to different ranks, so that the owner of a shard can sum the gradients of a
+/// round immediately after the round. Otherwise each rank computes a contiguous range of
+/// micro-batches and sums their gradients locally.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchSchedule {
     /// Number of micro-batches in a global batch.

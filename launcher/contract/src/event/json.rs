@@ -16,7 +16,8 @@ const RENAMED_FIELDS: [(&str, &str); 3] =
 pub enum EventSchema {
     /// The form that earlier releases printed, without the field `schema`.
     V1,
-    /// The current form. Values are also printed under their deprecated field names.
+    /// The current form. A renamed field is printed twice: under its present name, and under its
+    /// name in schema 1.
     #[default]
     V2,
 }

@@ -60,7 +60,7 @@ pub enum HostSyntaxProblem {
     /// A name has more pairs of brackets than are supported.
     #[error("has more than {} pairs of brackets", range::MAX_BRACKETS)]
     TooManyBrackets,
-    /// A range contains something other than numbers of a few digits.
+    /// A range contains text that is not a number, or a number with too many digits.
     #[error("needs numbers of at most {} digits between brackets, as in [01-16,20]", range::MAX_DIGITS)]
     RangeNumberInvalid,
     /// The last number of a range is less than its first number. The variant contains the range.
@@ -83,8 +83,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` bytes to the position of the error. Callers use this function if they parsed only
-    /// a part of the text, which begins at byte `by`.
+    /// Adds `by` to the byte position of the error. A caller that parsed only the part of a text
+    /// that begins at byte `by` converts the error to a position in the whole text by this call.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }
@@ -118,13 +118,13 @@ pub enum HostfileProblem {
     /// The first word of the line is not a valid host.
     #[error("the host {0}")]
     HostInvalid(HostSyntaxProblem),
-    /// The login name is part of the host and also given as an option.
+    /// A line gives the login name twice: before the `@` of the host, and as an option.
     #[error("the user is given twice")]
     UserTwice,
     /// The file has more than [`MAX_HOSTS`] hosts.
     #[error("the hostfile names more than {MAX_HOSTS} hosts")]
     TooManyHosts,
-    /// A host is named again, and one of its lines states the number of slots.
+    /// Several lines name a host, and at least one of them states the number of slots.
     #[error("the slots of {host} are given twice; the host is already on line {line}")]
     SlotsTwice {
         /// The host's name.
@@ -132,7 +132,7 @@ pub enum HostfileProblem {
         /// The number of the first line that names the host.
         line: u32,
     },
-    /// A host is named again with another login name.
+    /// Several lines name a host, with different login names.
     #[error("{host} has another user on line {line}")]
     UserDiffers {
         /// The host's name.
@@ -140,8 +140,8 @@ pub enum HostfileProblem {
         /// The number of the first line that names the host.
         line: u32,
     },
-    /// A host is named on more lines than a host may have slots. Each such line stands for one
-    /// slot.
+    /// A host without stated slots is named on too many lines. Each such line stands for one slot,
+    /// and the number of slots is limited. The variant contains the host's name.
     #[error("{0} has more than {MAX_SLOTS} slots")]
     TooManySlots(String),
     /// An option has no `=`. The variant contains the option.
@@ -175,7 +175,8 @@ pub struct FilterError {
     /// The index of the filter in the list of filters; `None` if the mistake concerns the whole
     /// list.
     pub item: Option<usize>,
-    /// The kind of mistake. The text of this error follows the name of the key.
+    /// The kind of mistake. Its text is a predicate, to which the caller prepends the name of the
+    /// key.
     pub problem: FilterProblem,
 }
 
@@ -198,10 +199,11 @@ pub enum FilterProblem {
     /// No host remains after the filters are applied.
     #[error("leaves no host")]
     NothingLeft,
-    /// The filter excludes slots of a host, but the number of slots of the host is not stated.
+    /// The filter excludes slots of a host, but the number of slots of the host is unknown. The
+    /// variant contains the host's name.
     #[error("excludes slots of {0}, whose number of slots is unknown; write `{0} slots=N` in a hostfile")]
     SlotCountUnknown(String),
-    /// The filter names a host that the job does not have.
+    /// The filter names a host that the job does not have. The variant contains this name.
     #[error("names the host `{}`, which the job does not have", .0.escape_debug())]
     HostUnknown(String),
     /// A host name in the filter is empty.
@@ -220,13 +222,14 @@ pub enum FilterProblem {
         /// The number of slots that the host has.
         slots: usize,
     },
-    /// The filters name a host both with and without slots.
+    /// The filters name a host both with and without slots. The variant contains the host's name.
     #[error("names {0} once with slots and once without")]
     SlotsAmbiguous(String),
-    /// The slots in the filter are not numbers, or are too large.
+    /// A list of slots in the filter contains text that is not a number, or a number that is too
+    /// large. The variant contains the list.
     #[error("has the slots `{}`; slots are numbers from 0 to {MAX_SLOT}, as in `node-1:0,2`", .0.escape_debug())]
     SlotsInvalid(String),
-    /// A filter repeats slots of a host too often.
+    /// A list of slots in the filter is too long, because it repeats slots.
     #[error("names too many slots of one host")]
     TooManySlots,
 }

@@ -38,7 +38,8 @@ type NamedSlots = BTreeMap<usize, Vec<u32>>;
 /// remaining hosts in the order of `hosts`.
 ///
 /// A filter names a host by its whole name, including the port (`a:2222`). A further colon
-/// introduces slots. Fails if both kinds of filters are given, or if no host remains.
+/// introduces slots. Fails if `include` and `exclude` both contain filters, if a filter is not
+/// valid, or if no host remains.
 pub fn filter_hosts(
     hosts: &[(String, HostSlots)],
     include: &[String],
@@ -89,7 +90,8 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     }
 }
 
-/// Parses one filter, and adds the hosts and slots that it names to `named`.
+/// Parses the filter `text`, and adds the hosts and slots that it names to `named`. `by_name`
+/// contains the index in `hosts` of each host name. Fails if `hosts` lacks a host or a slot.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -123,8 +125,9 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds the slots `these` of the host with index `index` to `named`. Fails if the host does not
-/// have one of the slots.
+/// Adds the slots `these` of the host with index `index` to `named`. An empty list stands for all
+/// slots. Fails if the host lacks one of the slots, or if filters name the host both with and
+/// without slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,

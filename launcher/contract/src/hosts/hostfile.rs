@@ -21,8 +21,8 @@ pub struct HostfileEntry {
     pub line: u32,
 }
 
-/// Parses a hostfile into its hosts, in the order of the file. The error contains at least one and
-/// at most [`MAX_ERRORS`] mistakes.
+/// Parses a hostfile into its hosts, in the order of the file. The error contains at least one
+/// mistake. Parsing stops after [`MAX_ERRORS`] mistakes.
 pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileError>> {
     let mut parser = HostfileParser::default();
     let mut errors = Vec::new();
@@ -45,7 +45,7 @@ pub fn parse_hostfile(text: &str) -> Result<Vec<HostfileEntry>, Vec<HostfileErro
     }
 }
 
-/// The hosts of the lines that have been parsed so far.
+/// Parses a hostfile line by line, and holds the hosts of the lines that have been parsed so far.
 #[derive(Default)]
 struct HostfileParser {
     hosts: Vec<HostfileEntry>,
@@ -57,8 +57,8 @@ struct HostfileParser {
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    /// Parses the line with the number `number`, and adds its hosts. Empty lines and comments add
-    /// no host.
+    /// Parses `line`, whose number in the file is `number`, and adds the hosts that it names to
+    /// `self.hosts`. Empty lines and comments add no host.
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");
         let trimmed = content.trim_start();
@@ -83,8 +83,9 @@ impl HostfileParser {
         Ok(())
     }
 
-    /// Adds a host from line `line`. A host that was added before without stated slots gets one
-    /// more slot, as in Open MPI. `at` is the byte offset that an error states.
+    /// Adds a host that line `line` names. If an earlier line named the host, and neither line
+    /// states the slots, the host gets one more slot, as in Open MPI. `at` is the byte offset of
+    /// the host in the line, and becomes the position of an error.
     fn add_host(
         &mut self,
         host: HostAddress,
@@ -165,8 +166,8 @@ impl HostfileLineOptions {
     }
 }
 
-/// Sets `option` to `value`. Fails if the option was set before. `key` and `at`, the byte offset of
-/// the option in the line, describe the option in the error.
+/// Sets `option` to `value`. Fails if the option was set before. The error contains `key`, the name
+/// of the option, and `at`, its byte offset in the line.
 fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),
@@ -175,7 +176,7 @@ fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result
 }
 
 /// Parses a number of slots from 1 to [`MAX_SLOTS`]. `at` is the byte offset of `text` in the line,
-/// which the error states.
+/// and becomes the position of the error.
 fn parse_slot_count(text: &str, at: usize) -> Result<u32, LocatedProblem> {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let number = text.parse::<u32>().ok().filter(|n| digits && (1..=MAX_SLOTS).contains(n));

@@ -35,8 +35,9 @@ pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntax
     Ok(parts)
 }
 
-/// Expands the ranges of a text into at most [`MAX_HOSTS`] names, in the order in which Slurm lists
-/// them. The numbers in the last brackets vary fastest.
+/// Expands the bracketed ranges of one or several names, which are separated by commas, into all
+/// names that they stand for. The order is Slurm's: the numbers in the last brackets vary fastest.
+/// Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
 pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
@@ -57,8 +58,9 @@ fn too_many_hosts_error(at: usize) -> HostSyntaxError {
     range_error(at, HostSyntaxProblem::TooManyHosts)
 }
 
-/// Expands the ranges of one name into at most [`MAX_HOSTS`] names. Outside of brackets, the name
-/// has no commas.
+/// Expands the bracketed ranges of one name, such as `node[1-3,7]`, into all names that it stands
+/// for. Fails if there are more than [`MAX_HOSTS`], or if a range is malformed. The caller must
+/// already have split the text at the commas outside of brackets.
 fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = vec![String::new()];
     let (mut rest, mut at, mut brackets) = (text, 0, 0);
@@ -87,8 +89,10 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Fails if appending `piece` would make one of `names` longer than [`MAX_NAME`]. Checking first
-/// avoids the cost of appending to thousands of names.
+/// Fails if appending the text `piece` would make the first of `names` longer than [`MAX_NAME`]
+/// bytes. The other names are not examined, because their lengths differ by a few digits at most.
+/// The check avoids the cost of appending a long text to thousands of names. `at` becomes the
+/// position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),
@@ -97,8 +101,8 @@ fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), Hos
 }
 
 /// Expands `01-03,07` into 01, 02, 03 and 07. The numbers of a range are padded with zeros to the
-/// width of its first number. `at` is the byte offset of `text`, from which errors compute their
-/// position.
+/// width of its first number. `at` is the byte offset of `text` in the whole name, and is added to
+/// the position of an error. Fails if there are more than [`MAX_HOSTS`] numbers.
 fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;

@@ -1,7 +1,8 @@
 //! Checks that the values of a job fit together, without reading data and without asking a host.
 //!
 //! A setting that cannot be honoured is an error. A setting without effect is an error if it would
-//! mislead about the result or the safety of the run. Otherwise it is a warning.
+//! mislead the user about the result or the safety of the run. Other settings without effect are
+//! warnings.
 use super::train::GPT2;
 use super::{
     AttentionKernels, CommBackend, DeviceSelection, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec,
@@ -24,7 +25,7 @@ const BUILT_IN_CHECKPOINT_KEYS: [&str; 6] = [
 ];
 
 /// Checks that the values of a decoded job fit together. Errors and warnings are reported to `d`. A
-/// check is skipped if one of its keys already has an error.
+/// check is skipped if decoding already reported an error for a key that the check reads.
 pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_program_keys(d, job);

@@ -11,6 +11,7 @@ pub struct ClusterSpec {
     /// job. Cannot be combined with `exclude`.
     pub include: Vec<String>,
     /// DeepSpeed's filters that remove the hosts and slots that they name, as written in the job.
+    /// Cannot be combined with `include`.
     pub exclude: Vec<String>,
     /// The settings of the SSH connections to the hosts.
     pub ssh: SshSpec,
@@ -59,7 +60,7 @@ impl ClusterSpec {
 
 impl InterfaceSelector {
     /// Returns whether this selection allows a worker to listen at `address` of the interface
-    /// `interface`.
+    /// `interface`. [`InterfaceSelector::Auto`] allows every address.
     pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
         match self {
             InterfaceSelector::Auto => true,
@@ -195,12 +196,12 @@ pub enum DeviceSelection {
 /// `cluster.comm_backend`: the backend that transfers GPU buffers between built-in workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CommBackend {
-    /// NCCL if there are several workers and each has its own GPU. Otherwise the memory and network
-    /// of the host.
+    /// [`CommBackend::Nccl`] if there are several workers and each has its own GPU. Otherwise
+    /// [`CommBackend::Host`].
     Auto,
     /// NVIDIA's library NCCL.
     Nccl,
-    /// The memory and network of the host.
+    /// Host memory between workers on one host, and TCP between hosts.
     Host,
 }
 

@@ -88,7 +88,9 @@ fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n
     if let YamlValue::Map(entries) = &mut node.value { Some(entries) } else { None }
 }
 
-/// Replaces the deprecated name `name` among the entries of its section, if the job uses the name.
+/// Replaces the deprecated name `name` in `entries`, the entries of its section, by the present
+/// name, and adds a warning to `decoder`. If the present name is given, too, adds an error and
+/// removes the entry with the deprecated name. Does nothing if no entry has the deprecated name.
 fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
     let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };
     let (old, new) = (name.old_path(), name.new_path());

@@ -79,8 +79,8 @@ impl Document {
         Document::parse(&name, &text, syntax)
     }
 
-    /// Parses a text of at most 1 MiB. `name` is the file name in messages. Fails if the document
-    /// is empty.
+    /// Parses `text`, the content of the file that messages call `name`. Fails if the text is
+    /// larger than 1 MiB, empty or malformed.
     pub fn parse(name: &str, text: &str, syntax: DocumentSyntax) -> diagnostic::Result<Self> {
         let json;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -111,7 +111,7 @@ impl Document {
         self.sources.locate_span(item.span)
     }
 
-    /// Returns the name of the file that the document was read from.
+    /// Returns the file name that messages show for this document.
     pub fn file(&self) -> &str {
         self.sources.file()
     }
@@ -138,10 +138,12 @@ fn begins_with_brace(text: &str) -> bool {
     blank_out_comments(text).trim_start().starts_with('{')
 }
 
-/// Replaces comments by spaces, and tabs outside of texts too, because YAML does not accept them
-/// everywhere. The length in bytes does not change, so spans of the result are valid in `text`.
+/// Replaces comments and tabs by spaces, so that a YAML parser accepts the result. Quoted strings
+/// stay unchanged. The length in bytes does not change either, so spans of the result are valid in
+/// `text`.
 fn blank_out_comments(text: &str) -> String {
-    /// The kind of text that contains the current character.
+    /// The context of the current character: outside of strings and comments, within a quoted
+    /// string, or within a line or block comment.
     #[derive(PartialEq)]
     enum LexerState {
         Code,

@@ -1,4 +1,4 @@
-//! [`load_job`]: reads a job file or text into a [`JobSpec`], and reports every mistake at once.
+//! [`load_job`]: reads a job file or text into a [`JobSpec`], and reports all mistakes together.
 use super::{
     JobSpec, check,
     decode::JobDecoder,
@@ -19,9 +19,9 @@ pub const MAX_JOB: u64 = 1 << 20;
 /// The file or text that a job is loaded from.
 #[derive(Clone, Debug)]
 pub enum JobSource {
-    /// A file of at most [`MAX_JOB`] bytes.
+    /// The file at this path. Loading fails if the file has more than [`MAX_JOB`] bytes.
     File(PathBuf),
-    /// A text of at most [`MAX_JOB`] bytes.
+    /// A text in memory. Loading fails if the text has more than [`MAX_JOB`] bytes.
     Text {
         /// The file name that messages show. A job without the key `name` is named after this file.
         name: String,
@@ -55,8 +55,8 @@ pub fn load_job(
     load_job_text(&name, text, overrides)
 }
 
-/// Loads a job from `text`, which has at most [`MAX_JOB`] bytes and no byte order mark. Returns
-/// what [`load_job`] returns.
+/// Loads a job from `text`. Returns what [`load_job`] returns. The caller must already have checked
+/// that the text has at most [`MAX_JOB`] bytes, and removed a byte order mark.
 fn load_job_text(
     name: &str,
     text: &str,
@@ -146,8 +146,8 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     Ok(bytes)
 }
 
-/// Creates the error of the file `name` that has more than [`MAX_JOB`] bytes. `bytes` is a lower
-/// bound of its size, because reading stops one byte above the limit.
+/// Creates the error that the file `name` has more than [`MAX_JOB`] bytes. `bytes` is a lower bound
+/// of the file's size, because the reader stops one byte above the limit.
 fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");

@@ -17,7 +17,8 @@ pub struct LoraSpec {
     /// The path is relative to the workdir. `adapter_config.json` in the directory replaces all
     /// settings below except `dropout`.
     pub from: Option<PathBuf>,
-    /// The rank of the adapters, which is the number of rows of A and of columns of B.
+    /// The rank of the adapters. An adapter is the matrix product B·A. The rank is the number of
+    /// rows of A and of columns of B.
     pub rank: u32,
     /// The numerator of the scale of an adapter's output. The scale is `alpha / rank`.
     pub alpha: f64,
@@ -33,7 +34,7 @@ pub struct LoraSpec {
 /// `train.lora.targets`: the matrices of the model that get adapters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoraTargets {
-    /// All matrices of the layers that can have adapters.
+    /// Every matrix in the model's layers for which adapters are supported.
     AllLinear,
     /// The matrices whose name is one of these texts, or ends in `.` and one of these texts.
     Names(Vec<String>),

@@ -17,8 +17,8 @@ enum PathStep {
     Index(usize),
 }
 
-/// Applies one `path=value` argument to the tree `root`. The value is parsed as YAML. Adds the text
-/// of the argument to `sources`.
+/// Applies one `--set` argument, `text` of the form `path=value`, to the tree `root`. The value is
+/// parsed as YAML. Also adds the text of the argument to `sources`, so that errors can point at it.
 pub(crate) fn apply_override(
     root: &mut YamlNode,
     sources: &mut SourceMap,
@@ -56,8 +56,9 @@ fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueErro
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
 }
 
-/// Parses the value of an override as YAML. `base` is the byte offset of `text` in the argument
-/// with the index `source`.
+/// Parses `text`, the value of an override, as YAML. An empty value is `null`. `source` is the
+/// index of the `--set` argument in the [`SourceMap`], and `base` the byte offset of `text` in the
+/// argument.
 fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
     if let Some(at) = text.find(|c: char| c.is_control() && !matches!(c, '\n' | '\t')) {
         let at = base + at as u32;
@@ -70,8 +71,9 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
     Ok(parse_yaml(text, source, base)?.unwrap_or(empty))
 }
 
-/// Splits a path such as `a.b[2].c` into its steps, each with its span in the argument with the
-/// index `source`.
+/// Splits a path such as `a.b[2].c` into its steps, each with its span in the `--set` argument.
+/// `source` is the index of the argument in the [`SourceMap`]. Fails if there are more than
+/// [`MAX_STEPS`].
 fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
@@ -99,8 +101,8 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
     Ok(steps)
 }
 
-/// Sets the value at the path `steps` below `root`. Keys that are absent are added. An index equal
-/// to the length of a list appends an item.
+/// Sets the value at the path `steps` below `root`, and replaces a value that is already there.
+/// Keys that are absent are added. An index equal to the length of a list appends an item.
 fn set_value(
     root: &mut YamlNode,
     steps: Vec<(PathStep, SourceSpan)>,

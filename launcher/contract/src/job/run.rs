@@ -31,7 +31,7 @@ pub struct RunSpec {
     /// The time from SIGTERM to SIGKILL, in milliseconds.
     #[serde(rename = "grace_ms")]
     pub grace_period_ms: u64,
-    /// The largest number of restarts in a run, for failures of any host.
+    /// The largest number of restarts in a run, regardless of which hosts failed.
     pub restarts: u32,
     /// The smallest number of hosts with which an attempt starts.
     pub min_hosts: MinHosts,
@@ -123,6 +123,6 @@ pub struct LogsSpec {
     pub show: Vec<Rank>,
     /// Whether each line on the console begins with `[rank N]`.
     pub prefix: bool,
-    /// The largest size of one rank's log, in bytes.
+    /// The largest size of one rank's log, in bytes. Output beyond this size is not stored.
     pub max_size: u64,
 }

@@ -54,9 +54,9 @@ pub struct TrainSpec {
     pub seed: u64,
     /// Which activations the backward pass recomputes.
     pub recompute: RecomputeMode,
-    /// Whether the results have the same bits for any number of workers. Otherwise gradients are
-    /// summed in their order of arrival. On GPUs, measurements on the host then also select the
-    /// fastest algorithm of each matmul and of attention.
+    /// Whether the results have the same bits for any number of workers. If this value is `false`,
+    /// the gradients of micro-batches are summed in their order of arrival. On GPUs, the algorithms
+    /// for each matmul and for attention are then also timed, and the fastest ones are used.
     #[serde(rename = "numerics", default = "enabled_by_default", with = "numerics")]
     pub deterministic: bool,
     /// The kernels that compute attention on GPUs.
@@ -285,8 +285,8 @@ pub struct LossScaleSpec {
     pub initial_scale_power: u32,
     /// The number of steps without overflow after which the scale doubles.
     pub loss_scale_window: u64,
-    /// The smallest loss scale. An overflow that would reduce the scale below this value is not
-    /// tolerated.
+    /// The smallest loss scale. Training fails at an overflow that would reduce the scale below
+    /// this value.
     pub min_loss_scale: f64,
 }
 
@@ -547,8 +547,9 @@ fn decode_tokenizer(d: &mut JobDecoder, data: &JobSection<'_>, from: Option<&Pat
             path => TokenizerSpec::File(path.into()),
         })
     });
-    let default =
-        || from.map_or(TokenizerSpec::Bytes, |folder| TokenizerSpec::File(folder.join("tokenizer.json")));
+    let default = || {
+        from.map_or(TokenizerSpec::Bytes, |directory| TokenizerSpec::File(directory.join("tokenizer.json")))
+    };
     given.unwrap_or_else(default)
 }
 

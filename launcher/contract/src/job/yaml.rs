@@ -321,7 +321,8 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Adds a copy of the node that the alias with the number `anchor` refers to.
+    /// Adds a copy of the node that has the anchor with the number `anchor`, to which an alias
+    /// refers. Fails if the node contains the alias, or if the tree exceeds a limit.
     fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(
@@ -340,8 +341,9 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Adds to the numbers of nodes and bytes of the tree. Fails if there are more than
-    /// [`MAX_NODES`] or [`MAX_BYTES`].
+    /// Adds `nodes` and `bytes` to the size of the tree that has been counted so far. Fails if the
+    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error
+    /// points at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;

@@ -164,8 +164,9 @@ impl AgentCore {
         worker.ended_at + output_delay.max(step_delay)
     }
 
-    /// Reports the ended workers whose [`Self::report_due_at`] has come to the controller, in the
-    /// order of their ends.
+    /// Sends the reports of ended workers that are due at `now` to the controller, in the order in
+    /// which the workers ended. See [`Self::report_due_at`]. A report that is not due delays the
+    /// reports of workers that ended later.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
             if self.workers.get(&rank).is_none_or(|worker| now < self.report_due_at(worker)) {

@@ -7,9 +7,10 @@ use std::{
     ptr,
 };
 
-/// The largest number of GPUs of a host that are queried.
+/// The largest number of GPUs of a host that are queried. Further GPUs are missing in the report.
 const MAX_GPUS: u32 = 64;
-/// The largest number of processes of a GPU that are reported.
+/// The largest number of processes of a GPU that can be reported. If more processes use the GPU,
+/// the report has no processes of this GPU.
 const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
 const MAX_LINKS: c_uint = 18;
@@ -155,7 +156,9 @@ impl Nvml {
         if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    /// Queries the driver version and all GPUs, and stores the results in `report`.
+    /// Queries the driver version and the GPUs, and stores the results in `report`. If the number
+    /// of GPUs cannot be read, stores the error in `report`. Omits GPUs whose status cannot be
+    /// read.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
         report.driver = self.query_driver_version().ok();
         match self.query_device_count() {
@@ -235,7 +238,7 @@ impl Nvml {
     }
 
     /// Returns the pid and the used GPU memory in bytes of each process that computes on the GPU
-    /// `device`.
+    /// `device`. Fails if there are more than [`MAX_PROCESSES`].
     fn query_processes(&self, device: DeviceHandle) -> Result<Vec<(u32, u64)>, NvmlError> {
         let mut list = [NvmlProcess::default(); MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
@@ -304,8 +307,8 @@ impl Nvml {
             .collect())
     }
 
-    /// Calls the NVML function `name`, which must report one `int` about a GPU, and returns the
-    /// number.
+    /// Calls the NVML function `name` for a GPU and returns the number that the function reports.
+    /// The function must have exactly two parameters: the GPU and a pointer to the `int` result.
     fn query_number(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;

@@ -15,9 +15,11 @@ const MAX_CLOCK_SKEW_S: f64 = 1.0;
 const MIN_OPEN_FILES: u64 = 4096;
 /// The limit of processes and threads below which `launch check` warns.
 const MIN_PROCESSES: u64 = 4096;
-/// The size of /dev/shm below which `launch check` warns, in bytes. Data loaders and NCCL need it.
+/// The size of /dev/shm below which `launch check` warns, in bytes. Data loaders and NCCL store
+/// data there.
 const MIN_SHM_BYTES: u64 = 1 << 30;
-/// The free disk space below which `launch check` warns, in bytes. Checkpoints and logs need it.
+/// The free space of a file system below which `launch check` warns, in bytes. Checkpoints and logs
+/// need disk space.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
 /// The stages of connecting to a host, from the first to the last, each with the name of its check.
@@ -138,10 +140,11 @@ fn check_host(
     checks
 }
 
-/// Checks the working, log and checkpoint directories of a host.
+/// Checks the working, log and checkpoint directories of a host. Returns one result for each
+/// directory.
 ///
-/// Fails a missing working directory, and a log or checkpoint directory that is not writable. Warns
-/// about less than [`MIN_DISK_BYTES`] of free space.
+/// A missing working directory is a failure. A log or checkpoint directory that is not writable is
+/// also a failure. Less free space than [`MIN_DISK_BYTES`] is a warning.
 fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let names = ["workdir", "logs", "checkpoints"];

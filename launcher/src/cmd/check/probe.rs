@@ -1,4 +1,5 @@
-//! [`probe_hosts`]: sends the probes to the agents of all hosts at once and collects the answers.
+//! [`probe_hosts`]: sends the probes to the agents of all hosts in parallel and collects the
+//! answers.
 use super::StartedAgent;
 use crate::{
     connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
@@ -47,9 +48,11 @@ pub(super) struct ProbeTargets {
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,
-    /// The last stage of the connection to the host that was begun.
+    /// The stage that the connection to the host reached. If the connection failed, it failed in
+    /// this stage.
     pub(super) stage: ConnectionStage,
-    /// The error because of which the inspection or the answer about the peers is missing.
+    /// The error that prevented the inspection of the host or its connections to peers. `None` if
+    /// the agent of the host answered both requests.
     pub(super) error: Option<Diagnostic>,
     pub(super) inspection: Option<HostInspection>,
     /// The time by which the host's clock is ahead of this machine's clock, and the uncertainty of
@@ -60,15 +63,18 @@ pub(super) struct ProbeResult {
     pub(super) peers: Vec<(String, diagnostic::Result<f64>)>,
     /// For each directory of [`ProbeTargets::dirs`], the nonces whose files the host sees there.
     pub(super) nonces: Vec<Vec<String>>,
-    /// The text after which the nonce file of this host is named; differs from host to host.
+    /// The unique part of the name of this host's nonce file. Each host has a different nonce.
     pub(super) nonce: String,
     /// The text that the login shell of the host prints before the agent starts; usually empty.
     pub(super) shell_output: String,
 }
 
-/// Probes the hosts of all `agents` at once and returns the results in the order of `agents`.
+/// Probes the hosts of all `agents` in parallel and returns the results in the order of `agents`.
+/// Ends the agents afterwards.
 ///
-/// Ends the agents afterwards. Must run in a [`tokio::task::LocalSet`].
+/// `nonce` is the beginning of the nonces of all hosts. `connect_timeout_ms` limits each TCP
+/// connection between two hosts, in milliseconds. The caller must run in a
+/// [`tokio::task::LocalSet`].
 pub(super) async fn probe_hosts(
     agents: Vec<StartedAgent>,
     targets: &ProbeTargets,
@@ -122,7 +128,8 @@ impl AgentConnection {
     /// Waits for a message of the agent for which `select` returns a value, and returns the value.
     /// Other messages are dropped.
     ///
-    /// Fails if the agent reports an error, the connection ends, or `limit` has passed.
+    /// Fails if the agent reports an error, if the connection ends, or if no such message arrives
+    /// within `limit`. With `None`, the time is not limited.
     async fn wait_for_message<T>(
         &mut self,
         limit: Option<Duration>,
@@ -203,9 +210,9 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
 
 /// Returns the error to report for a host without an answer.
 ///
-/// An error of the connection to the host comes first, then the error of starting the agent, then
-/// `error`. The message of the last two contains the text of the agent's stderr. Aborts a remote
-/// connection that has no error.
+/// Returns the first of these that exists: the error of the connection to the host, the error of
+/// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
+/// latter two. If the connection to a remote host has no error, aborts the connection.
 async fn find_root_error(
     host: &StartedAgent,
     error: Diagnostic,
@@ -283,10 +290,10 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// Returns the listeners of the hosts that host `index` connects to, at most [`MAX_PEERS`].
+/// Returns the listeners of the hosts to which host `index` connects.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
-/// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`.
+/// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`. Omits hosts that have no listener.
 fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near =

@@ -16,7 +16,8 @@ use tokio::{
 
 /// The time between two attempts to reap the processes of the Slurm step.
 const REAP_INTERVAL: Duration = Duration::from_millis(20);
-/// The time that the Slurm step has to end after its agents have ended. Then launch kills the step.
+/// The time that the Slurm step has to end after its agents have ended. If the step still runs
+/// after this time, launch kills it.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The Slurm step that runs the agents of `launch check`, and the task that reaps the local
@@ -49,8 +50,8 @@ pub(super) fn start_agents(
 }
 
 impl SlurmAgentStep {
-    /// Waits until all local processes of the step have ended. Kills the processes that are left
-    /// after [`STEP_EXIT_TIMEOUT`].
+    /// Waits until all processes of the step on this machine have ended. Kills the processes that
+    /// still run after [`STEP_EXIT_TIMEOUT`], and continues to wait for their end.
     pub(super) async fn wait_or_kill(self) {
         self.reaper.abort();
         let limit = Instant::now() + STEP_EXIT_TIMEOUT;

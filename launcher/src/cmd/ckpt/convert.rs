@@ -70,7 +70,7 @@ enum TargetFormat {
 
 /// The smallest memory limit that `--memory` accepts, in bytes.
 const MIN_MEMORY_BYTES: u64 = 64 << 20;
-/// The memory limit that `--to safetensors` needs at least, in bytes.
+/// The smallest memory limit that `--memory` accepts together with `--to safetensors`, in bytes.
 const GATHER_MEMORY_BYTES: u64 = 256_000_000;
 
 /// Parses the value of `--memory` and returns the limit in bytes. Fails if the limit is less than
@@ -158,8 +158,8 @@ fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }
 
-/// Fails if an option does not apply to the format of `--to`, or if the memory limit is too small
-/// for the format.
+/// Fails if an option does not apply to the format that `--to` selects, or if the limit that
+/// `--memory` sets is too small to write that format.
 fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     let weights_only = args.to == TargetFormat::Safetensors;
     let unsupported = |option: &str, reason: &str| {

@@ -139,7 +139,7 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
 }
 
 /// Formats the update counts of all weights as one number or, if the counts differ, as a range.
-/// Returns `unknown` for no weights.
+/// Returns `unknown` if there are no counts.
 fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
     match (distinct.first(), distinct.last()) {

@@ -120,7 +120,8 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
-/// Describes how one checkpoint is a rounded copy of the other: `b is a rounded to bf16`.
+/// Describes which of the two compared checkpoints, `a` and `b`, is a rounded copy of the other,
+/// and the dtype to which it was rounded. Example: `b is a rounded to bf16`.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",

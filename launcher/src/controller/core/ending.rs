@@ -16,8 +16,8 @@ use std::time::Duration;
 
 impl ControllerCore {
     /// Processes a request to stop the run. The first request lets running workers save and stop,
-    /// and a second request kills the workers. Without running workers the run ends at once. After
-    /// [`StopRequest::TimeLimit`], only Ctrl-C counts as a second request.
+    /// and a second request kills the workers. If no worker is running, the first request ends the
+    /// run immediately. After [`StopRequest::TimeLimit`], only Ctrl-C counts as a second request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
             && self.stop_request == Some(StopRequest::TimeLimit)
@@ -42,7 +42,7 @@ impl ControllerCore {
                 // a save.
                 self.state = AttemptState::Stopping(request);
                 self.emit_notice(
-                    "the workers are stopping already and will not be started again; \
+                    "the workers are stopping already and will not be restarted; \
                      a second signal kills them"
                         .into(),
                 );
@@ -78,8 +78,8 @@ impl ControllerCore {
         });
     }
 
-    /// Asks built-in workers to save and stop. Programs get SIGTERM, and SIGKILL after the grace
-    /// period.
+    /// Asks built-in workers to save and stop, without a time limit. Programs get SIGTERM, and
+    /// SIGKILL after the grace period.
     pub(super) fn send_stop(&mut self, now: Duration) {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
@@ -149,8 +149,9 @@ impl ControllerCore {
     }
 
     /// Orders the agents to kill the workers of the attempt, with SIGKILL after `grace`. With
-    /// `stacks`, the agents first write the stacks of the workers. An agent that does not report
-    /// the end of its workers in time is killed.
+    /// `stacks`, the agents first write the stacks of the workers to the logs. Agents get the
+    /// `reason` of the kill. An agent that has not reported the end of its workers is itself killed
+    /// [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an earlier deadline is set.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
         self.broadcast_to_agents(&ToAgent::Kill { attempt, reason: reason.to_owned(), grace_ms, stacks });
@@ -158,8 +159,9 @@ impl ControllerCore {
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the root cause as soon as the last output lines of the failed rank have arrived or
-    /// are overdue. Does nothing if the root cause was reported already or there is none.
+    /// Reports the root cause to the user, as a failure or a restart. Does nothing while the last
+    /// output lines of the failed rank are awaited; a later call then reports the root cause. Also
+    /// does nothing if there is no root cause or it was reported already.
     pub(super) fn report_failure(&mut self, now: Duration) {
         let (Some(since), Some(cause)) = (self.unreported_since, &self.cause) else { return };
         let worker = cause.rank.and_then(|rank| self.workers.get(rank as usize));
@@ -230,8 +232,8 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the run, or begins the pause before the next attempt, if the attempt is ending and no
-    /// process of the attempt is left.
+    /// Ends the run, or begins the pause before the next attempt, if the attempt is running or
+    /// ending and no process of the attempt is left. Otherwise does nothing.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,

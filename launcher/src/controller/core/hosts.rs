@@ -39,7 +39,7 @@ pub(super) struct HostState {
     pub(super) hostname: String,
     /// The process id of the agent; 0 before its hello.
     pub(super) pid: u32,
-    /// Bytes of memory that the job may use on the host; 0 if unknown.
+    /// The number of bytes of host memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
     /// The time at which the last message of the agent arrived, or at which the agent was started.
     pub(super) last_heard: Duration,
@@ -58,7 +58,7 @@ pub(super) struct HostState {
     pub(super) active: bool,
     /// The ranks whose workers run on the host in this attempt; a contiguous range.
     pub(super) ranks: Range<Rank>,
-    /// The number of workers that run on the host.
+    /// The number of workers of this attempt that are running on the host.
     pub(super) running: usize,
     /// The ticket of the host's valid entry in the lease queue. Entries of the host with other
     /// tickets are ignored.
@@ -72,8 +72,9 @@ impl HostState {
     }
 }
 
-/// The times of the next lease checks, with one valid entry per agent. An entry is renewed only
-/// when it is due, so that a message of an agent needs no update of the queue.
+/// The times of the next lease checks, as a queue with one valid entry per agent. When an entry is
+/// due, the check either finds that the lease has expired or schedules the next check. So a message
+/// of an agent needs no update of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
@@ -97,7 +98,8 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules the lease check of a host's agent and invalidates the earlier entry in the queue.
+    /// Schedules the lease check of a host's agent for the time at which the lease expires if no
+    /// further message arrives. Invalidates the host's earlier entry in the queue.
     fn schedule_lease_check(&mut self, id: HostIndex) {
         let due = self.hosts[id].last_heard + self.select_host_lease(id);
         let ticket = self.hosts[id].ticket.wrapping_add(1);
@@ -168,11 +170,13 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Begins the preparation of an attempt once as many hosts have joined as the job uses, or no
-    /// further host can join. Fails the attempt if too few hosts have joined.
+    /// Begins the preparation of an attempt if as many hosts have joined as the job uses, or if no
+    /// further host can join. In the second case, fails the attempt if fewer hosts have joined than
+    /// `run.min_hosts` requires. Does nothing while hosts may still join, or if the core does not
+    /// wait for agents.
     ///
-    /// `scanned` moves over the list of hosts once, so that the cost of joining is constant per
-    /// host.
+    /// Each call continues at the host at which the previous call stopped. So the cost of joining
+    /// is constant per host.
     pub(super) fn try_prepare_attempt(&mut self, now: Duration) {
         if self.state != AttemptState::Joining {
             return;
@@ -311,7 +315,8 @@ impl ControllerCore {
         self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Builds the root cause of a failure that the end of an agent has caused. The exit code is 1.
+    /// Builds the root cause of a failure that the end of an agent has caused. Its exit code for
+    /// `launch` is 1, which the caller may replace.
     fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
@@ -323,8 +328,9 @@ impl ControllerCore {
         }
     }
 
-    /// Continues without a lost host or fails the attempt, depending on the state of the attempt.
-    /// `was_active` states whether the host had workers of the attempt.
+    /// Processes the loss of a host. Before the workers are started, the attempt fails only if
+    /// fewer than `run.min_hosts` hosts are left. Afterwards the attempt fails if the host had
+    /// workers of the attempt (`was_active`), unless the host was being drained.
     fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
@@ -427,8 +433,9 @@ impl ControllerCore {
         }
     }
 
-    /// Begins the next attempt: excludes hosts that failed too often, and restarts lost agents if
-    /// more hosts are needed.
+    /// Begins the next attempt. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail,
+    /// if the other hosts are enough. If fewer hosts have joined than the job uses, starts the
+    /// agents of the other hosts that are not excluded, except hosts in quarantine.
     pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.restart_host_scan();

@@ -58,7 +58,9 @@ impl ControllerCore {
     }
 
     /// Releases hosts that are no longer listed, in descending order of their indices, as long as
-    /// `run.min_hosts` usable hosts remain. A host with workers is drained first.
+    /// `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the drain begins
+    /// only when all workers of the attempt have started. Reports each unlisted host that must stay
+    /// in use.
     pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;

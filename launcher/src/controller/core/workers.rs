@@ -137,7 +137,7 @@ impl ControllerCore {
     }
 
     /// Records the final report that a worker sends before it exits. If the report contains an
-    /// error, fails the attempt at once, without waiting for the exit.
+    /// error, fails the attempt immediately, without waiting for the exit.
     fn handle_final_report(
         &mut self,
         now: Duration,
@@ -217,8 +217,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the report that a worker makes no progress. Fails the attempt if no running worker
-    /// makes progress, or if the reported worker is suspended.
+    /// Processes the report that a worker has made no progress for the time `stalled_for`. Fails
+    /// the attempt if no running worker makes progress, or if the reported worker's process is
+    /// suspended (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,

@@ -28,9 +28,10 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Processes the end of an agent's stream: waits until the agent has ended, kills the processes
-    /// that the agent left on this machine, and then informs the core. `error` states why the
-    /// stream broke; `None` if the stream ended in order.
+    /// Processes the end of an agent's stream. Waits until the agent has ended, and kills an agent
+    /// that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes that the agent
+    /// left on this machine, and informs the core. `error` states why the stream broke; `None` if
+    /// the stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;
@@ -108,8 +109,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Closes the streams of all agents, which makes the agents exit. Then ends helper processes
-    /// and kills every process of the job that is left on this machine.
+    /// Closes the streams of all agents, which makes the agents exit, and kills agents that have
+    /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends helper processes and kills every process
+    /// of the job that is left on this machine.
     pub(super) async fn close_agents(&mut self) {
         self.agents.values_mut().for_each(|a| a.outbox = None);
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;

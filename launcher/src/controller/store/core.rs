@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client.
 pub(super) type ClientId = u64;
-/// The limit of the bytes of all keys, values, queues and waits together, including [`ENTRY_BYTES`]
-/// for each of them.
+/// The largest number of bytes of all keys, values, queues and waits together, including
+/// [`ENTRY_BYTES`] for each of them. A request that would exceed it is rejected.
 pub(super) const MAX_TOTAL: usize = 1 << 30;
 /// Bytes that count for each value, each item of a queue, and each key that a client waits for, in
 /// addition to the bytes of keys and values.
@@ -184,8 +184,9 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Decrements the number of missing keys of each client that waits for a new key. The cost per
-    /// client does not depend on the number of keys that the client waits for.
+    /// Decrements the number of missing keys of each client that waits for `key`. The caller must
+    /// just have added the key's first value or item, and must then wake clients whose number is 0.
+    /// The cost per client does not depend on the number of keys that the client waits for.
     fn record_added_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -194,7 +195,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Increments the number of missing keys of each client that waits for a removed key.
+    /// Increments the number of missing keys of each client that waits for `key`. The caller must
+    /// just have removed the key's last value or item.
     fn record_removed_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -214,7 +216,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Deletes the value of a key. Returns the number of deleted values: 0 or 1.
+    /// Deletes the value of a key, and keeps the queue of the key. Returns the number of deleted
+    /// values: 0 or 1.
     fn delete_key(&mut self, key: &[u8]) -> i64 {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= compute_entry_bytes(key, &value);
@@ -305,8 +308,9 @@ impl RendezvousStore {
 
     // ---- waiting ----
 
-    /// Begins a client's wait until all keys exist. Appends the reply to `out` at once if no key is
-    /// missing. Fails if the client waits already, or if the store is full.
+    /// Begins a client's wait until all of `keys` exist. If no key is missing, appends the reply to
+    /// `out` immediately and begins no wait. Fails if the client waits already, or if the store is
+    /// full.
     fn begin_wait(
         &mut self,
         client: ClientId,
@@ -348,8 +352,10 @@ impl RendezvousStore {
         ready
     }
 
-    /// Counts a client's arrival at a barrier. The arrival that makes the count reach `world` wakes
-    /// all waiting clients, and later arrivals do not wait.
+    /// Counts a client's arrival at the barrier that `key` names, in the value of the key. The
+    /// client waits until `world` clients have arrived. The last of them wakes the others, by
+    /// appending all replies to `out`, and later arrivals do not wait. Fails if the client waits
+    /// already, the value is not a number, or the store is full.
     fn enter_barrier(
         &mut self,
         client: ClientId,

@@ -29,7 +29,8 @@ use tokio::{
     task::LocalSet,
 };
 
-/// The limit of simultaneous connections. A rank has one or two.
+/// The largest number of simultaneous connections. Further connections are closed with a warning. A
+/// rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
 /// The number of open files that the process needs in addition to the connections of clients.
 const OTHER_FILES: u64 = 64;
@@ -227,11 +228,11 @@ struct ClientConnection {
     shared: Rc<ServerState>,
     reply_buffer: Rc<ReplyBuffer>,
     input: Vec<u8>,
-    /// The number of unparsed bytes of `input` that must be present before parsing continues.
+    /// How many unparsed bytes `input` must have before its first request is parsed again.
     needed: usize,
     /// Whether the client has sent the handshake of the protocol.
     validated: bool,
-    /// The bytes of replies that have left the reply buffer and are being written.
+    /// The number of bytes of replies that have left the reply buffer and are being written.
     writing: usize,
 }
 
@@ -298,9 +299,9 @@ impl ClientConnection {
         Ok(n)
     }
 
-    /// Executes every complete request in `input`. Fails if the client violates the protocol or a
-    /// limit, or if the buffers of all connections and the store together exceed [`MAX_TOTAL`]
-    /// bytes.
+    /// Executes every complete request in `input` and removes it. Fails if the client violates the
+    /// protocol or a limit, or if the buffers of all connections and the store together exceed
+    /// [`MAX_TOTAL`] bytes.
     async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
         let mut consumed = 0;
         while self.input.len() - consumed >= self.needed {

@@ -6,13 +6,14 @@
 //! before the connection waits for that many bytes.
 use super::error::{RequestLengthField, StoreClientError};
 
-/// The length of the longest key, in bytes.
+/// The length of the longest key, in bytes. Requests with longer keys are rejected.
 pub(super) const MAX_KEY: u64 = 8 << 10;
-/// The length of the longest value, in bytes.
+/// The length of the longest value, in bytes. Requests with longer values are rejected.
 pub(super) const MAX_VALUE: u64 = 8 << 20;
-/// The limit of keys in one request.
+/// The largest number of keys in one request. Requests with more keys are rejected.
 pub(super) const MAX_KEYS: u64 = 128 << 10;
-/// The length of the longest request or reply, in bytes.
+/// The length of the longest request or reply, in bytes. Longer requests are rejected, and so are
+/// requests with longer replies.
 pub(super) const MAX_MESSAGE: usize = 64 << 20;
 /// The number in the first request of a client, from torch 2.4 on.
 const MAGIC: u32 = 0x3C85_F7CE;
@@ -72,7 +73,7 @@ pub(super) enum StoreReply {
 pub(super) enum RequestParseOutcome {
     /// A complete request, and the number of its bytes.
     Complete(StoreRequest, usize),
-    /// Part of a request. Parsing needs at least this many bytes in total.
+    /// Part of a request. The request has at least this many bytes, including the present ones.
     Incomplete(usize),
     /// Bytes that are not a valid request.
     Malformed(StoreClientError),
@@ -96,7 +97,8 @@ pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
 
 /// The reason why parsing stopped before the end of a request.
 enum RequestParseStop {
-    /// The request continues. Parsing needs at least this many bytes in total.
+    /// The request continues after the present bytes. It has at least this many bytes, including
+    /// the present ones.
     Incomplete(usize),
     Malformed(StoreClientError),
 }
@@ -207,8 +209,9 @@ impl RequestParser<'_> {
         self.read_list(8, Self::read_key)
     }
 
-    /// Parses a list: the number of its items, then the items, each of which is at least
-    /// `min_bytes` bytes long.
+    /// Parses a list: the number of its items, then each item with the function `item`. An item
+    /// must be at least `min_bytes` bytes long. Fails if the list has more than [`MAX_KEYS`] items.
+    /// Returns an empty list if `copies` is not set.
     fn read_list<T>(
         &mut self,
         min_bytes: usize,

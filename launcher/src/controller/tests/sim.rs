@@ -247,8 +247,9 @@ impl Simulation {
         Duration::from_micros(200 + (self.scenario.seed ^ host as u64) % 3000)
     }
 
-    /// Processes events until the run has ended and no process is left, no event is left, or the
-    /// time limit is exceeded. Fails if a limit of events is exceeded.
+    /// Processes events until the run has ended and no process is left, or until no event is left.
+    /// Stops without an error at the first event after the simulated time `limit`. Fails if an
+    /// invariant is violated, or if the simulation has too many events to end.
     pub(super) fn run_until(&mut self, limit: Duration) -> Result<(), String> {
         let mut budget = 2_000_000 + 5000 * self.scenario.hosts;
         while let Some(Reverse((when, key))) = self.queue.pop() {

@@ -218,7 +218,7 @@ fn messages_for_each_host_do_not_grow_with_their_number() {
 #[ignore = "a benchmark"]
 fn controller_at_scale() {
     println!("Messages, and µs of the controller, for each agent:\n");
-    println!("| agents | undisturbed | a worker killed | a host lost | an agent killed, all started again |");
+    println!("| agents | undisturbed | a worker killed | a host lost | an agent killed, all restarted |");
     println!("|---|---|---|---|---|");
     let at = Duration::from_secs(4);
     // A profiler needs one size only.

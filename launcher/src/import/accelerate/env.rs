@@ -5,11 +5,12 @@ use super::{
 };
 use std::path::Path;
 
-/// The conversion of a key to an environment variable. The fields are: the name of the variable,
-/// the key, the value if the key is absent, and whether the value becomes lower case.
+/// A rule for the conversion of a key to an environment variable. The fields are: the name of the
+/// variable, the key, the value that the variable gets if the key is absent (`None` to leave it
+/// unset), and whether the value is converted to lower case.
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
-/// The conversion of the keys of `dynamo_config`.
+/// The rules that convert keys of `dynamo_config` to environment variables.
 const DYNAMO: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
     EnvVariableRule("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
@@ -22,7 +23,7 @@ const DYNAMO: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The conversion of the keys of `fsdp_config`.
+/// The rules that convert keys of `fsdp_config` to environment variables.
 const FSDP: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_VERSION", "version", Some("1"), false),
     EnvVariableRule("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
@@ -47,7 +48,7 @@ const FSDP: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_IGNORED_MODULES", "ignored_modules", None, false),
 ];
 
-/// The conversion of the keys of `deepspeed_config`.
+/// The rules that convert keys of `deepspeed_config` to environment variables.
 const DEEPSPEED: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
     EnvVariableRule("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
@@ -68,7 +69,7 @@ const DEEPSPEED: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", None, false),
 ];
 
-/// The conversion of the keys of `parallelism_config`.
+/// The rules that convert keys of `parallelism_config` to environment variables.
 const PARALLEL: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
     EnvVariableRule("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
@@ -79,10 +80,10 @@ const PARALLEL: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The conversion of keys of `parallelism_config` that only apply with context parallelism.
+/// The rules for keys of `parallelism_config` that only apply with context parallelism.
 const CONTEXT: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The conversion of keys of `parallelism_config` that only apply with sequence parallelism.
+/// The rules for keys of `parallelism_config` that only apply with sequence parallelism.
 const SEQUENCE: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -134,8 +135,8 @@ const MEGATRON: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// The conversion of the keys of `fp8_config`: the end of the variable's name, the names that the
-/// key may have, and the default value.
+/// The keys of `fp8_config` that become environment variables. Each has the end of the variable's
+/// name, the names that the key may have, and the default value.
 const FP8: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -149,8 +150,9 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Sets the environment variables that a configuration stands for. Returns whether the
-/// configuration names the hosts.
+/// Sets the environment variables of the workers that a configuration stands for. `kind` and `cpu`
+/// are the values of `distributed_type` and `use_cpu`. Returns whether the section
+/// `deepspeed_config` names the hosts.
 pub(super) fn set_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -172,7 +174,7 @@ pub(super) fn set_environment(
     if keys.take_boolean("enable_cpu_affinity") == Some(true) {
         // Accelerate's launcher ignores the key and reads its command line only.
         let reason = "launch binds workers to CPUs itself (`run.cpu_bind`)";
-        draft.add_not_carried_note(
+        draft.add_not_converted_note(
             "enable_cpu_affinity",
             reason,
             "set `ACCELERATE_CPU_AFFINITY` in `run.env` for Accelerate's binding",
@@ -209,7 +211,7 @@ pub(super) fn set_environment(
 fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
-        draft.add_not_carried_note(section, reason, "");
+        draft.add_not_converted_note(section, reason, "");
     }
 }
 
@@ -226,7 +228,7 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
         None => "no".to_owned(),
     };
     if !["no", "fp16", "bf16", "fp8"].contains(&word.as_str()) {
-        draft.add_not_carried_note(
+        draft.add_not_converted_note(
             "mixed_precision",
             format!("Accelerate has no precision `{}`", word.escape_debug()),
             "use no, fp16, bf16 or fp8",
@@ -271,17 +273,18 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each remaining key of the section `part`. Moves the errors of `part` to `keys`.
+/// Adds a note for each key of the section `part` that has not been taken. Moves the errors of
+/// `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_untaken();
     keys.errors.extend(errors);
     for (key, value) in rest {
-        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
 }
 
-/// Sets the variables of the section `part` by the rules in `table`. The keys of the section may
-/// have the prefix `prefix`.
+/// Sets the variables of the section `part` by the rules in `table`. Each key is looked up with the
+/// prefix `prefix` first, and then without it.
 fn set_variables(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -372,7 +375,8 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
 }
 
 /// Sets the variables that `deepspeed_config` stands for, and the one that enables DeepSpeed.
-/// Returns whether the section names the hosts.
+/// `precision` states whether the configuration contains `mixed_precision`. Returns whether the
+/// section `deepspeed_config` names the hosts.
 fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {
@@ -401,7 +405,7 @@ fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bo
             "slurm" => "launch uses Slurm automatically inside an allocation".to_owned(),
             other => format!("`{}`: launch reaches hosts over SSH", other.escape_debug()),
         };
-        draft.add_not_carried_note(&part.path("deepspeed_multinode_launcher"), reason, "");
+        draft.add_not_converted_note(&part.path("deepspeed_multinode_launcher"), reason, "");
     }
     match &file {
         Some(file) => {
@@ -420,7 +424,7 @@ fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bo
             for key in ["deepspeed_inclusion_filter", "deepspeed_exclusion_filter"] {
                 if part.take_text(key).is_some() {
                     let todo = "name the hosts in `cluster.hosts` and filter there";
-                    draft.add_not_carried_note(&part.path(key), "there is no hostfile to filter", todo);
+                    draft.add_not_converted_note(&part.path(key), "there is no hostfile to filter", todo);
                 }
             }
         }

@@ -31,7 +31,7 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         "sgd" => convert_sgd(draft, &mut params),
         _ => {
             let reason = format!("`{}` is not converted", name.escape_debug());
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 "optimizer.type",
                 reason,
                 "the job uses adamw; see `train.optimizer.name`",
@@ -44,7 +44,7 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
-            draft.add_not_carried_note(&key, reason, "");
+            draft.add_not_converted_note(&key, reason, "");
         }
     }
     Some(rate)
@@ -64,18 +64,22 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
     // FusedAdam decouples the decay by default; `torch_adam` is torch.optim.Adam.
     if !decoupled && (adamw == Some(false) || torch) && decay > 0.0 {
         let reason = "DeepSpeed adds this decay to the gradient; the built-in training decouples it (AdamW)";
-        draft.add_not_carried_note("optimizer.params.weight_decay", reason, "use `weight_decay: 0` for Adam");
+        draft.add_not_converted_note(
+            "optimizer.params.weight_decay",
+            reason,
+            "use `weight_decay: 0` for Adam",
+        );
         draft.set_imported("optimizer", "train.optimizer.weight_decay", "0.0");
     }
     if params.take_boolean("bias_correction") == Some(false) {
-        draft.add_not_carried_note(
+        draft.add_not_converted_note(
             "optimizer.params.bias_correction",
             "the bias of moments is always corrected",
             "",
         );
     }
     if params.take_boolean("amsgrad") == Some(true) {
-        draft.add_not_carried_note("optimizer.params.amsgrad", "the built-in training has no AMSGrad", "");
+        draft.add_not_converted_note("optimizer.params.amsgrad", "the built-in training has no AMSGrad", "");
     }
     rate
 }
@@ -87,7 +91,7 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     let item = params.take("betas");
     let given = match item.map(|item| &item.value) {
         _ if auto => {
-            draft.add_not_carried_note(FROM, AUTO, "");
+            draft.add_not_converted_note(FROM, AUTO, "");
             return;
         }
         Some(DocumentValue::List(list)) => {
@@ -117,9 +121,9 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
         draft.add_key_note("optimizer.params.weight_decay", reason, "");
     }
     if params.take_boolean("nesterov") == Some(true) {
-        draft.add_not_carried_note(
+        draft.add_not_converted_note(
             "optimizer.params.nesterov",
-            "the built-in training has no Nesterov momentum",
+            "the built-in SGD has no Nesterov momentum",
             "",
         );
     }
@@ -138,7 +142,7 @@ fn convert_number(
     let from = params.path(name);
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_carried_note(&from, AUTO, &format!("set `{path}`"));
+        draft.add_not_converted_note(&from, AUTO, &format!("set `{path}`"));
         return default;
     }
     let value = params.take_number(name).unwrap_or(default);
@@ -165,7 +169,7 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         Some(shape) => convert_warmup(draft, &mut params, shape, rate.unwrap_or(DEFAULT_LEARNING_RATE)),
         None => {
             let reason = format!("the built-in training has no `{}`", name.escape_debug());
-            draft.add_not_carried_note("scheduler.type", reason, "see `train.schedule` in docs/job.md");
+            draft.add_not_converted_note("scheduler.type", reason, "see `train.schedule` in docs/job.md");
         }
     }
     for part in [params, part] {
@@ -173,7 +177,7 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
-            draft.add_not_carried_note(&key, reason, "");
+            draft.add_not_converted_note(&key, reason, "");
         }
     }
 }
@@ -200,7 +204,7 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     match params.take_text("warmup_type").as_deref() {
         Some("linear") => {}
         // DeepSpeed's default is `log`.
-        _ => draft.add_not_carried_note(
+        _ => draft.add_not_converted_note(
             "scheduler.params.warmup_type",
             "the warm-up is linear, not logarithmic",
             "",
@@ -214,7 +218,7 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
             format!("{:?}", round_to_12_digits(end * rate)),
         );
         if take_number_or_default(draft, params, "warmup_min_ratio", 0.0) > 0.0 {
-            draft.add_not_carried_note("scheduler.params.warmup_min_ratio", "the warm-up begins at 0", "");
+            draft.add_not_converted_note("scheduler.params.warmup_min_ratio", "the warm-up begins at 0", "");
         }
         return;
     }
@@ -226,7 +230,7 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
         draft.set_imported("scheduler.type", "train.schedule.min_lr", "0.0");
     }
     if take_number_or_default(draft, params, "warmup_min_lr", 0.0) > 0.0 {
-        draft.add_not_carried_note("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
+        draft.add_not_converted_note("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
     }
 }
 
@@ -245,7 +249,7 @@ fn take_integer_unless_auto(
 ) -> Option<i128> {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_carried_note(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
+        draft.add_not_converted_note(&params.path(name), AUTO, "see `train.schedule` in docs/job.md");
         return None;
     }
     params.take_integer(name, 0)
@@ -261,7 +265,7 @@ fn take_number_or_default(
 ) -> f64 {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_carried_note(&params.path(name), AUTO, "");
+        draft.add_not_converted_note(&params.path(name), AUTO, "");
         return default;
     }
     params.take_number(name).unwrap_or(default)

@@ -23,7 +23,7 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for (name, reason) in UNSUPPORTED_ZERO_KEYS {
         let Some(item) = part.take(name) else { continue };
         if !matches!(item.value, DocumentValue::Bool(false)) {
-            draft.add_not_carried_note(
+            draft.add_not_converted_note(
                 &part.path(name),
                 format!("{reason} (value: {})", format_for_note(item)),
                 "",
@@ -33,7 +33,7 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let (rest, errors) = part.into_untaken();
     keys.errors.extend(errors);
     for (key, value) in rest {
-        draft.add_not_carried_note(&key, format!("launch does not know this key (value: {value})"), "");
+        draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
 }
 
@@ -66,16 +66,16 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
                 let yaml = format!("{{optimizer: {}}}", contract::job::quote_yaml(path));
                 draft.set_imported(&inner.path("nvme_path"), OFFLOAD, yaml);
             }
-            ("nvme", true, None) => draft.add_not_carried_note(&from, "`nvme_path` is missing", INSTEAD),
+            ("nvme", true, None) => draft.add_not_converted_note(&from, "`nvme_path` is missing", INSTEAD),
             (_, true, _) => {
-                draft.add_not_carried_note(&from, in_memory_reason("optimizer states", &device), INSTEAD)
+                draft.add_not_converted_note(&from, in_memory_reason("optimizer states", &device), INSTEAD)
             }
-            (_, false, _) => draft.add_not_carried_note(&from, in_memory_reason("parameters", &device), ""),
+            (_, false, _) => draft.add_not_converted_note(&from, in_memory_reason("parameters", &device), ""),
         }
         let (rest, errors) = inner.into_untaken();
         part.errors.extend(errors);
         for (key, value) in rest.into_iter().filter(|_| device != "none") {
-            draft.add_not_carried_note(&key, format!("launch has no such setting (value: {value})"), "");
+            draft.add_not_converted_note(&key, format!("launch has no such setting (value: {value})"), "");
         }
     }
     for (old, what) in [
@@ -84,11 +84,11 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
         ("cpu_offload_param", "parameters"),
     ] {
         if part.take_boolean(old) == Some(true) {
-            draft.add_not_carried_note(&part.path(old), in_memory_reason(what, "cpu"), "");
+            draft.add_not_converted_note(&part.path(old), in_memory_reason(what, "cpu"), "");
         }
     }
     if part.take_boolean("cpu_offload_use_pin_memory") == Some(true) {
-        draft.add_not_carried_note(
+        draft.add_not_converted_note(
             &part.path("cpu_offload_use_pin_memory"),
             "launch has no such setting",
             "",

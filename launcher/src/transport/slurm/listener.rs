@@ -15,17 +15,17 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The limit of unauthenticated connections that are served at once, in addition to one for each
-/// host. Further connections are closed immediately.
+/// How many more unauthenticated connections than hosts are served simultaneously. Further
+/// connections are closed immediately.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
-/// The largest number of connections that the kernel queues until they are accepted.
+/// The largest number of connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 /// The pause after accept has failed (for example because no file descriptor is free), and between
 /// two checks for nodes whose task has failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Opens a TCP listener on any free port, for connections of this many agents. Returns the listener
-/// and its port.
+/// Opens a TCP listener at all IPv4 addresses of this machine and any free port. `agents` is the
+/// number of agents that will connect. Returns the listener and its port.
 pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
     let socket = TcpSocket::new_v4()?;
     socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)))?;

@@ -25,8 +25,9 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of an agent's stream is held back while srun has not ended. The exit status of
-/// srun explains the end of the stream.
+/// How long the end of an agent's stream is hidden from the controller while srun has not ended. If
+/// srun ends within this time, its exit status is known when the controller asks why the stream
+/// has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The controller's byte streams to and from an agent that may not have connected yet, and the
@@ -216,7 +217,8 @@ impl AsyncWrite for PendingAgentInput {
 
 /// The stream of bytes from an agent that may not have connected yet.
 ///
-/// The end of the stream is held back for up to [`STEP_EXIT_TIMEOUT`], until srun has ended.
+/// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
+/// still running.
 pub(super) struct PendingAgentOutput {
     stream: PendingStream<OwnedReadHalf>,
     step: Arc<SlurmStep>,

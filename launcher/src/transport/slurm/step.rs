@@ -18,12 +18,13 @@ use tokio::{
     sync::watch,
 };
 
-/// The number of lines of output, the last ones of srun and its agents, that are kept for error
-/// messages.
+/// How many of the last output lines of srun and its agents are kept for error messages.
 const TAIL_LINES: usize = 5;
-/// The length of the longest line that is kept whole, in bytes.
+/// The length of the longest output line that is kept whole, in bytes. A longer line is split into
+/// several lines.
 const MAX_LINE_BYTES: u64 = 4 << 10;
-/// The number of bytes of srun's output that may wait until the controller reads them.
+/// The number of bytes of srun's output that may wait until the controller reads them. Once the
+/// buffer is full, no more output of srun is read.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
 /// The process of srun, shared by the connections to its agents.
@@ -40,7 +41,8 @@ pub(super) struct SlurmStep {
 
 impl SlurmStep {
     /// Starts srun and passes the invitation to its tasks. Returns the step and a stream with the
-    /// output of srun and of the agents.
+    /// output of srun and of the agents. The controller must reap srun and then call
+    /// [`Self::set_exit_status`].
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,

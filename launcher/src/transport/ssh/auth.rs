@@ -10,9 +10,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The limit of keys that are offered to one server. OpenSSH's server disconnects after six.
+/// The largest number of keys that are offered to one server. Further keys are skipped, because
+/// OpenSSH's server disconnects after six rejected keys.
 const MAX_OFFERED_KEYS: usize = 5;
-/// The limit of bytes that are read from a key file.
+/// The number of bytes that are read from a key file. The rest of a longer file is ignored.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
 /// Logs in to an SSH server as the user of `target`: first with keys of the SSH agent, then with
@@ -173,7 +174,7 @@ fn escape_comment(comment: &str) -> String {
 }
 
 /// Reads the public key that is stored next to a private key file (`FILE.pub`). Returns the key as
-/// base64, or `None` if there is no such file.
+/// base64, or `None` if the file cannot be read or holds no key.
 fn read_public_key(private_key: &Path) -> Option<String> {
     let mut name = private_key.as_os_str().to_owned();
     name.push(".pub");
@@ -181,7 +182,7 @@ fn read_public_key(private_key: &Path) -> Option<String> {
     text.split_whitespace().nth(1).map(str::to_owned)
 }
 
-/// Reads at most [`MAX_KEY_BYTES`] of a key file as text.
+/// Reads a key file as text. Ignores everything after the first [`MAX_KEY_BYTES`].
 fn read_key_file(file: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;

@@ -21,9 +21,10 @@ use std::{
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
 /// The time limit for sending one chunk of the executable, in milliseconds.
 const SEND_TIMEOUT_MS: u32 = 60_000;
-/// The limit of bytes that a login shell may print before the answer.
+/// The number of bytes that a login shell may print before the answer. The start of the agent fails
+/// if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The limit of bytes that are read from the stderr of a remote command.
+/// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The number of bytes of the executable that one write to the channel contains.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -179,8 +180,9 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads the output of a script up to the next line with the marker, and returns the text after
-    /// the marker. Records the text before the marker as output of the login shell.
+    /// Reads the output of a script up to the next line with the marker, and returns the rest of
+    /// that line. Records the text before the marker as output of the login shell, in place of
+    /// earlier output. Fails if that text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
     fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -381,12 +383,12 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
         "size" => failure(
             host::EXECUTABLE_COPY_DAMAGED,
             "the copy of the executable is incomplete",
-            "start again; if the error persists, check the disk of the host",
+            "run the command again; if the error persists, check the disk of the host",
         ),
         "hash" => failure(
             host::EXECUTABLE_COPY_DAMAGED,
             "the copy of the executable differs from the original",
-            "start again; if the error persists, check the disk and the memory of the host",
+            "run the command again; if the error persists, check the disk and the memory of the host",
         ),
         "run" if exit_code == "126" && has("exec format error") => failure(
             host::EXECUTABLE_ARCHITECTURE_MISMATCH,
@@ -420,8 +422,8 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     }
 }
 
-/// Formats the last three lines of a command's output as `; its output: "…"`. Returns an empty text
-/// if the output is empty.
+/// Formats the last three nonempty lines of a command's output as `; its output: "…"`, for the end
+/// of an error message. Returns an empty text if the output is empty.
 fn quote_tail(output: &[u8]) -> String {
     let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
@@ -454,8 +456,8 @@ struct ChannelReader {
 
 impl ChannelReader {
     /// Returns the next line with its line end, or the unfinished last line. A line of more than
-    /// [`MAX_SHELL_OUTPUT_BYTES`] is returned in parts. Returns `None` at the end of the stream.
-    /// Blocks.
+    /// [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls, piece by piece. Returns `None` at
+    /// the end of the stream. Blocks.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {

@@ -8,11 +8,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The deepest permitted nesting of `Include`.
+/// The deepest permitted nesting of `Include`. A deeper `Include` is an error.
 const MAX_INCLUDE_DEPTH: u32 = 8;
-/// The size of the largest file that is read, in bytes.
+/// The size of the largest configuration file, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of lines of the configuration, including those of included files.
+/// The largest number of lines of the configuration, including those of included files. More lines
+/// are an error.
 const MAX_LINES: usize = 50_000;
 
 /// The parsed lines of the SSH configuration. The lines of an included file replace the `Include`
@@ -109,8 +110,9 @@ impl SshConfigLines {
         Ok(config)
     }
 
-    /// Appends the lines of one file, and of the files that it includes. `depth` is the nesting
-    /// depth of `Include`. Fails if the file cannot be read or a line is not valid.
+    /// Appends the lines of one file, and of the files that it includes. A file that does not exist
+    /// is an error only if `required` is set. `home` is the user's home directory, and `depth` the
+    /// nesting depth of `Include`. Fails if the file cannot be read or a line is not valid.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
         let text = match read_text(file) {
@@ -210,8 +212,9 @@ impl SshHostSettings {
         settings
     }
 
-    /// Applies the values of a keyword. Ignores keywords that an earlier line has set, except for
-    /// `IdentityFile`, whose values add up.
+    /// Applies the values of a keyword to these settings. Ignores keywords that an earlier line has
+    /// set, except for `IdentityFile`, whose values add up. Of `ProxyJump` and `ProxyCommand`, only
+    /// the first one applies.
     fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -316,7 +319,7 @@ pub(super) fn matches_wildcard(pattern: &str, text: &str) -> bool {
     pattern[pattern_at..].iter().all(|c| *c == '*')
 }
 
-/// Replaces `~/` at the start of a path by the home directory.
+/// Replaces `~` at the start of the paths `~` and `~/…` by the directory `home`.
 pub(super) fn expand_tilde(path: &str, home: &Path) -> PathBuf {
     match path.strip_prefix("~/") {
         Some(rest) => home.join(rest),

@@ -35,8 +35,8 @@ const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-ni
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// The interval of keepalive messages on an idle connection, in seconds.
 pub(super) const KEEPALIVE_S: u32 = 15;
-/// The limit of attempts to connect to a server that closes the connection before its banner. A
-/// server does so when it has too many connections.
+/// How often a direct connection is tried if the server closes it before its banner, which a server
+/// does when it has too many connections. The failure of the last attempt is an error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt to connect. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
@@ -60,7 +60,8 @@ impl SshSocket {
 
 /// Connects to a host through its jump hosts, checks the host key and logs in. Blocks.
 ///
-/// The session is in blocking mode, with the timeout of the target.
+/// The returned session is in blocking mode. An operation on it fails if it blocks for longer than
+/// the timeout of the target.
 pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<Session> {
     let mut previous = None;
     for hop in &target.jumps {
@@ -69,9 +70,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects to `hop`, which is a jump host or the target, and logs in. Connects through the session
-/// with the previous hop, or directly if `previous` is `None`. Retries a direct connection that the
-/// server closes before its banner.
+/// Connects to `hop`, which is `target` or a jump host on the way to it, checks the host key and
+/// logs in. Connects through the session with the previous hop, or directly if `previous` is
+/// `None`. Retries a direct connection that the server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,

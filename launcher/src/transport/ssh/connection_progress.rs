@@ -80,8 +80,8 @@ impl ConnectionProgress {
         self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
     }
 
-    /// Sets the socket that [`RemoteConnection::abort`] shuts down. Shuts it down at once if the
-    /// connection was aborted already.
+    /// Records a duplicate of `socket`, which [`RemoteConnection::abort`] shuts down. If the
+    /// connection was aborted already, shuts the socket down immediately.
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
         self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {

@@ -12,9 +12,10 @@ use std::{
     sync::{Arc, LazyLock, Mutex, PoisonError},
 };
 
-/// The size of the largest file that is read, in bytes.
+/// The size of the largest known_hosts file, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The limit of lists of known_hosts files whose content is cached.
+/// The largest number of lists of known_hosts files whose content is cached. The cache is emptied
+/// before another list is added.
 const MAX_CACHED_LISTS: usize = 64;
 
 /// The device, inode, size and change time of a file; `None` if the file does not exist.
@@ -70,7 +71,8 @@ struct KnownHostsEntry {
 #[derive(Debug)]
 enum EntryHosts {
     Patterns(Vec<String>),
-    /// The salt, and the HMAC-SHA1 of the name with the salt as key.
+    /// One host, whose name is hashed: the salt, and the HMAC-SHA1 of the name with the salt as
+    /// key.
     Hashed(Vec<u8>, Vec<u8>),
 }
 
@@ -89,11 +91,11 @@ pub(super) enum HostKeyStatus {
     Known,
     /// known_hosts has no key of the host.
     Unknown,
-    /// known_hosts has another key of the same type.
+    /// known_hosts does not have the presented key, but another key of the same type for this host.
     Changed,
-    /// known_hosts has only keys of other types.
+    /// known_hosts has only keys of other types for this host.
     OtherTypes,
-    /// The key is marked as revoked.
+    /// known_hosts marks the presented key as revoked.
     Revoked,
 }
 
@@ -167,7 +169,8 @@ impl EntryHosts {
     }
 }
 
-/// Reads a file of at most [`MAX_FILE_BYTES`]. Replaces bytes that are not UTF-8.
+/// Reads a file as text. Replaces bytes that are not UTF-8. Fails if the file is longer than
+/// [`MAX_FILE_BYTES`].
 fn read_bounded_file(file: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;

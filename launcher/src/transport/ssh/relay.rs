@@ -22,12 +22,13 @@ const BUFFER_BYTES: usize = 32 << 10;
 /// milliseconds.
 const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
 
-/// Relays bytes until the remote process has ended, the connection fails, or `local` is closed.
-/// Blocks meanwhile.
+/// Relays bytes between `channel` and the local sockets until the remote process has closed its
+/// output. Blocks. Fails if the connection fails or the other end of `local` is closed.
 ///
-/// `local` receives the output of the process, after `leftover`, and provides its input. `stderr`
-/// receives its standard error. Returns the exit status of the process if the host reports it. An
-/// error means that the connection failed.
+/// `local` receives `leftover` (output of the process that was read before) and then the rest of
+/// the output, and provides the input of the process. `stderr` receives the standard error of the
+/// process, which is dropped if `stderr` is `None`. Returns the exit status of the process, or
+/// `None` if the host does not report it.
 pub(super) fn relay_channel(
     session: &Session,
     channel: Channel,
@@ -76,8 +77,8 @@ impl RelayBuffer {
         self.written >= self.bytes.len()
     }
 
-    /// Reads bytes from `source` into the buffer, which must be empty. Returns the number of bytes
-    /// that were read.
+    /// Overwrites the buffer with bytes from `source`. The caller must first write out all earlier
+    /// bytes. Returns the number of bytes that were read, which is 0 at the end of the stream.
     fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;

@@ -17,9 +17,10 @@ use std::{
     time::Duration,
 };
 
-/// The limit of jump hosts on the way to one host.
+/// The largest number of jump hosts on the way to one host. More jump hosts are an error.
 const MAX_JUMPS: usize = 4;
-/// The key files that are tried if no key is configured, as OpenSSH does.
+/// The names of the key files in `~/.ssh` that are tried if no key is configured. OpenSSH tries
+/// them, too.
 const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
 
 /// Everything that is needed to connect to a host over SSH.
@@ -47,7 +48,8 @@ pub(super) struct SshTarget {
     /// The jump hosts on the way to the host, in the order in which the connection passes through
     /// them.
     pub(super) jumps: Vec<SshTarget>,
-    /// The time limit of the TCP connection and of the SSH handshake.
+    /// The time limit for opening the TCP connection, and for each blocking operation of the SSH
+    /// handshake and login.
     pub(super) timeout: Duration,
 }
 

@@ -21,7 +21,7 @@ const FRAGMENT_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
-    /// Positions of the parameters in the group.
+    /// Positions of the flattened parameters in the list of the parameter group's weights.
     members: Range<usize>,
     /// Update count, which all parameters of the flat group share.
     step: f64,
@@ -130,8 +130,8 @@ impl FlatGroup {
     }
 }
 
-/// Returns the indices of the tensors with the role `role` that belong to `weights`. Weights
-/// without such a tensor are skipped.
+/// Returns, for each weight in `weights`, the index of its tensor with the role `role`. Skips
+/// weights without such a tensor.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -139,8 +139,8 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Plans the elements `range` of the concatenation of `tensors`. Zeros fill the part of the range
-/// after the last tensor.
+/// Returns the spans that make up the elements `range` of the concatenation of `tensors`, which are
+/// indices of source tensors. If the range ends after the last tensor, zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let (mut spans, mut begin) = (Vec::new(), 0);
     for &tensor in tensors {
@@ -156,8 +156,8 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Plans a rank's slice of a tensor at stage 3, padded with zeros to the length that all ranks
-/// store.
+/// Returns the spans that make up a rank's slice of a tensor at stage 3. Zeros pad the slice to the
+/// length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -206,8 +206,9 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     })
 }
 
-/// Adds the limit of the gradient norm to the optimizer file if the source has one. Source files of
-/// stage 3 have none, and an invented limit would override the one in the config at stages 1 and 2.
+/// Adds the limit of the gradient norm to `optimizer`, the value of an optimizer file, if the
+/// source has this limit. A source of stage 3 does not have it. No default is added, since at
+/// stages 1 and 2 DeepSpeed would use the default instead of the limit in its config.
 fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     if let Some((key, clip)) = state.passthrough.optimizer_entries.iter().find(|(key, _)| key == "clip_grad")
     {
@@ -221,7 +222,8 @@ fn make_zero_stage(stage: u8) -> PythonObject {
 }
 
 /// Makes the `state_dict` of torch's optimizer, and adds the storages of its tensors to `storages`.
-/// `spans(flat, role)` returns the elements of a flat group that the rank stores.
+/// `spans(flat, role)` must return the elements that the rank stores of the tensors of this role in
+/// a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -314,9 +316,10 @@ fn plan_stage12_optimizer_file(
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Makes the address of each parameter in the piece `range` of a flat group: the position of its
-/// first element in the piece, and the number of its elements in the piece. Leaves out parameters
-/// without elements in the piece.
+/// Makes the address of each parameter in one rank's piece of a flat group. `weights` are the
+/// parameters of the flat group, and `range` is the range of its elements in the piece. An address
+/// is the position of the parameter's first element in the piece, and the number of its elements in
+/// the piece. Leaves out parameters without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let (mut found, mut begin) = (Vec::new(), 0);
     for &w in weights {
@@ -363,7 +366,9 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Completes an optimizer file with DeepSpeed's config and version.
+/// Plans the optimizer file at `path`. The file contains the dict `optimizer` together with
+/// DeepSpeed's config and version. `storages` are the storages to which tensors in `optimizer`
+/// refer.
 fn finish_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,

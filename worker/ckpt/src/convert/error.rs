@@ -51,7 +51,7 @@ pub enum ConvertError {
     /// The options assign a parameter to a group that doesn't exist.
     #[error("group {group} does not exist; the source has {groups} groups, counted from 0")]
     GroupOutOfRange {
-        /// The group in the options.
+        /// Index of the group in the options, from 0.
         group: usize,
         /// Number of groups in the source.
         groups: usize,

@@ -56,8 +56,8 @@ pub struct ConvertOptions {
     /// Number of elements per rank at which a ZeRO-3 sub-group is full (`sub_group_size` in
     /// DeepSpeed's config).
     pub sub_group_size: u64,
-    /// Dtype of the module's copies of trained weights. `None` means the dtype of these copies in
-    /// the source, or F32 if that dtype is unknown.
+    /// Dtype of the copies of trained weights in DeepSpeed's model files. `None` means the dtype of
+    /// these copies in the source, or F32 if that dtype is unknown.
     pub dtype: Option<Dtype>,
     /// Group index, from 0, by name of each weight that the source doesn't assign to a group (see
     /// [`find_ungrouped_weights`]). If the map isn't empty, ungrouped weights without an entry

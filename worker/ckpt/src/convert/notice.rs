@@ -53,7 +53,7 @@ pub enum ConvertNotice {
         /// Number of ranks of the result.
         world: u32,
     },
-    /// A notice of the reader of the source's format, as text.
+    /// A notice that the reader of the source reported, as text.
     Source(String),
 }
 

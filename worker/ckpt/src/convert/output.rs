@@ -147,7 +147,8 @@ impl ConvertOutput {
         Ok(self.path.clone())
     }
 
-    /// Removes the hidden directory, after an error. Ignores failures.
+    /// Removes the hidden directory. The caller does so if the conversion failed. Ignores errors of
+    /// the removal.
     pub(super) fn discard(&mut self) {
         // a failure is harmless: the next conversion reuses or removes the directory
         let _ = disk::remove_tree(&self.dir);
@@ -155,7 +156,7 @@ impl ConvertOutput {
 }
 
 /// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free
-/// space for `bytes` and [`OVERHEAD_BYTES`].
+/// space for files of `bytes` bytes in total and [`OVERHEAD_BYTES`].
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     let free = disk::query_free_bytes(dir)?;
     let needed = bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES);

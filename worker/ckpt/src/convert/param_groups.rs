@@ -88,9 +88,10 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Adds the ungrouped weights, with their update counts from `steps`, to `groups`. A single group
-/// without names gets all weights, otherwise `options` assign them. Without such options, a native
-/// target keeps the weights ungrouped.
+/// Assigns the trained weights that no group lists to `groups`, and records their update counts
+/// from `steps`. If there is a single group without names, this group gets all these weights.
+/// Otherwise `options.groups` assigns them. If `options.groups` is empty, returns them as
+/// ungrouped, which only a native target allows.
 ///
 /// # Errors
 /// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
@@ -165,8 +166,10 @@ fn check_group_options(
     }
 }
 
-/// Sorts the weights of a group into the order in which the model registers its parameters. Returns
-/// false if `orders` does not determine this order.
+/// Sorts the weights of a group into the order in which the model registers its parameters.
+/// `orders` are the orders that are possible for the model. If more than one order of these weights
+/// is possible, or `orders` lack a weight, returns false and leaves a group of several weights
+/// unsorted.
 fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
     let steps: HashMap<&str, Option<f64>> =
         group.names.iter().map(String::as_str).zip(group.steps.iter().copied()).collect();

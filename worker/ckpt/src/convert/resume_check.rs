@@ -8,8 +8,9 @@ use crate::shard_writer::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Reads a torch file of `size` bytes. Returns whether every member matches its CRC-32 and the
-/// digest of all CRCs is `expected`. Returns `None` if the file can't be read.
+/// Reads a torch file of `size` bytes. Returns whether every member matches its CRC-32, and the
+/// digest over the names, sizes and CRCs of all members is `expected`. Returns `None` if the file
+/// can't be read.
 pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: u32) -> Option<bool> {
     let members = zip::read_members(size, |at, out| file.read_exact_at(out, at)).ok()?;
     let crcs: Vec<u32> = members.iter().map(|m| m.crc).collect::<Option<_>>()?;

@@ -30,7 +30,7 @@ pub(super) struct SourceState {
     pub(super) ungrouped: Option<WeightGroup>,
     /// Whether the options assign weights to groups.
     pub(super) regrouped: bool,
-    /// Weights that are in no group, if the source has a training state.
+    /// Weights that are in no group. Empty if the source has no training state.
     pub(super) frozen: Vec<usize>,
     /// Weights that were frozen when the source was saved. Some of these weights may be in a group.
     pub(super) frozen_at_save: Vec<usize>,
@@ -43,7 +43,7 @@ pub(super) struct SourceState {
     pub(super) tokens: u64,
     pub(super) config: Map<String, Value>,
     pub(super) text_files: Vec<crate::catalog::TextFile>,
-    /// Dtype of the module's copies of trained weights.
+    /// Dtype of the copies of trained weights in DeepSpeed's model files.
     pub(super) precision: Dtype,
     /// ZeRO stage of the result, 1 to 3.
     pub(super) stage: u8,
@@ -146,7 +146,8 @@ impl SourceState {
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
-    /// Returns the update count that the weights at the positions `members` of a group share.
+    /// Returns the update count that the weights at the positions `members` of `group` share.
+    /// Returns the step of the source if there are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -178,8 +179,9 @@ struct WeightSets {
 }
 
 impl WeightSets {
-    /// Determines the frozen weights and the buffers. A weight is frozen if it is in no group of
-    /// `groups`. Weights that the source lists as frozen were frozen at the save.
+    /// Determines the frozen weights and the buffers. A weight is frozen if no group in `groups`
+    /// contains it and the source has a training state. A weight was frozen at the save if no group
+    /// contains it, or if the source lists it as frozen.
     fn new<'a>(
         source: &dyn TensorSource,
         tensors: &[TensorInfo],
@@ -225,8 +227,11 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines the step of the source, which is 0 if a native target gets only weights. For weights
-/// only, also adds a notice. SGD without momentum has parameter groups and no optimizer states.
+/// Determines the step of the source. If the source has only weights and the target is native,
+/// returns 0 and adds a notice to `notices`. `roles` are the roles of the source's optimizer
+/// states. `has_groups` states whether the source has parameter groups. A source with groups and
+/// without optimizer states is valid for a native target, since SGD without momentum keeps no
+/// states.
 ///
 /// # Errors
 /// Fails if the source isn't a training state that the target can store.

@@ -63,7 +63,7 @@ struct SharedWriteState<'a> {
     bytes: AtomicU64,
     /// Buffers of the writing threads.
     buffers: DiskBufferPool,
-    /// Windows that no worker uses, for reuse.
+    /// Window buffers that no worker currently uses, for reuse.
     windows: Mutex<Vec<Vec<f32>>>,
 }
 
@@ -149,9 +149,9 @@ fn collect_finished(
     }
 }
 
-/// Computes the number of workers for `files` files and `memory` bytes: at most one more than there
-/// are cores. The additional worker uses the disk while another one ends a file and begins the
-/// next.
+/// Computes the number of workers: as many as `memory` bytes allow, but at most `files`,
+/// [`WORKERS_MAX`] and one more than there are cores, and at least 1. The worker in addition to the
+/// cores uses the disk while another one ends a file and begins the next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;

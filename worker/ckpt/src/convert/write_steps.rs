@@ -83,8 +83,9 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds steps for `count` elements of a source tensor from element `start` on, or for zeros if
-/// `tensor` is `None`. If the last step is a window with free elements, fills this window first.
+/// Adds the steps that write `count` elements, converted to `dtype`, to `steps`. The elements are
+/// those of a source tensor from element `start` on, or zeros if `tensor` is `None`. If the last
+/// step is a window with free elements, fills this window first.
 fn push_elements(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

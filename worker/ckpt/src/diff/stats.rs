@@ -65,8 +65,8 @@ pub struct ElementDiff {
     pub max_at: Option<ElementPair>,
     /// Mean of `|a - b|` over all elements that are finite on both sides.
     pub mean_abs: f64,
-    /// Largest distance between two finite values of an element, in units in the last place (ulp)
-    /// of float32.
+    /// Largest distance between the value in `a` and the value in `b` of one element, in units in
+    /// the last place (ulp) of float32. Counts only elements whose two values are finite.
     pub max_ulp: u64,
     /// Number of elements with different bits of which at least one value is NaN or infinite.
     pub not_finite: u64,
@@ -75,7 +75,8 @@ pub struct ElementDiff {
     pub cast: Option<RoundingCast>,
 }
 
-/// Statistics over a range of elements. Statistics of consecutive ranges can be joined.
+/// Statistics of the differences between two tensors over a range of their elements. Statistics of
+/// consecutive ranges can be joined.
 #[derive(Default)]
 pub(super) struct DiffStats {
     elements: u64,

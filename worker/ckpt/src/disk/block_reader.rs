@@ -82,7 +82,7 @@ impl BlockReader {
 /// A request to read consecutive blocks of one file.
 #[derive(Clone, Debug)]
 pub(crate) struct BlockRequest {
-    /// Index of the file. The caller assigns the indices.
+    /// Index of the file, which [`stream_windows`] passes to its argument `open`.
     pub(crate) file: usize,
     /// Expected size of the file in bytes. The last block may be shorter than the others.
     pub(crate) size: u64,
@@ -99,8 +99,8 @@ impl BlockRequest {
             .map(|b| BlockRequest { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
     }
 
-    /// Returns the byte range of the requested blocks, which ends at most at the expected end of
-    /// the file.
+    /// Returns the byte range of the requested blocks in the file. If the last block would reach
+    /// beyond the expected size of the file, the range ends at that size.
     fn byte_range(&self) -> Range<u64> {
         let block = BLOCK as u64;
         self.blocks.start * block..(self.blocks.end * block).min(self.size)
@@ -110,9 +110,9 @@ impl BlockRequest {
 /// A request for one window, with the bytes of the blocks that were read or with the read error.
 pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
 
-/// Reads the blocks of all requests in order, and passes the blocks to `sink` window by window.
-/// `open` opens the file with an index, once for consecutive requests of the same file. A thread
-/// reads the next window while `sink` runs.
+/// Reads the blocks of all requests in order, and calls `sink` once per window with the blocks of
+/// the window. `open(i)` must open the file with index `i`, and is called only if the previous
+/// request was for another file. A thread reads the next window while `sink` runs.
 ///
 /// # Errors
 /// Fails at the first error that `sink` returns, or if memory for a window cannot be allocated.

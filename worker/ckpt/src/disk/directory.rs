@@ -136,7 +136,8 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Opens the directory at `path`, which may contain symbolic links itself.
+    /// Opens the directory at `path`. Symbolic links in `path` are followed, unlike symbolic links
+    /// inside of the directory.
     ///
     /// # Errors
     /// Fails if the path does not exist or is not a directory.

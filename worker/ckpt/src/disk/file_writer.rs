@@ -23,8 +23,8 @@ pub(crate) enum IoMode {
 
 /// Windows in memory per file: one is filled, one waits, one is written.
 const WINDOWS_PER_FILE: usize = 3;
-/// Bytes per window when many files are written at once. Windows of this size are only a little
-/// slower than windows of [`super::WINDOW`] bytes, and need a quarter of the memory.
+/// Bytes per window when many files are written simultaneously. Windows of this size are only a
+/// little slower than windows of [`super::WINDOW`] bytes, and need a quarter of the memory.
 pub(crate) const SMALL_WINDOW: usize = 2 << 20;
 
 /// A file to which windows are appended.
@@ -249,13 +249,14 @@ impl FileWriter {
     }
 
     /// Writes the remaining bytes and makes the file durable. Returns the size in bytes, and the
-    /// hash of each block if hashes were requested.
+    /// hash of each block. The list of hashes is empty if hashes were not requested.
     pub(crate) fn finish(self) -> Result<(u64, Vec<Hash>)> {
         self.finish_file(true)
     }
 
     /// Writes the remaining bytes without making the file durable, and returns the size in bytes.
-    /// After writing many files, [`super::sync_file_system`] makes all of them durable at once.
+    /// After many files were written, one call of [`super::sync_file_system`] makes all of them
+    /// durable.
     pub(crate) fn finish_unsynced(self) -> Result<u64> {
         Ok(self.finish_file(false)?.0)
     }

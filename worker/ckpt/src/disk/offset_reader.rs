@@ -65,11 +65,13 @@ impl<'a> OffsetReader<'a> {
         Ok((OffsetReader { directory, name, cached, direct: DirectFile::Unopened, scratch }, size))
     }
 
-    /// Reads the byte range `bytes` in order, and passes each piece that was read to `sink`.
+    /// Reads the byte range `bytes` of the file in consecutive pieces of at most
+    /// [`DIRECT_READ_BYTES`], and passes the bytes of each piece to `sink` in order.
     ///
     /// # Errors
-    /// Fails if the range reaches beyond the end of the file, or a read fails. `sink` may have
-    /// received the pieces before the failure.
+    ///
+    /// Fails if the range reaches beyond the end of the file, or a read fails. `sink` may already
+    /// have received pieces from the beginning of the range.
     pub(crate) fn for_each_piece(
         &mut self,
         bytes: Range<u64>,
@@ -86,8 +88,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Fills `out` with the file's bytes from offset `at` on. Also passes each piece to `sink`
-    /// while the piece is in the CPU cache.
+    /// Fills `out` with the file's bytes from offset `at` on. Reads them in consecutive pieces, and
+    /// also passes each piece to `sink` in order, while its bytes are in the CPU cache.
     ///
     /// # Errors
     /// Fails if the file ends before `out` is full, or a read fails.
@@ -136,9 +138,12 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads at most [`DIRECT_READ_BYTES`] bytes with direct I/O, and passes them to `sink`.
+    /// Reads the byte range `bytes` with direct I/O, passes the bytes to `sink` in one call, and
+    /// returns true. The caller must limit the range with [`direct_read_end`].
+    ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
-    /// or the file system does not support O_DIRECT. The caller then reads through the page cache.
+    /// or the file system does not support O_DIRECT. The caller must then read through the page
+    /// cache.
     fn try_read_direct(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<bool> {
         if bytes.end - bytes.start < DIRECT_READ_MIN || matches!(self.direct, DirectFile::Unsupported) {
             return Ok(false);

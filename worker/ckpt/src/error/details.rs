@@ -240,7 +240,7 @@ pub enum OptionProblem {
     /// The requested size of ZeRO-3 sub-groups is 0.
     #[error("a ZeRO-3 sub-group needs at least 1 element")]
     EmptySubGroup,
-    /// The memory limit is too low for a conversion.
+    /// The requested limit on host memory is too low for a conversion.
     #[error("a conversion needs at least {} of memory, but the limit is {}", format_bytes(*needed), format_bytes(*limit))]
     Memory {
         /// The least memory that works, in bytes.

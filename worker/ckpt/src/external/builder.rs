@@ -14,7 +14,8 @@ use std::sync::Arc;
 pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, PLAIN_GLOBALS];
 
 impl ExternalTensor {
-    /// Returns a tensor that the view `view` of the file with index `file` contains completely.
+    /// Returns a tensor whose elements are all elements of the view `view`, in order. `file` is the
+    /// index of the view's file in the store.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -113,8 +114,8 @@ impl ExternalCheckpointBuilder {
         self.entries.iter().any(|e| e.info.role.is_optimizer_state())
     }
 
-    /// Sorts the tensors by the position of their names in `order`. Tensors with other names come
-    /// last.
+    /// Sorts the tensors by the position of their names in `order`. Tensors whose names are not in
+    /// `order` come last, in their previous order.
     pub(crate) fn sort_tensors(&mut self, order: &[String]) {
         let position: HashMap<&str, usize> = order.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));

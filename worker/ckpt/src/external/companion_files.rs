@@ -29,7 +29,8 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
 }
 
 /// Reads the scheduler, the loss scaler, the step and the names of the RNG state files into
-/// `facts`. Adds a missing scheduler and missing RNG states to `facts.missing`.
+/// `facts`. A scheduler, loss scaler or step that `facts` has already is kept. Adds a missing
+/// scheduler and missing RNG states to `facts.missing`.
 pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.scheduler.is_null() {
         facts.scheduler = read_first_state(&SCHEDULER_FILES, facts, directory)?;
@@ -69,9 +70,9 @@ fn read_first_state(names: &[&str], facts: &mut ExternalFacts, directory: &Direc
     Ok(Json::Null)
 }
 
-/// Reads the step in `trainer_state.json` into `facts`, which may have a step already. Adds a
-/// warning if this step or the step in the directory's name differs. Does nothing if the file does
-/// not exist.
+/// Reads the step in `trainer_state.json`, and stores it in `facts.step` unless `facts` has a step
+/// already. Adds a warning if the step in the file differs from the existing step in `facts`, or
+/// from the step in the directory's name. Does nothing if the file does not exist.
 fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
         return Ok(());

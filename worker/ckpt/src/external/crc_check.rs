@@ -65,9 +65,10 @@ impl StoredFiles {
         Ok((bytes, spans.len() as u64, damaged))
     }
 
-    /// Verifies the spans from which bytes were read without verification. With `every_span`,
-    /// verifies all unverified spans. Reads the remaining bytes of these spans.
-    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
+    /// Verifies the spans from which bytes were read without verification or, with `every_span`,
+    /// all unverified spans. Of each of these spans, reads only the bytes that were not read
+    /// before, and marks the span as verified. `tensors_with(predicate)` must name the tensors with
+    /// a part that satisfies the predicate.
     ///
     /// # Errors
     /// Fails at the first span whose content does not match its CRC-32, or if a file cannot be
@@ -110,7 +111,8 @@ impl StoredFiles {
         indices.map(|(f, s)| (f, s, &self.files[f].spans[s]))
     }
 
-    /// Computes the CRC-32 of each piece with several threads.
+    /// Computes the CRC-32 of each piece with several threads. Returns the CRC-32s in the order of
+    /// `pieces`.
     ///
     /// # Errors
     /// Fails with the error of the first piece in the list that cannot be read.
@@ -151,8 +153,8 @@ impl StoredFiles {
         }
     }
 
-    /// Computes the CRC-32 of a piece. `open` holds the open file of the previous piece, which is
-    /// reused if `piece` is in the same file.
+    /// Computes the CRC-32 of a piece. `open` has the index and the reader of the previous piece's
+    /// file. They are replaced if `piece` is in another file.
     fn compute_piece_crc<'a>(
         &'a self,
         piece: &SpanPiece,

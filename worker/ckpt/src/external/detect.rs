@@ -13,8 +13,8 @@ const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Names of the optimizer files of HF Trainer and Accelerate.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// Limit on the number of checkpoints in one directory that are tried until a checkpoint can be
-/// opened.
+/// Limit on the number of checkpoints in one directory that are tried, newest first, until one can
+/// be opened. Opening the directory fails if all of these attempts fail.
 const ATTEMPTS_MAX: usize = 16;
 
 /// Opens the checkpoint of another program at `path`, which is a file of weights, a checkpoint
@@ -251,7 +251,9 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
 /// subdirectories.
 ///
 /// # Errors
-/// Fails with the error of the newest subdirectory if no checkpoint can be opened.
+///
+/// Fails with the error of the newest subdirectory if no checkpoint can be opened in the newest
+/// [`ATTEMPTS_MAX`] subdirectories. Older subdirectories are not tried.
 fn open_newest_readable(
     path: &Path,
     names: &[String],

@@ -233,11 +233,13 @@ impl ExternalCheckpoint {
         })
     }
 
-    /// Adds the reads that satisfy a request to `parts`. There is one read for each stored part
-    /// with some of the requested elements.
+    /// Appends the reads that together satisfy `request` to `parts`. Each stored part of the tensor
+    /// that has some of the requested elements gets one read.
     ///
     /// # Errors
-    /// Fails if the tensor is unknown, is not of a floating-point dtype, or has too few elements.
+    ///
+    /// Fails if the tensor is unknown or is not of a floating-point dtype, or if the request
+    /// reaches beyond the tensor's last element.
     fn resolve_request<'a>(
         &'a self,
         request: &'a mut ReadRequest<'_>,

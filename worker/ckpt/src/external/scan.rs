@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
-/// Limit on the number of files in a scan.
+/// Limit on the number of files in a scan. Further files are not checked.
 const FILES_MAX: usize = 1 << 20;
 /// Number of bytes of a zip member that are read and hashed at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -22,7 +22,7 @@ const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 pub(crate) struct ScanReport {
     /// Total size of all checked files in bytes.
     pub(crate) bytes: u64,
-    /// Number of checked files and of zip members in them.
+    /// Number of checked files plus the number of checked zip members in these files.
     pub(crate) members: u64,
     /// The damage of each damaged file.
     pub(crate) problems: Vec<Damage>,
@@ -50,8 +50,9 @@ pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth
 }
 
 /// Appends the files with a known suffix to `files`, with names relative to `directory`. `inside`
-/// is the subdirectory to list, and is empty for the directory itself. Skips subdirectories that
-/// are DeepSpeed checkpoints.
+/// is the subdirectory to list, and is empty for the directory itself. Also lists `depth` levels of
+/// subdirectories, except subdirectories that are DeepSpeed checkpoints. Stops without an error
+/// when `files` has [`FILES_MAX`] names.
 fn list_checkable_files(
     directory: &Directory,
     inside: &str,

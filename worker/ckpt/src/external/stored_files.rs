@@ -175,9 +175,11 @@ impl StoredFiles {
         self.read_parts(part_reads, true, tensors_with)
     }
 
-    /// Reads all requested parts without verifying their spans. The caller must call
-    /// [`StoredFiles::verify_read_spans`] afterwards. Spans of parts that are not contiguous are
-    /// verified first nevertheless.
+    /// Reads all requested parts, without verifying the spans of contiguous parts. The caller must
+    /// call [`StoredFiles::verify_read_spans`] after the last read, and must discard the elements
+    /// if that call fails. The span of a part that is not contiguous is verified before the part is
+    /// read.
+    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
     pub(crate) fn read_unverified_parts(
         &self,
         part_reads: Vec<PartRead<'_>>,
@@ -186,8 +188,8 @@ impl StoredFiles {
         self.read_parts(part_reads, false, tensors_with)
     }
 
-    /// Reads all requested parts in the order of their files and offsets. With `checked`, verifies
-    /// the span of each part first.
+    /// Reads all requested parts in the order of their files and offsets. Verifies the span of a
+    /// part before the part is read if `checked` is true or the part is not contiguous.
     fn read_parts(
         &self,
         mut part_reads: Vec<PartRead<'_>>,
@@ -222,7 +224,7 @@ impl StoredFiles {
     }
 
     /// Reads the whole span `span` of the file with index `index`. Returns true if the content
-    /// matches the CRC-32. The caller marks the span as verified.
+    /// matches the CRC-32. Does not mark the span as verified.
     fn verify_span_crc(&self, index: usize, span: &CrcSpan, open: &mut OffsetReader<'_>) -> Result<bool> {
         let crc = self.files[index].compute_crc(open, span.bytes.clone())?;
         Ok(span.crc.is_none_or(|expected| expected == crc))
@@ -276,8 +278,8 @@ impl StoredFiles {
     }
 }
 
-/// Reads the elements of the request `w` from the span `span` and converts them to F32. `buffer` is
-/// scratch memory that the caller reuses for other requests.
+/// Reads the elements of the request `w` from the span `span`, and stores them as F32 in `w.out`.
+/// `buffer` is scratch memory, whose content is overwritten.
 fn read_part(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,

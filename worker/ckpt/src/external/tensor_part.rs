@@ -31,8 +31,9 @@ pub(super) struct StridedLayout {
 }
 
 impl TensorPart {
-    /// Makes a part of the elements `taken` of the view `view`. The part holds the elements of a
-    /// tensor from index `start` on. `file` is the index of the view's file in the store.
+    /// Makes a part of a tensor from the elements `taken` of the view `view`. The first of these
+    /// elements has the index `start` in the tensor. `file` is the index of the view's file in the
+    /// store.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || {
@@ -52,8 +53,9 @@ impl TensorPart {
         }
     }
 
-    /// Makes a part of another tensor of the elements `taken` of this tensor, which must be in this
-    /// part. The new part holds the other tensor's elements from index `start` on.
+    /// Makes a part of another tensor, which shares stored elements with this tensor. `taken` are
+    /// the indices of the shared elements in this tensor, and must be in this part. The first of
+    /// these elements has the index `start` in the other tensor.
     pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };

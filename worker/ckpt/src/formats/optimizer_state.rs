@@ -185,10 +185,14 @@ impl OptimizerStateDict {
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Returns the names of the parameters of each group. Recorded names are checked against
-    /// `weights`. Numbered parameters get the names that
-    /// [`param_matching::match_states_to_weights`] finds. `in_order` states whether `weights` are
-    /// in the order of the model.
+    /// Returns the names of the parameters of each group. Numbered parameters get the names that
+    /// [`param_matching::match_states_to_weights`] finds in `weights`. `in_order` states whether
+    /// `weights` are in the order of the model.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a recorded name or the shape of its state contradicts `weights`, or if numbered
+    /// parameters cannot be assigned to `weights`.
     pub(crate) fn name_parameters(
         &self,
         weights: &[param_matching::ShapedWeight<'_>],
@@ -269,9 +273,9 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Assigns the names of `weights` to the parameters. If these do not match, assigns the names of a
-/// model that fuses the experts of each layer. Also returns the fused experts, which are empty in
-/// the first case.
+/// Assigns the names of `weights` to the parameters. If `weights` do not match the parameters,
+/// assigns the names of the equivalent model that fuses the experts of each layer. Also returns the
+/// fused experts, which are empty if the names are those of `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[param_matching::ShapedWeight<'_>],
@@ -289,8 +293,8 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Records a notice that the states in the file `name` are skipped because of `error`. Keeps the
-/// hyper-parameters of the groups.
+/// Records a notice that the states in the file `name` are skipped because of `error`. Stores the
+/// hyper-parameters of the groups in the builder's facts, without names of parameters.
 fn skip_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,

@@ -81,7 +81,7 @@ pub enum SafetensorsError {
         begin: u64,
         /// End of the byte range, relative to the end of the header.
         end: u64,
-        /// Bytes of the file after the header.
+        /// Number of bytes of the file after the header.
         data: u64,
         /// Dtype of the elements.
         dtype: Dtype,
@@ -254,7 +254,8 @@ pub(crate) struct PlannedTensor<'a> {
 }
 
 impl PlannedTensor<'_> {
-    /// Returns the size in bytes. The caller has checked that the shape does not overflow.
+    /// Returns the size of the tensor's data in bytes. The caller must have checked that the size
+    /// does not overflow.
     pub(crate) fn bytes(&self) -> u64 {
         count_elements(self.shape).unwrap_or(0) * self.dtype.size()
     }

@@ -155,8 +155,9 @@ impl TorchFile {
             .map_err(|why| CkptError::damaged(directory.path(), name, why))
     }
 
-    /// Reads the values of a torch file that is the byte range `bytes` of `file`. The byte ranges
-    /// of the members become relative to `file`.
+    /// Reads the values of a torch file that is stored in the byte range `bytes` of `file`. The
+    /// byte ranges of the returned members are relative to the start of `file`. `globals` lists the
+    /// classes and functions that the pickle may name.
     pub(crate) fn open_range(
         file: &File,
         bytes: Range<u64>,

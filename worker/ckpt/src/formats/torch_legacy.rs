@@ -30,7 +30,7 @@ type Result<T> = std::result::Result<T, TorchFileError>;
 /// Reads the values of a file of `size` bytes that begins with [`MAGIC`], and locates the storages.
 /// `read_at(offset, buffer)` must fill the buffer with the bytes at the offset. `globals` lists the
 /// classes and functions that the pickles may name. `width(class)` must return the bytes per
-/// element of a storage class.
+/// element of a storage class, or `None` for an unknown class.
 pub(super) fn parse_legacy_file(
     size: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
@@ -66,8 +66,13 @@ pub(super) fn parse_legacy_file(
     }
 }
 
-/// Locates the storage at offset `at`, which must have `bytes` bytes and whose header must state
-/// `count` elements. Moves `at` to the end of the storage.
+/// Locates the data of the storage `key`. At offset `at`, the file has the number of elements, and
+/// then the data of `bytes` bytes. Moves `at` to the end of the data.
+///
+/// # Errors
+///
+/// Fails if the stored number of elements is not `count`, or the data reach beyond `size`, the end
+/// of the file.
 fn locate_storage(
     at: &mut u64,
     size: u64,
@@ -94,7 +99,7 @@ fn locate_storage(
 
 /// Lists the storages that the pickled values refer to, by key. The value of each key is the
 /// storage's number of elements and its size in bytes. `width(class)` must return the bytes per
-/// element of a storage class.
+/// element of a storage class, or `None` for an unknown class.
 fn list_described_storages(
     tree: &PickleTree,
     width: impl Fn(&str) -> Option<u64>,

@@ -45,9 +45,10 @@ pub(crate) struct TorchWriter {
 }
 
 impl TorchWriter {
-    /// Creates a file of about `size` bytes, and writes the pickle of `value` and the other members
-    /// before the storages. The caller then writes the storages of `value`. `root` is the directory
-    /// inside of the container, which torch names after the file without its extension.
+    /// Creates a file, and writes the pickle of `value` and the other members before the storages.
+    /// The caller must write every storage of `value` after this call. `size` is the approximate
+    /// size of the complete file in bytes. `root` is the directory inside of the container, which
+    /// torch names after the file without its extension.
     ///
     /// # Errors
     /// Fails if the path exists, or `value` cannot be pickled.
@@ -67,8 +68,10 @@ impl TorchWriter {
         Ok(writer)
     }
 
-    /// Creates a file without members, of about `size` bytes when it is complete. The caller adds
-    /// all members with [`TorchWriter::begin_member`].
+    /// Creates a file without members. The caller must add every member with
+    /// [`TorchWriter::begin_member`], except `version` and `.data/serialization_id`, which
+    /// [`TorchWriter::finish`] writes. `size` is the approximate size of the complete file in
+    /// bytes.
     pub(crate) fn create_empty(
         path: PathBuf,
         root: &str,
@@ -94,15 +97,16 @@ impl TorchWriter {
         self.end_member()
     }
 
-    /// Begins the member of the next storage. Storages must be written in the order of their
-    /// indices.
+    /// Begins the member of the next storage. The caller must write the storages in the order of
+    /// their indices, and end each member before the next one begins.
     pub(crate) fn begin_storage(&mut self) -> Result<()> {
         let name = format!("data/{}", self.storages);
         self.storages += 1;
         self.begin_member(&name)
     }
 
-    /// Begins the member `name` in the root directory of the container.
+    /// Begins the member `name` in the root directory of the container. The caller must have ended
+    /// the previous member.
     pub(crate) fn begin_member(&mut self, name: &str) -> Result<()> {
         let name = format!("{}/{name}", self.root);
         let at = self.at;
@@ -160,9 +164,10 @@ impl TorchWriter {
         self.write_bytes(&descriptor)
     }
 
-    /// Writes the remaining members and the central directory. The file is durable only after its
-    /// file system has been synced. Returns the size of the file in bytes, and the digest of its
-    /// members ([`digest_members`]).
+    /// Writes the members `version` and `.data/serialization_id`, and then the central directory.
+    /// The caller must have ended the previous member. The file is durable only after its file
+    /// system has been synced. Returns the size of the file in bytes, and the digest of its members
+    /// ([`digest_members`]).
     pub(crate) fn finish(mut self) -> Result<(u64, u32)> {
         self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {

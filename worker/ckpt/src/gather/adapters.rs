@@ -210,9 +210,10 @@ impl<'a> MergedAdapterSource<'a> {
     }
 }
 
-/// Adds `scale` × (`left` · `right`) to `values`, which are the columns `range` of one row of the
-/// result. `left` is the same row of the left matrix, and `right` is the right matrix with
-/// `columns` columns. Overwrites `sums`.
+/// Computes a part of one row of a matmul and adds `scale` × the result to `values`, which are the
+/// columns `range` of the row. `left` is the same row of the left matrix, and `right` is the whole
+/// right matrix with `columns` columns. `sums` is scratch memory with at least as many elements as
+/// `range`, and is overwritten.
 fn add_matmul_row(
     values: &mut [f32],
     sums: &mut [f32],

@@ -344,7 +344,7 @@ fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
 }
 
 /// Appends the paths of the files in the subdirectory `directory` of `dir` to `found`, relative to
-/// `dir`. Lists subdirectories down to the depth `depth`.
+/// `dir`. Descends at most `depth` levels below `directory`, and leaves out deeper files.
 fn list_files_recursively(dir: &Path, directory: &str, depth: u32, found: &mut Vec<String>) -> Result<()> {
     let opened = Directory::open(&dir.join(directory))?;
     for name in opened.list_names()? {

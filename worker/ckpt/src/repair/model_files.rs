@@ -10,9 +10,9 @@ use crate::external::ExternalCheckpoint;
 use crate::formats::deepspeed::{self, lost_model_files};
 use crate::tensor_source::TensorSource;
 
-/// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Takes the
-/// files of other ranks, or else a universal checkpoint of the same state. Does nothing if no model
-/// file is lost.
+/// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Rebuilds the
+/// files from the model files of other ranks, or else from a universal checkpoint of the same
+/// state. Does nothing if no model file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks

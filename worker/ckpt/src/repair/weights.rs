@@ -105,7 +105,7 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
 }
 
 /// Gathers the weights of a run again from the checkpoint `newest`, as BF16. `why` is the reason
-/// for the report.
+/// that the report gives for gathering the weights.
 fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
     let checkpoint = Checkpoint::open(&repair_dir.dir.join(newest))?;
     // a run gathers its weights as BF16
@@ -120,7 +120,8 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
 }
 
 /// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of the copy. Does
-/// nothing if the state isn't sound. `why` is the reason for the report.
+/// nothing if the state isn't sound. `why` is the reason that the report gives for gathering the
+/// weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = external::open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     regather_weights(
@@ -134,7 +135,8 @@ fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &st
 }
 
 /// Replaces the weight files in the subdirectory `directory` of the copy by weights gathered from
-/// `source`, and reports each file with the texts `from` and `why`.
+/// `source`. Adds a line about each new file to the report, with the origin `from` of the weights
+/// and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,

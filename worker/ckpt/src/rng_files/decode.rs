@@ -171,7 +171,8 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
     Some((names, words))
 }
 
-/// Decodes one CUDA state or a list of CUDA states. `bytes` returns the content of a tensor.
+/// Decodes one CUDA state or a list of CUDA states. `bytes(value)` must return the content of the
+/// tensor that `value` describes. Fails if the list has more than [`DEVICES_MAX`] states.
 fn decode_cuda_states(
     value: PickleView<'_>,
     bytes: impl Fn(PickleView<'_>) -> DecodeResult<Vec<u8>>,

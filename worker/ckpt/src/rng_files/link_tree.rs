@@ -22,8 +22,13 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Duplicates one directory and its subdirectories, down to `depth` levels. Subtracts the number of
-/// entries from `left`, the number of entries that are still allowed.
+/// Duplicates one directory and its subdirectories. Leaves out the entries of the directory itself
+/// whose names satisfy `skip`. Subtracts the number of duplicated entries from `left`.
+///
+/// # Errors
+///
+/// Fails if the directories are nested more than `depth` levels deep, there are more than `left`
+/// entries, an entry is neither a directory nor a regular file, or I/O fails.
 fn link_or_copy_subtree(
     from: &Path,
     to: &Path,
@@ -78,9 +83,9 @@ pub(crate) struct ScratchDir {
 }
 
 impl ScratchDir {
-    /// Chooses the path of a scratch directory for `name` in `parent`, which this process must have
-    /// locked. Removes the scratch directories for `name` that killed processes left behind. The
-    /// caller creates the directory.
+    /// Chooses the path of a scratch directory for `name` in `parent`, without creating the
+    /// directory. Removes every existing scratch directory for `name`. The caller must hold the
+    /// lock of `parent`, so that only killed processes can have left such directories behind.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
         for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {

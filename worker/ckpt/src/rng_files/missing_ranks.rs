@@ -27,7 +27,8 @@ pub(crate) struct FilledRngFiles {
 ///
 /// The streams are assigned by the rule for a changed number of ranks ([`reconcile_rng_states`]). A
 /// stream that all other ranks share is copied. A stream that differs between ranks is reseeded
-/// with the rank's number, so that no two ranks draw equal numbers.
+/// with the rank's number and `step`, the completed optimizer steps of the checkpoint, so that no
+/// two ranks draw equal numbers.
 ///
 /// # Errors
 /// Fails if `world` exceeds [`RANKS_MAX`], the files of two programs are mixed, or I/O fails.

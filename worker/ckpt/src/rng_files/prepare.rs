@@ -287,8 +287,8 @@ impl ProgramCheckpoint {
     }
 
     /// Reads the number of optimizer updates in DeepSpeed's state or FSDP's sharded optimizer
-    /// state. Returns `None` if the checkpoint has neither. The caller then reads the number in
-    /// `optimizer.bin`.
+    /// state. Returns `None` if the checkpoint has neither, or the state records no number. Does
+    /// not read `optimizer.bin`.
     fn count_updates(&self, dir: &Path) -> Result<Option<u64>> {
         let most = |state: &ExternalCheckpoint| state.facts().steps.values().copied().max();
         if let Some(state) = &self.state {
@@ -301,6 +301,8 @@ impl ProgramCheckpoint {
     }
 
     /// Finds the directory that an earlier start prepared for `world` ranks, with its record.
+    /// Returns `None` if no such directory has a valid record. The caller must check that the
+    /// record matches the original checkpoint and the options.
     fn find_earlier_result(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
         let path = sibling_path(&self.parent, world, &self.name);
         let record = reshard::PreparedRecord::read(&path)?;

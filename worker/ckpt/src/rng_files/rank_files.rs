@@ -105,8 +105,9 @@ pub(super) fn is_rng_file(name: &str) -> bool {
 }
 
 /// Reads the RNG states of all ranks in the directory `path`. Returns `None` if the directory has
-/// no RNG state files. `world` is the number of ranks, or `None` if it is unknown. The highest rank
-/// in the file names may increase this number.
+/// no RNG state files. `world` is the least number of ranks, or `None` if it is unknown. If the
+/// name of a file has a rank of `world` or above, the number of ranks is the highest such rank plus
+/// 1.
 ///
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs

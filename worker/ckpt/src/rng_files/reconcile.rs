@@ -20,7 +20,8 @@ const RANKS_LISTED: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReconcilePolicy {
-    /// Restore every stream that can be restored. Reseed streams that each rank has separately.
+    /// Restore every stream that can be restored. If the number of ranks changes, reseed the
+    /// streams of [`StreamScope::PerDataRank`].
     Reconcile,
     /// Fail if a stream would have to be reseeded.
     Strict,
@@ -448,8 +449,10 @@ fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     }
 }
 
-/// Replaces the single CUDA state of a rank by the form that a run of `options.world` ranks reads:
-/// a list with one state per visible GPU, or a single state in a run of one process.
+/// Replaces the single CUDA state of a rank by the form that a run of `options.world` ranks reads.
+/// This is a list with the same state for each visible GPU, or a single state in a run of one
+/// process. `options.gpus` is the number of visible GPUs. If it is `None`, the number is derived
+/// from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {

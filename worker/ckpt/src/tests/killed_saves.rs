@@ -50,9 +50,10 @@ fn child_process_of_a_killed_save() {
     std::fs::write(dir.join("points"), fault_points::list_passed_points().join("\n")).expect("written");
 }
 
-/// Runs the scenario once per fault point, each time in a copy of the directory that `prepare`
-/// fills, and kills it there. `check(root)` checks the remaining files, and returns whether the new
-/// state is visible. Once the new state is visible, it must be visible for every later point.
+/// Runs the scenario once per fault point, in a child process that is killed at this point. Each
+/// run uses a new copy of the directory that `prepare` fills. `check(root)` checks the remaining
+/// files, and returns whether the new state is visible. Once the new state is visible, it must be
+/// visible for every later point.
 fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
     let template = make_memory_dir();
     prepare(&template.path().join("root"));

@@ -25,8 +25,8 @@ impl TestWatch {
         self.watch.poll(self.now).expect("listed")
     }
 
-    /// Polls twice: at once, and after [`SETTLE`], for which a complete checkpoint must be
-    /// unchanged. Returns the reports of both polls.
+    /// Polls twice: immediately, and again after [`SETTLE`], the time for which a complete
+    /// checkpoint must be unchanged. Returns the reports of both polls.
     fn poll_until_settled(&mut self) -> Vec<DirectoryReport> {
         let mut sightings = self.poll_after(Duration::ZERO);
         sightings.extend(self.poll_after(SETTLE));

@@ -21,8 +21,8 @@ use std::{
 /// The communicator of one rank with a GPU, on top of NCCL.
 pub struct NcclComm {
     group: NcclGroup,
-    /// The transport for buffers in host memory, and for the sums that the training engine does not
-    /// use.
+    /// The transport for everything that NCCL does not transfer: buffers in host memory, and all
+    /// calls of [`Comm::reduce_scatter`], [`Comm::all_reduce`] and [`Comm::broadcast`].
     host_comm: StagedComm,
     cuda: Arc<Cuda>,
     /// GPU memory for pieces received from peers, reused by all calls.
@@ -30,11 +30,12 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates an NCCL communicator between the ranks of `host_comm`, each with its GPU. Fails
-    /// after `timeout`. Every rank of `host_comm` must call this function, because it is a
-    /// collective.
+    /// Creates an NCCL communicator between the ranks of `host_comm`, each with its GPU. Every rank
+    /// of `host_comm` must call this function, because it is a collective. Fails if a rank does not
+    /// join within `timeout`.
     ///
-    /// Later calls use [`DEFAULT_TIMEOUT`], because NCCL connects two ranks only when they first
+    /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
+    /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first
     /// exchange data.
     pub fn connect(
         nccl: &NcclLibrary,

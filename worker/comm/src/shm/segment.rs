@@ -284,9 +284,10 @@ impl Segment {
     ///
     /// # Safety
     ///
-    /// The caller must not use the bytes before the round in which `rank` published this slot, nor
-    /// after this rank entered its next round. In between, the peer does not write the slot. A peer
-    /// that breaks this rule can corrupt numbers, but no addresses.
+    /// The caller must use the returned bytes only within the round for which `rank` filled this
+    /// slot: after `rank` has entered that round, and before this rank enters its next round. In
+    /// between, `rank` does not write the slot. A peer that breaks this rule can corrupt numbers,
+    /// but no addresses.
     pub(super) unsafe fn slot(&self, rank: usize, slot: usize, start: usize, len: usize) -> &[u8] {
         // SAFETY: in bounds; all bytes are valid.
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
@@ -306,8 +307,9 @@ impl Segment {
     ///
     /// # Safety
     ///
-    /// The caller must pass its own rank and the slot of its next round, and must not use another
-    /// slice of the range at the same time.
+    /// `rank` must be this rank, and `slot` the slot of its next round. The caller must not use the
+    /// returned bytes after this rank has entered that round. While they are in use, no other slice
+    /// of the same bytes may be in use.
     #[allow(clippy::mut_from_ref)] // shared memory: the protocol guarantees exclusive access
     pub(super) unsafe fn slot_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.

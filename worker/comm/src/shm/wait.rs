@@ -15,7 +15,7 @@
 //! - If the rank that observes all reads `sleepers` as 0 in (c), then every sleeper's (1) comes
 //!   after it. Hence its (3) comes after all the stores (a), and it does not sleep.
 //! - Otherwise the event count changes after the sleeper's (1). If it changes before (2), then (3)
-//!   observes all ranks. If it changes later, (4) returns at once.
+//!   observes all ranks. If it changes later, (4) returns immediately.
 //!
 //! Every sleep ends after [`MAX_SLEEP`], so a peer that breaks these rules can delay a rank but not
 //! hang it.
@@ -77,8 +77,9 @@ impl SegmentHeader {
         self.wake_sleepers();
     }
 
-    /// Returns the reason of the abort, or `None` if the group is not aborted. Waits up to
-    /// [`MAX_SLEEP`] if a process is writing the reason.
+    /// Returns the reason of the abort, or `None` if the group is not aborted. If a process is
+    /// writing the reason, waits for it up to [`MAX_SLEEP`], and returns [`AbortReason::Lost`] if
+    /// the reason is still incomplete then.
     pub(super) fn abort_reason(&self) -> Option<AbortReason> {
         match self.abort_state.load(Acquire) {
             0 => None,
@@ -118,8 +119,10 @@ impl Segment {
     }
 
     /// Blocks until every rank has entered `round`. Fails if the group is aborted, a rank left
-    /// before entering, or `timeout` expires. Spins before the first sleep only if `can_spin` is
-    /// set and no missing peer was last on this processor.
+    /// before entering, or `timeout` expires.
+    ///
+    /// Spins before the first sleep only if `can_spin` is set and no rank that has yet to enter the
+    /// round entered its previous round on this processor.
     pub(super) fn wait_for_round(
         &self,
         round: u64,

@@ -29,7 +29,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
 /// The delay after a failed attempt to connect to a rank, before the next attempt.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
-/// The longest time between two checks of a wait for whether the group was aborted.
+/// The longest time for which a rank waits before it checks again whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Authenticated connections, each with the rank of the peer and the kind of the connection.
@@ -210,8 +210,9 @@ impl ConnectionSetup<'_> {
 
     // ---- accepting the higher ranks ----
 
-    /// Accepts and authenticates the connections of every higher rank on another host. Returns
-    /// early at `deadline`, when the group is aborted, or when `stop` is set.
+    /// Accepts and authenticates the connections of every higher rank on another host. Fails if a
+    /// connection is missing at `deadline`, or if the group is aborted. If `stop` is set, returns
+    /// the connections that were authenticated before.
     fn accept_higher_ranks(
         &self,
         listener: &TcpListener,

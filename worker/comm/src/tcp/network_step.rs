@@ -1,4 +1,4 @@
-//! [`NetworkStep`]: one step of a collective over all data connections at once.
+//! [`NetworkStep`]: one step of a collective, over all data connections at the same time.
 //!
 //! The calling thread sends and receives on whichever connection is ready next, directly from and
 //! to the caller's memory. The kernel's socket buffers are the only intermediate ones.
@@ -54,7 +54,7 @@ impl DataConnection {
 
 /// Location of the bytes of an outgoing message.
 pub(super) enum SendSource<'a> {
-    /// A range of the buffer that also receives. Sent and received ranges do not overlap.
+    /// A range of the receive buffer. The step must not receive into this range.
     Buffer(Range<usize>),
     /// A message in memory other than the receive buffer.
     Message(OutgoingMessage<'a>),

@@ -3,8 +3,8 @@
 //! Each pair of ranks on different hosts has a control connection in addition to its data
 //! connection, so that control frames pass while data is queued. A frame is a kind (u8), a length
 //! (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank
-//! reads the frames of all peers. A thread that aborts the group writes the abort frames itself, at
-//! once.
+//! reads the frames of all peers. A thread that aborts the group writes the abort frames itself and
+//! does not wait for the thread that reads.
 use crate::{AbortReason, Comm, shm::ShmComm};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -119,8 +119,8 @@ impl GroupHealth {
         self.send_to_peers(ABORT_FRAME, &reason.encode(MAX_REASON_BYTES));
     }
 
-    /// Writes a frame to every control connection. Drops a connection that cannot take the whole
-    /// frame at once.
+    /// Writes a frame to every control connection, without blocking. If a connection cannot take
+    /// the whole frame immediately, no later frame is written to that connection.
     fn send_to_peers(&self, kind: u8, body: &[u8]) {
         let mut frame = vec![kind];
         frame.extend_from_slice(&(body.len() as u16).to_le_bytes());

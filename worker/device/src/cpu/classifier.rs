@@ -18,8 +18,8 @@ use std::ops::Range;
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
 /// Maximum number of rows of a chunk.
 const MAX_CHUNK_ROWS: usize = 512;
-/// Minimum number of rows of a chunk. Each chunk packs `w` twice, and reads and writes the gradient
-/// of `w`.
+/// Minimum number of rows of a chunk. Fewer rows would be too slow, because each chunk packs `w`
+/// twice, and reads and writes the whole gradient of `w`.
 const MIN_CHUNK_ROWS: usize = 256;
 /// Number of columns of a block of the vocabulary.
 const VOCAB_BLOCK: usize = 512;

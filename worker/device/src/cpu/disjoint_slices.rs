@@ -23,7 +23,7 @@ impl<'a, T> DisjointSlices<'a, T> {
     ///
     /// # Safety
     ///
-    /// The caller must ensure that no other range that is in use overlaps `r`.
+    /// While the returned slice is in use, no overlapping range of the elements may be in use.
     #[allow(clippy::mut_from_ref)] // the caller guarantees disjointness
     pub(crate) unsafe fn slice_mut(&self, r: Range<usize>) -> &mut [T] {
         assert!(r.start <= r.end && r.end <= self.len, "range {r:?} is outside 0..{}", self.len);

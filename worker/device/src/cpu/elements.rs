@@ -340,12 +340,13 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Returns the elements with indices in `r` as `f32`, to write. If they are 16-bit, a copy in
-    /// scratch memory is returned, whose elements are rounded and stored when it is dropped.
+    /// Returns the elements with indices in `r` as `f32`, to write. If they are 16-bit, returns an
+    /// `f32` copy in scratch memory. Dropping the copy rounds its elements and stores them in the
+    /// output. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
     ///
     /// # Safety
     ///
-    /// The caller must ensure that no other range that is in use overlaps `r`.
+    /// While the returned value is in use, no overlapping range of the output may be in use.
     pub(crate) unsafe fn slice_as_f32(&self, r: Range<usize>, prior: PriorContents) -> F32Output<'_> {
         match &self.elements {
             // SAFETY: guaranteed by the caller.
@@ -362,12 +363,13 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Runs `work` on the elements with indices in `r` as `f32`. `work` may use all threads. 16-bit
-    /// elements are converted to `f32` first and rounded afterwards.
+    /// Runs `work` on the elements with indices in `r` as `f32`. `work` may use all threads. If the
+    /// elements are 16-bit, `work` gets an `f32` copy, whose elements are rounded and stored in the
+    /// output afterwards. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
     ///
     /// # Safety
     ///
-    /// The caller must ensure that no other range that is in use overlaps `r`.
+    /// During the call, no overlapping range of the output may be in use.
     pub(crate) unsafe fn update_as_f32(
         &self,
         r: Range<usize>,

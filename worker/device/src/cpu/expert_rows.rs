@@ -86,15 +86,16 @@ multiversion! {
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 
-/// Writes the weighted sum of the rows of the terms with indices in `terms` to `y`, or adds it to
-/// `y`.
+/// Computes the weighted sum of the rows of `sum.x` that the terms with indices in `terms` select.
+/// Overwrites `y` with the result or adds the result to `y`, as `sum.write` states.
 #[inline(always)]
 fn sum_selected_rows_simd<S: Simd>(s: S, y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum) {
     with_elements!(sum.x, x => sum_selected_elements(s, y, x, terms, sum));
 }
 
-/// Computes the weighted sum of the rows of the terms with indices in `terms`, in their order. The
-/// rows have elements of type `E`.
+/// Computes the weighted sum of the rows of `x` that the terms with indices in `terms` select, in
+/// the order of the terms. Overwrites `y` with the result or adds the result to `y`, as `sum.write`
+/// states. `x` is `sum.x` with elements of type `E`.
 #[inline(always)]
 fn sum_selected_elements<S: Simd, E: Element>(
     s: S,

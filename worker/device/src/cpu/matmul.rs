@@ -40,7 +40,7 @@ pub(crate) struct MatmulShape {
     pub(crate) k: usize,
     /// Number of elements from one row of the result to the next; at least `n`.
     pub(crate) ldc: usize,
-    /// Whether the matmul overwrites the result or is added to it.
+    /// Whether the matmul overwrites the output `c` or is added to its previous content.
     pub(crate) write: WriteMode,
 }
 
@@ -443,9 +443,9 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a micro tile and writes its first `columns` columns of `rows` rows to `t.c`, without
-/// the first `rows_above` rows of the tile. A tile that is not written completely passes through a
-/// buffer.
+/// Computes a micro tile and writes a part of it to `t.c`: `rows` rows, starting with row
+/// `rows_above` of the tile, and of each row the first `columns` elements. A tile that is not
+/// written completely is first computed in a buffer.
 ///
 /// # Safety
 ///

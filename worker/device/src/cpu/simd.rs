@@ -64,9 +64,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// Computes `√a` in each lane.
     fn sqrt(self, a: Self::V) -> Self::V;
-    /// Computes `a > b ? a : b` in each lane. The result is `b` where a lane is NaN.
+    /// Computes `a > b ? a : b` in each lane. The result is `b` where `a` or `b` is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// Computes `a < b ? a : b` in each lane. The result is `b` where a lane is NaN.
+    /// Computes `a < b ? a : b` in each lane. The result is `b` where `a` or `b` is NaN.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
     /// Computes `a·b + c` in each lane, rounded once if the machine has a fused multiply-add.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -89,9 +89,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     ///
     /// The caller must meet the requirements of [`micro_kernel::compute_tile`].
     unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile);
-    /// Transposes 8 × 8 elements: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8. The eight
-    /// lanes of a row of `dst` are stored at once. Rows are stored in rising order, also if `ldd <
-    /// 8`.
+    /// Transposes 8 × 8 elements: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8. The rows
+    /// of `dst` are stored in rising order, each with all eight elements. If `ldd < 8`, each row
+    /// therefore overwrites the end of the row before.
     ///
     /// # Safety
     ///

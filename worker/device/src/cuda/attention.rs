@@ -18,8 +18,8 @@ const MAX_HEAD_DIM: usize = 256;
 
 /// Number of queries or keys per block of a kernel of flash.cu. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of a flash.cu block's shared memory in addition to rows: statistics of
-/// two steps of 64 rows, and `BlockState`.
+/// Maximum number of bytes of a flash.cu block's shared memory that are not rows of queries, keys,
+/// values or gradients: statistics of two steps of 64 such rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// Kernel argument with shape, scale and dropout of an attention. The layout is that of `Attention`
@@ -112,8 +112,9 @@ struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
     warps: [[u32; 2]; 2],
-    /// Number of rows in shared memory for each variant: two steps of the rows that a block
-    /// iterates over. If the rows that the block owns are not in registers, they are added.
+    /// Number of rows of queries, keys, values or gradients in a block's shared memory, for each
+    /// variant. These are the rows of two steps of the block's loop and, unless they are in
+    /// registers, the rows that the block owns.
     rows: [[usize; 2]; 2],
     /// True if blocks own keys and iterate over queries.
     is_by_keys: bool,
@@ -289,9 +290,9 @@ pub(super) fn backward(
     }
 }
 
-/// Enqueues a pass of attention on cuDNN. Returns false if cuDNN is not used or was not selected
-/// for this shape; the caller then launches the built-in kernels. `run_built_in` launches the
-/// built-in kernels, to time them.
+/// Enqueues a pass of attention on cuDNN and returns true. Returns false if cuDNN is not used or
+/// was not selected for this shape. The caller must then launch the built-in kernels, also if this
+/// call ran them with `run_built_in` to time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

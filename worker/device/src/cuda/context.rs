@@ -67,8 +67,8 @@ impl GpuContext {
         CURRENT_CONTEXT.set(context);
         driver.set_pool_to_retain_memory(device, &properties)?;
         // SAFETY: writes one handle.
-        driver
-            .check_status("cuStreamCreate", unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) })?;
+        let status = unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) };
+        driver.check_status("cuStreamCreate", status)?;
         let (downloads, uploads) = (driver.create_stream(0)?, driver.create_stream(0)?);
         Ok(Arc::new(GpuContext {
             driver,
@@ -88,8 +88,8 @@ impl GpuContext {
     pub(super) fn make_current(&self) -> Result<()> {
         if CURRENT_CONTEXT.get() != self.context {
             // SAFETY: the context lives as long as self.
-            self.driver
-                .check_status("cuCtxSetCurrent", unsafe { (self.driver.cuCtxSetCurrent)(self.context) })?;
+            let status = unsafe { (self.driver.cuCtxSetCurrent)(self.context) };
+            self.driver.check_status("cuCtxSetCurrent", status)?;
             CURRENT_CONTEXT.set(self.context);
         }
         Ok(())
@@ -111,7 +111,9 @@ impl GpuContext {
     }
 
     /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.
-    /// Pinned memory is read when the copy runs. The driver copies other memory before this call
+    ///
+    /// If `bytes` is in pinned memory, it is read when the copy runs. The caller must not write or
+    /// free it before the copy is complete. Otherwise the driver reads `bytes` before this call
     /// returns.
     pub(super) fn enqueue_upload(&self, at: Address, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {

@@ -100,9 +100,10 @@ pub(super) struct GraphState {
     graphs: HashMap<u64, CachedGraph>,
     /// Hashes of batches that have occurred once.
     seen_hashes: HashSet<u64>,
-    /// By structure hash: the last batch for which no graph was created.
+    /// By structure hash: the latest batch with this structure for which no graph was created.
     unmatched_batches: HashMap<u64, CallBatch>,
-    /// By structure hash: the hash of the last graph's batch.
+    /// By structure hash: the key in `graphs` of the graph that was captured or updated last for a
+    /// batch with this structure.
     graph_by_structure: HashMap<u64, u64>,
     /// Allocator of the main stream's scratch memory.
     pub(super) arena: ScratchArena,
@@ -293,12 +294,12 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// Provides a graph for a batch whose hash has no graph. Returns false if the batch must be
-    /// issued call by call.
+    /// Provides a graph for the recorded batch, whose hash has no graph. Returns false if the batch
+    /// must be issued call by call.
     ///
-    /// A new graph is captured if the batch has occurred before, or if a similar batch without a
-    /// graph has occurred in which few arguments differ. If a similar batch has a graph, that graph
-    /// is updated instead.
+    /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
+    /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
+    /// graph is captured only if a similar batch has occurred in which few arguments differ.
     fn find_or_build_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let structure_hash = self.batch.compute_structure_hash();
         if !self.mark_seen(hash) {

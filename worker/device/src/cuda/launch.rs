@@ -81,8 +81,10 @@ impl GpuContext {
     ///
     /// # Safety
     ///
-    /// `arguments` must match the kernel's parameters in number, type and order. Each address must
-    /// point to all memory that the kernel accesses through it.
+    /// `arguments` must match the kernel's parameters in number, type and order. Each address among
+    /// them must point to all memory that the kernel accesses through it. That memory must stay
+    /// allocated until the kernel is complete. Freeing it afterwards in the order of the same
+    /// stream is allowed.
     pub(super) unsafe fn launch(
         &self,
         name: &'static CStr,
@@ -105,7 +107,9 @@ impl GpuContext {
     /// # Safety
     ///
     /// `arguments` must point to values that match the kernel's parameters in number, type and
-    /// order. Each address among them must point to all memory that the kernel accesses through it.
+    /// order, and that are valid during the call. Each GPU address among the values must point to
+    /// all memory that the kernel accesses through it. That memory must stay allocated until the
+    /// kernel is complete.
     pub(super) unsafe fn issue_launch(
         &self,
         name: &CStr,

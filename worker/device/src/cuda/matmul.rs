@@ -74,7 +74,7 @@ pub(super) enum InputFormat {
 
 impl Matmul {
     /// Returns the key under which the plan of this matmul is stored.
-    fn to_key(&self) -> Key {
+    fn plan_key(&self) -> Key {
         let [a, b] = self.inputs.cuda_types();
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -254,7 +254,7 @@ impl CublasLt {
     /// Returns the stored plan for a matmul, or creates and stores a plan. Returns `None` if the
     /// library has no algorithm.
     fn get_or_create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
-        let key = matmul.to_key();
+        let key = matmul.plan_key();
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plan) = plans.get(&key) {
             return Ok(plan.clone());
@@ -341,8 +341,8 @@ impl CublasLt {
     /// Runs a matmul several times with this algorithm and returns the seconds of all timed runs
     /// together. Returns `None` if the algorithm fails, or if there is no memory to try it.
     ///
-    /// If the matmul is added to its result, the result keeps its content. Any other result is
-    /// unspecified afterwards.
+    /// If `matmul.add` is true, the runs write to temporary memory, and `c` keeps its content.
+    /// Otherwise they overwrite `c`, whose content is unspecified afterwards.
     fn time_candidate(
         &self,
         gpu: &Arc<GpuContext>,

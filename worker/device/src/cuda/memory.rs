@@ -17,8 +17,8 @@ impl GpuContext {
         self.make_current()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two integers.
-        self.driver
-            .check_status("cuMemGetInfo", unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) })?;
+        let status = unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) };
+        self.driver.check_status("cuMemGetInfo", status)?;
         Ok((free, total))
     }
 

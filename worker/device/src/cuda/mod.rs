@@ -177,8 +177,10 @@ impl Cuda {
 
     /// Selects the attention backend that is used from now on. Must be called at most once.
     ///
-    /// With [`AttentionBackend::Auto`], a missing or unusable cuDNN is no error. The returned
-    /// `CudaError` is then the reason why a cuDNN that was found is not used.
+    /// With [`AttentionBackend::Cudnn`], fails if cuDNN cannot be opened. With
+    /// [`AttentionBackend::Auto`], the built-in kernels are used in that case. The call then
+    /// returns `Some` with the error if cuDNN was found but is unusable, and `None` if cuDNN was
+    /// not found. In all other cases the call returns `None`.
     pub fn set_attention_backend(
         &self,
         backend: AttentionBackend,

@@ -142,8 +142,9 @@ fn matmul_with_bias(
     if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
 }
 
-/// Completes a matmul without elements or terms. The result of a matmul without terms is zero.
-/// Returns false, without doing anything, if the matmul has elements and terms.
+/// Handles a matmul that has nothing to compute, because `m`, `n` or `k` is 0. Returns true if so,
+/// otherwise returns false without doing anything. If only `k` is 0, the matmul is a matrix of
+/// zeros. It is then written to `c`, unless `write` is [`WriteMode::Accumulate`].
 pub(super) fn finish_empty_matmul(
     cuda: &Cuda,
     c: MatmulOperand,
@@ -157,8 +158,13 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Runs a matmul whose result must be f32, and converts the result of `len` elements to `c`. `run`
-/// receives the f32 result and whether to add to it.
+/// Runs a matmul that can write only f32, and stores its `len` elements in `c`, which may have
+/// another type.
+///
+/// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
+/// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory
+/// contains the values of `c`, and `run` must add the matmul to them. Afterwards the content of the
+/// scratch memory is converted to the type of `c` and overwrites `c`.
 pub(super) fn run_with_f32_result(
     cuda: &Cuda,
     c: MatmulOperand,
@@ -176,7 +182,8 @@ pub(super) fn run_with_f32_result(
 }
 
 /// Converts a matmul operand to the element type `dtype`. Returns the converted operand, and the
-/// memory of the copy if one was needed.
+/// GPU memory that contains the converted elements. The caller must keep that memory until the
+/// matmul is enqueued. Returns `x` itself and no memory if `x` has the type already.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

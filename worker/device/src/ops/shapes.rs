@@ -124,7 +124,8 @@ pub struct RouterShape {
     pub normalize_weights: bool,
 }
 
-/// Inputs of the router's backward pass in addition to the gradient of the weights.
+/// Inputs of [`crate::Ops::router_backward`] in addition to the gradient of the chosen experts'
+/// weights.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.
@@ -133,7 +134,8 @@ pub struct RouterBackwardInputs<'a> {
     pub lse: View<'a>,
     /// Experts that the forward pass selected, `[m, experts_per_token]`.
     pub chosen_experts: &'a [u32],
-    /// Gradient of the load-balancing loss by the probabilities, equal for all rows, `[experts]`.
+    /// Gradient of the load-balancing loss with respect to the probabilities, `[experts]`. All rows
+    /// of `probs` have this gradient.
     pub balance_grad: &'a [f32],
     /// Coefficient of the z-loss Σ lse², whose gradient is added.
     pub z_loss_coef: f32,
@@ -191,7 +193,8 @@ pub struct AdamWHyperparams {
     pub weight_decay: f64,
     /// Number of this update, from 1; used by the bias correction.
     pub step: u64,
-    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
+    /// Factor by which the update first multiplies the gradient. The factor contains the division
+    /// by the number of tokens and gradient clipping.
     pub grad_scale: f32,
 }
 
@@ -205,7 +208,8 @@ pub struct SgdHyperparams {
     pub momentum: f64,
     /// Factor of the parameter that is added to its gradient.
     pub weight_decay: f64,
-    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
+    /// Factor by which the update first multiplies the gradient. The factor contains the division
+    /// by the number of tokens and gradient clipping.
     pub grad_scale: f32,
 }
 
@@ -222,7 +226,8 @@ pub struct LionHyperparams {
     pub beta2: f64,
     /// Weight decay per unit of learning rate.
     pub weight_decay: f64,
-    /// Factor of the gradient before anything else, for the mean over tokens and for clipping.
+    /// Factor by which the update first multiplies the gradient. The factor contains the division
+    /// by the number of tokens and gradient clipping.
     pub grad_scale: f32,
 }
 

@@ -97,7 +97,8 @@ pub enum RecordProblem {
     FieldMissing {
         /// The value of `train.data.field`.
         field: String,
-        /// Names of the fields that the object has, at most eight.
+        /// Names of the first eight fields of the object, or of all fields if there are fewer.
+        /// Omits very long names.
         present: Vec<String>,
     },
     /// The Parquet row has no value in the column with the text or chat.
@@ -204,7 +205,7 @@ pub enum ParquetProblem {
     /// The Parquet library panicked, which only damaged files cause.
     #[error("the file is damaged: the decoder panicked")]
     DecoderPanicked,
-    /// The file has more columns than are read.
+    /// The file has more columns than the limit.
     #[error("the file has {count} columns, more than {limit}")]
     TooManyColumns {
         /// Number of columns of the file.
@@ -217,7 +218,7 @@ pub enum ParquetProblem {
     ColumnMissing {
         /// The value of `train.data.field`.
         column: String,
-        /// Names of the file's columns, at most eight.
+        /// Names of the first eight columns of the file, or of all columns if there are fewer.
         present: Vec<String>,
     },
 }

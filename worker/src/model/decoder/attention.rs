@@ -195,8 +195,9 @@ impl DecoderModel {
         self.linear.backward_input(ops, d_o, dx, p.slice(s.o.clone()), (m, o_width, d));
     }
 
-    /// Normalizes each head of q and k in place, if the family has q/k norms. Saves the values
-    /// before the norms in `raw` and their 1/rms in `rstd`.
+    /// Normalizes each head of q and k in `qkv` in place. Writes the values before the norms to
+    /// `raw` and their 1/rms to `rstd`, for the backward pass. Does nothing if the family has no
+    /// q/k norms.
     fn qk_norm_forward(
         &self,
         ops: &dyn Ops,
@@ -217,8 +218,10 @@ impl DecoderModel {
         }
     }
 
-    /// Computes the gradients of the norms of q and k. `dqkv` is the gradient of the norms' output
-    /// on entry, and of their input on return.
+    /// Computes the gradients of the norms of q and k. On entry, `dqkv` contains the gradients of
+    /// the norms' outputs; on return, those of their inputs. Adds the gradients of the norms'
+    /// weights to `g`, the gradient of the layer's unit. Does nothing if the family has no q/k
+    /// norms.
     fn qk_norm_backward(
         &self,
         ops: &dyn Ops,

@@ -230,8 +230,9 @@ impl ZeroEngine {
         lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
-    /// Gathers the finished gradients of all ranks' shards of unit `u`, and returns the whole
-    /// gradient. Collective: every rank must call it.
+    /// Gathers the finished gradient of unit `u` from the shards of all ranks, and returns the
+    /// whole gradient. `owned` is the gradient of this rank's shard, as
+    /// [`ZeroEngine::finish_gradient`] returns it. Collective: every rank must call it.
     pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
             return Ok(owned);
@@ -246,8 +247,10 @@ impl ZeroEngine {
         self.gather_trained(u, owned, whole)
     }
 
-    /// Gathers every rank's shard of a trained vector of unit `u` into `whole`, and returns
-    /// `whole`. Collective: every rank must call it.
+    /// Gathers a vector with the layout of unit `u`'s trained vector into `whole`, and returns
+    /// `whole`. `owned` is this rank's shard of the vector. `whole` must have the length of the
+    /// whole vector on owner ranks, and be empty on other ranks. Collective: every rank must call
+    /// it.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {

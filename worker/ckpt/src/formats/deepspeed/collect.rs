@@ -133,8 +133,10 @@ impl CollectedTensors {
         }
     }
 
-    /// Collects buffers, and weights that only the 16-bit module has. Records weights without
-    /// values as lost. `file` is the index of the model file in the store.
+    /// Collects the buffers, and the weights that were not collected before, with the values of the
+    /// 16-bit module. Records these weights as frozen in stages 1 to 3. Weights without values are
+    /// recorded as lost, and aliases of collected weights as ties. `file` is the index of the model
+    /// file in the store.
     pub(super) fn collect_module(&mut self, file: usize, model: &ModelStates, stage: u8) {
         let mut known: HashSet<String> = self.weight_names().into_iter().map(str::to_owned).collect();
         known.extend(self.ties.iter().map(|t| t.alias.clone()));

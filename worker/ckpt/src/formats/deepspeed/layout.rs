@@ -63,7 +63,8 @@ fn make_tensor(
 }
 
 /// Locates the parameters of a group of stage 1 or 2. Such a group concatenates its parameters and
-/// splits the result into one part per rank. With `is_unpadded`, the parts have no padding.
+/// splits the result into one part per rank. `is_unpadded` states that no padding follows the last
+/// parameter.
 ///
 /// # Errors
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.

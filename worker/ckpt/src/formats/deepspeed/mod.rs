@@ -92,8 +92,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Returns a message that the tag named in `latest` does not exist. The caller has found no tags in
-/// the directory. Returns `None` if there is no `latest`.
+/// Returns a message that the tag named in `latest` does not exist, or `None` if the directory has
+/// no file `latest`. Does not check the tag: the caller must have found that the directory has no
+/// tags.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);

@@ -217,8 +217,9 @@ struct TensorInliner<'a> {
 }
 
 impl TensorInliner<'_> {
-    /// Returns the value with copies of its tensors. Returns `None` if the tensors have more than
-    /// `left` bytes. Subtracts the copied bytes from `left`.
+    /// Returns a copy of `value` in which the data of each tensor are in memory. Returns `None` if
+    /// a tensor is unknown, or if the tensors have more than `left` bytes. Subtracts the number of
+    /// copied bytes from `left`.
     fn inline_tensors(&mut self, value: &PythonObject) -> Result<Option<PythonObject>> {
         let inline_all = |this: &mut Self, v: &[PythonObject]| -> Result<Option<Vec<PythonObject>>> {
             v.iter().map(|o| this.inline_tensors(o)).collect::<Result<Option<Vec<_>>>>()
@@ -237,8 +238,8 @@ impl TensorInliner<'_> {
         })
     }
 
-    /// Returns a copy of the tensor `t`, or `None` if the tensor has more than `left` bytes or is
-    /// unknown. Subtracts the copied bytes from `left`.
+    /// Returns a copy of the tensor `t` in memory, or `None` if the tensor has more than `left`
+    /// bytes or is unknown. Subtracts the number of copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.elements();

@@ -88,9 +88,11 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
-    /// Enqueues an attention pass on cuDNN, and selects a plan first if needed. Returns false if
-    /// cuDNN does not support the pass or was not selected. `built_in` runs the pass on the
-    /// built-in kernels, to time them.
+    /// Enqueues an attention pass on cuDNN and returns true. Selects a plan first if none was
+    /// selected for the pass. The selection may call `built_in`, which runs the pass on the
+    /// built-in kernels, to time them. Returns false if the built-in kernels must compute the pass,
+    /// because cuDNN does not support the pass or was not selected. Fails instead if the job
+    /// requires cuDNN ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
         cuda: &Cuda,
@@ -142,7 +144,8 @@ impl CudnnAttention {
     }
 
     /// Times the built-in kernels and all cuDNN plans whose results agree with them, and returns
-    /// the fastest plan. Returns `None` if the built-in kernels are faster.
+    /// the fastest plan. Returns `None` if the built-in kernels are faster or no plan can be used.
+    /// The runs overwrite the outputs of the pass, which the caller must compute again afterwards.
     fn find_fastest_plan(
         &self,
         cuda: &Cuda,

@@ -44,7 +44,7 @@ pub(in super::super) struct ScratchArena {
     blocks: Vec<ArenaBlock>,
     /// Number of bytes in allocated ranges now.
     live_bytes: usize,
-    /// Number of bytes that a single block would need for all simultaneous allocations so far.
+    /// Size in bytes of a single block that would have been large enough for all requests so far.
     peak_bytes: usize,
 }
 
@@ -77,8 +77,11 @@ impl ScratchArena {
         }
     }
 
-    /// Returns how to allocate a range that fits into no block: unused blocks that must be released
-    /// first, and the bytes of a new block. In the long run a single large block remains.
+    /// Returns how to get memory for a range of `bytes` bytes that fits into no block. Removes
+    /// blocks without allocated ranges from the arena and returns them, with the size in bytes of a
+    /// new block. The caller must release the returned blocks to the driver, and then allocate the
+    /// new block and pass it to [`ScratchArena::add_block`]. In the long run a single large block
+    /// remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
         // If the capacity would suffice but is fragmented, one block must be larger than the

@@ -62,8 +62,10 @@ impl CallBatch {
     ///
     /// # Safety
     ///
-    /// When the batch is issued, `arguments` must match the parameters of the kernel in number,
-    /// type and order. Each address must point to all memory that the kernel accesses through it.
+    /// `arguments` must match the parameters of the kernel in number, type and order. Each address
+    /// among them must point to all memory that the kernel accesses through it. That memory must
+    /// stay allocated until the batch has been issued and the kernel is complete. Freeing it
+    /// afterwards in the order of the same stream is allowed.
     pub(in super::super) unsafe fn push_kernel(
         &mut self,
         name: &'static CStr,

@@ -28,8 +28,8 @@ impl Drop for LtHandle {
 }
 
 impl LtHandle {
-    /// Issues a matmul to `stream` and returns the library's status. The last argument is the
-    /// algorithm with the address and bytes of its workspace.
+    /// Issues a matmul to `stream` immediately and returns the library's status. The last argument
+    /// has the algorithm, the address of its workspace, and the size of the workspace in bytes.
     pub(super) fn issue_matmul(
         &self,
         stream: Handle,
@@ -65,7 +65,7 @@ impl LtHandle {
     }
 }
 
-/// A matmul with its plan and workspace, which can be issued to a stream at once or recorded.
+/// A matmul with its plan and workspace, which can be issued to a stream immediately or recorded.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<LtHandle>,
