@@ -63,7 +63,7 @@ fn crates_depend_only_along_the_drawn_arrows() {
 /// Checks that no crate declares the version of a third-party crate. Versions are declared only in
 /// the workspace's manifest.
 #[test]
-fn shared_versions_are_declared_once() {
+fn only_the_workspace_manifest_declares_dependency_versions() {
     let mut declared = Vec::new();
     for manifest in [
         "diagnostic",

@@ -61,7 +61,12 @@ impl HostTarget {
     pub(crate) fn from_cluster_host(host: &ClusterHost) -> HostTarget {
         let selected_slots =
             if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };
-        HostTarget { name: host.host.name(), slots: host.slots.count(), selected_slots, local: false }
+        HostTarget {
+            name: host.host.name_with_port(),
+            slots: host.slots.count(),
+            selected_slots,
+            local: false,
+        }
     }
 }
 

@@ -51,7 +51,8 @@ pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     }
     let entries = hosts::parse_hostfile(text).map_err(take_first_error)?;
     let slots = |slots: Option<u32>| slots.map_or(HostSlots::Auto, HostSlots::Count);
-    let named: Vec<_> = entries.into_iter().map(|entry| (entry.host.name(), slots(entry.slots))).collect();
+    let named: Vec<_> =
+        entries.into_iter().map(|entry| (entry.host.name_with_port(), slots(entry.slots))).collect();
     for line in text.lines().take(MAX_FILTER_LINES) {
         for (include, exclude) in [(vec![line.to_owned()], vec![]), (vec![], vec![line.to_owned()])] {
             // A line of a hostfile is rarely a valid filter.

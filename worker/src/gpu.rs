@@ -15,7 +15,7 @@ use contract::{
 use device::{
     Cuda, Ops,
     cpu::Cpu,
-    cuda::{CudaError, CudaLibrary, LibraryPaths},
+    cuda::{CudaError, CudaLibrary, LibrarySearchPaths},
 };
 use diagnostic::{Category, Diagnostic, codes};
 use std::{
@@ -29,14 +29,14 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Collects the paths in which CUDA libraries are searched for: the directories that the job
 /// configures, relative to `workdir`, and then those that the environment of this process names.
-pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibraryPaths {
+pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibrarySearchPaths {
     let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
     };
     let paths = |names: &[&str]| -> Vec<PathBuf> {
         names.iter().filter_map(std::env::var_os).filter(|v| !v.is_empty()).map(PathBuf::from).collect()
     };
-    LibraryPaths {
+    LibrarySearchPaths {
         configured: configured.iter().map(|directory| workdir.join(directory)).collect(),
         ld_library_path: path_list(env::LD_LIBRARY_PATH),
         python_prefixes: paths(&[env::VIRTUAL_ENV, env::CONDA_PREFIX]),
@@ -63,7 +63,7 @@ fn find_python_prefixes() -> Vec<PathBuf> {
 
 /// Tries to open each library that training opens: the libraries of one GPU, and NCCL for several
 /// GPUs. Returns the version or the error of each.
-pub(crate) fn probe_libraries(paths: &LibraryPaths) -> Vec<LibraryReport> {
+pub(crate) fn probe_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
         required,
@@ -105,7 +105,7 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
 /// The device that a rank computes on.
 pub(crate) enum RankDevice {
     Cpu(Arc<Cpu>),
-    Gpu(Arc<Cuda>, LibraryPaths),
+    Gpu(Arc<Cuda>, LibrarySearchPaths),
 }
 
 impl RankDevice {
@@ -200,7 +200,7 @@ pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
 }
 
 /// Applies the keys of the `train` section that concern the GPU to `cuda`.
-fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibraryPaths) -> Result<()> {
+fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()
             .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject("train.precision"))?;

@@ -11,7 +11,7 @@ use comm::nccl::NcclLibrary;
 use contract::exit;
 use device::{
     Buf, Cuda, Dtype, Ops, conformance,
-    cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibraryPaths},
+    cuda::{self, AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths},
     ops::{AdamWHyperparams, AttentionShape, WriteMode},
     storage::{DeviceError, extract_panic_message},
 };
@@ -240,7 +240,7 @@ fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
 }
 
 /// Prints the version of cuDNN. Opens the GPU with cuDNN's attention if cuDNN is available.
-fn open_with_cudnn(paths: &LibraryPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
+fn open_with_cudnn(paths: &LibrarySearchPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
     let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
     match cudnn.map(|(_, found)| found) {
         Some(Ok((version, path))) => println!("cuDNN {version} ({})", path.display()),

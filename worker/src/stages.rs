@@ -28,20 +28,21 @@ use device::{Dtype, Ops, View, storage::Event, with_alloc_label};
 use diagnostic::{Diagnostic, codes};
 use std::{ops::Range, sync::Arc};
 
-/// Stage 1: the `train` section, completed by the tokenizer and the directories that the section
-/// names.
+/// Build stage 1: the `train` section, completed by the tokenizer and the directories that the
+/// section names.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
 
-/// Stage 2: the model and the names and shapes of its parameters, without values.
+/// Build stage 2: the model and the names and shapes of its parameters, without values.
 pub struct BuiltModel {
     train: TrainSpec,
     model: Box<dyn Model>,
     trained_count: u64,
 }
 
-/// Stage 3: the model with this rank's shard of every parameter allocated and filled with zeros.
+/// Build stage 3: the model with this rank's shard of every parameter allocated and filled with
+/// zeros.
 pub struct ShardedModel {
     train: TrainSpec,
     model: Arc<dyn Model>,
@@ -50,21 +51,21 @@ pub struct ShardedModel {
     expert_layout: Option<ExpertLayout>,
 }
 
-/// Stage 4: the model with optimizer states for the parameters that this rank updates.
+/// Build stage 4: the model with optimizer states for the parameters that this rank updates.
 pub struct ModelWithOptimizer {
     train: TrainSpec,
     trainer: Trainer,
 }
 
-/// Stage 5: a complete trainer whose parameters have no values yet. The values are then loaded from
-/// a checkpoint or initialised.
+/// Build stage 5: a complete trainer whose parameters have no values yet. The values are then
+/// loaded from a checkpoint or initialised.
 pub struct UninitializedTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,
     train: TrainSpec,
 }
 
-/// Stage 6: a trainer with parameters and a position, which runs steps.
+/// Build stage 6: a trainer with parameters and a position, which runs steps.
 pub struct RunningTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,

@@ -38,7 +38,7 @@ pub struct HostAddress {
 impl HostAddress {
     /// Returns the name of the host as plans, logs and filters show it: without the login name, and
     /// with the port if the text contains one.
-    pub fn name(&self) -> String {
+    pub fn name_with_port(&self) -> String {
         match self.port {
             None => self.host.clone(),
             Some(port) if self.host.contains(':') => format!("[{}]:{port}", self.host),
@@ -50,8 +50,8 @@ impl HostAddress {
 impl fmt::Display for HostAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.user {
-            Some(user) => write!(f, "{user}@{}", self.name()),
-            None => f.write_str(&self.name()),
+            Some(user) => write!(f, "{user}@{}", self.name_with_port()),
+            None => f.write_str(&self.name_with_port()),
         }
     }
 }

@@ -197,7 +197,7 @@ fn start_local_agent() -> StartedAgent {
 fn start_ssh_agents(job: &JobSpec, hosts: &[ClusterHost]) -> diagnostic::Result<Vec<StartedAgent>> {
     let ssh = super::targets::create_ssh_transport(job, hosts)?;
     let start = |host: &ClusterHost| {
-        let name = host.host.name();
+        let name = host.host.name_with_port();
         match ssh.start_agent(&name) {
             Ok((agent, progress)) => StartedAgent { name, agent: Ok(agent), progress: Some(progress) },
             Err(error) => StartedAgent { name, agent: Err(error), progress: None },

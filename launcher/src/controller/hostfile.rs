@@ -90,7 +90,7 @@ impl HostfileWatch {
             let is_complete = move |text: &str| {
                 let hosts = text.ends_with('\n').then(|| hostfile.parse_hosts(text).ok()).flatten();
                 hosts.is_some_and(|hosts| {
-                    let listed: HashSet<String> = hosts.iter().map(|h| h.host.name()).collect();
+                    let listed: HashSet<String> = hosts.iter().map(|h| h.host.name_with_port()).collect();
                     names.iter().all(|name| listed.contains(name))
                 })
             };
@@ -144,7 +144,8 @@ impl HostfileWatch {
         };
         let known: HashMap<String, usize> =
             hosts.iter().enumerate().map(|(id, h)| (h.name.clone(), id)).collect();
-        let new: Vec<&ClusterHost> = in_file.iter().filter(|h| !known.contains_key(&h.host.name())).collect();
+        let new: Vec<&ClusterHost> =
+            in_file.iter().filter(|h| !known.contains_key(&h.host.name_with_port())).collect();
         if hosts.len() + new.len() > MAX_HOSTS {
             return notice(format!(
                 "the change of the hostfile {name} is ignored: with it the run would have {} hosts, and \
@@ -155,7 +156,7 @@ impl HostfileWatch {
         let mut listed = vec![false; hosts.len()];
         let mut resized = Vec::new();
         for host in &in_file {
-            let Some(&id) = known.get(&host.host.name()) else { continue };
+            let Some(&id) = known.get(&host.host.name_with_port()) else { continue };
             listed[id] = true;
             let target = HostTarget { local: hosts[id].local, ..HostTarget::from_cluster_host(host) };
             if target != hosts[id] {
@@ -187,7 +188,7 @@ impl HostfileWatch {
             changed.map(|(_, host)| host.name.clone()).collect::<Vec<_>>()
         };
         let changes = [
-            ("added", new.iter().map(|h| h.host.name()).collect()),
+            ("added", new.iter().map(|h| h.host.name_with_port()).collect()),
             ("listed again", changed_to(true)),
             ("no longer listed", changed_to(false)),
             ("other slots from the next attempt on", resized),
@@ -198,7 +199,7 @@ impl HostfileWatch {
             .map(|(what, names)| format!("{what}: {}", join_names(names)))
             .collect();
         let addresses: HashMap<String, HostAddress> =
-            in_file.iter().map(|h| (h.host.name(), h.host.clone())).collect();
+            in_file.iter().map(|h| (h.host.name_with_port(), h.host.clone())).collect();
         let unchanged = parts.is_empty() && (self.addresses.is_empty() || self.addresses == addresses);
         self.addresses = addresses;
         if unchanged {

@@ -66,7 +66,8 @@ pub(crate) fn resolve_hostfile_text(
 
 /// Applies the filters of the job to the hosts `named`. Returns the hosts that remain.
 fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
-    let names: Vec<(String, HostSlots)> = named.iter().map(|h| (h.host.name(), h.slots.clone())).collect();
+    let names: Vec<(String, HostSlots)> =
+        named.iter().map(|h| (h.host.name_with_port(), h.slots.clone())).collect();
     let selected = filter_hosts(&names, &cluster.include, &cluster.exclude).map_err(|error| {
         let key = if error.exclude { "cluster.exclude" } else { "cluster.include" };
         let item = error.item.map_or_else(|| key.to_owned(), |item| format!("{key}[{item}]"));

@@ -179,8 +179,8 @@ impl JobDraft {
     }
 }
 
-/// Returns the index of a key in the table of keys. An entry of a mapping has the index of the
-/// mapping.
+/// Returns the index of the key `path` in the table of keys. For a path that is not in the table,
+/// such as `run.env.NAME`, returns the index of its nearest parent in the table.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {

@@ -151,9 +151,10 @@ impl RunView {
     /// Writes an output line of a worker, after `prefix`. `stderr` is whether the worker printed
     /// the line to stderr.
     ///
-    /// A line from the stdout of a program is written to stdout, unless stdout carries JSON events.
-    /// All other lines are written to stderr. On a terminal or in a detached run, the rate of lines
-    /// is limited. A line above the limit is counted and not written.
+    /// A line that the user's program printed to its stdout is written to stdout, unless stdout
+    /// carries JSON events. All other lines, and all lines of the built-in runtime, are written to
+    /// stderr. On a terminal or in a detached run, the rate of lines is limited: lines above the
+    /// limit are omitted, and a message reports their number.
     fn write_worker_line(&mut self, prefix: String, stderr: bool, text: &str) {
         // The output of the built-in runtime is messages. The rate is limited for people only, not
         // for files and programs.

@@ -154,8 +154,8 @@ mod tests {
             run("2026-3", "b", ended),
             run("2026-2", "c", RunState::Elsewhere),
         ];
-        type Expected<'a> = Result<&'a str, (Code, usize)>;
-        let cases: [(&[Run], Option<&str>, RunFilter, Expected<'_>); 14] = [
+        type ExpectedSelection<'a> = Result<&'a str, (Code, usize)>;
+        let cases: [(&[Run], Option<&str>, RunFilter, ExpectedSelection<'_>); 14] = [
             (&none, None, RunFilter::Any, Err((command::RUN_NOT_FOUND, 0))),
             (&past, None, RunFilter::Any, Ok("2026-3")),
             (&past, None, RunFilter::Active, Err((command::RUN_NOT_ACTIVE, 0))),

@@ -62,7 +62,7 @@ impl SshTransport {
         base: &Path,
     ) -> diagnostic::Result<SshTransport> {
         Ok(SshTransport {
-            hosts: hosts.iter().map(|host| (host.name(), host.clone())).collect(),
+            hosts: hosts.iter().map(|host| (host.name_with_port(), host.clone())).collect(),
             executable: Executable::open_current()?,
             resolver: Arc::new(TargetResolver::new(spec, base)?),
             fanout: Arc::new(FanoutLimit::new(spec.fanout)),
@@ -138,7 +138,7 @@ impl Transport for SshTransport {
     }
 
     fn update_hosts(&mut self, hosts: &[HostAddress]) {
-        self.hosts.extend(hosts.iter().map(|host| (host.name(), host.clone())));
+        self.hosts.extend(hosts.iter().map(|host| (host.name_with_port(), host.clone())));
     }
 }
 

@@ -2,14 +2,17 @@
 //! the kernel cache.
 mod emulated_gpu;
 
-use device::cuda::{self, CudaError, CudaLibrary, LibraryPaths};
+use device::cuda::{self, CudaError, CudaLibrary, LibrarySearchPaths};
 use device::ops::WriteMode;
 use device::{Buf, Cuda, Dtype, Ops, Storage, View, conformance};
 use std::sync::OnceLock;
 
 /// Returns library paths that contain only the emulated libraries.
-fn library_paths() -> LibraryPaths {
-    LibraryPaths { configured: vec![emulated_gpu::library_directory().to_owned()], ..LibraryPaths::default() }
+fn library_paths() -> LibrarySearchPaths {
+    LibrarySearchPaths {
+        configured: vec![emulated_gpu::library_directory().to_owned()],
+        ..LibrarySearchPaths::default()
+    }
 }
 
 /// Returns the emulated GPU that all tests of this process share, and opens it first if needed.
@@ -102,7 +105,10 @@ fn casts_round_to_the_nearest_even() {
 #[test]
 fn missing_libraries_are_reported_with_the_searched_directories() {
     let empty = tempfile::tempdir().expect("a directory");
-    let paths = LibraryPaths { ld_library_path: vec![empty.path().to_owned()], ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths {
+        ld_library_path: vec![empty.path().to_owned()],
+        ..LibrarySearchPaths::default()
+    };
     match Cuda::open(&paths, 0, None).map(|_| ()) {
         Err(CudaError::LibraryNotFound { library, file_names, searched }) => {
             assert_eq!((library, file_names.as_str()), (CudaLibrary::Driver, "libcuda.so.1"));
@@ -298,7 +304,7 @@ fn read_static_shared_memory(image: &[u8]) -> Vec<(String, u64)> {
 #[test]
 fn kernels_compile_for_each_architecture() {
     let Some(directory) = emulated_gpu::nvrtc_directory() else { return };
-    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     for architecture in ["sm_80", "sm_90", "sm_100"] {
         let images = cuda::compile_kernel_sources(&paths, architecture).expect("compiles");
         assert_eq!(images.len(), 8);

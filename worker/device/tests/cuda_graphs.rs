@@ -8,7 +8,8 @@ mod emulated_gpu;
 
 use call_counts::call_count;
 use device::{
-    Buf, Cuda, Dtype, Ops, Storage, conformance, cuda::LibraryPaths, ops::WriteMode, storage::BackendNotice,
+    Buf, Cuda, Dtype, Ops, Storage, conformance, cuda::LibrarySearchPaths, ops::WriteMode,
+    storage::BackendNotice,
 };
 use diagnostic::codes::device::CUDA_GRAPHS_DISABLED;
 use std::time::Duration;
@@ -16,7 +17,8 @@ use std::time::Duration;
 /// Opens the emulated GPU as a CUDA backend.
 fn open_gpu() -> Cuda {
     let configured = vec![emulated_gpu::library_directory().to_owned()];
-    Cuda::open(&LibraryPaths { configured, ..LibraryPaths::default() }, 0, None).expect("the emulated GPU")
+    Cuda::open(&LibrarySearchPaths { configured, ..LibrarySearchPaths::default() }, 0, None)
+        .expect("the emulated GPU")
 }
 
 /// Buffers, and a step that changes them with each kind of call that graphs contain: kernels, a

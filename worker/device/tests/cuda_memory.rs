@@ -4,7 +4,7 @@ mod emulated_gpu;
 
 use device::{
     Cuda, Dtype, Ops, Storage,
-    cuda::{CudaError, LibraryPaths},
+    cuda::{CudaError, LibrarySearchPaths},
     storage::DeviceError,
     with_alloc_label,
 };
@@ -16,7 +16,7 @@ fn memory_is_freed_and_failures_are_typed() {
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("EMULATED_GPU_MEMORY", (8 << 20).to_string()) };
     let configured = vec![emulated_gpu::library_directory().to_owned()];
-    let paths = LibraryPaths { configured, ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths { configured, ..LibrarySearchPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     let free = || cuda.query_memory_info().expect("memory info").0;
     let before = free();

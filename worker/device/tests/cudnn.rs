@@ -5,7 +5,7 @@ mod call_counts;
 mod emulated_gpu;
 
 use call_counts::call_count;
-use device::cuda::{AttentionBackend, CudaError, LibraryPaths};
+use device::cuda::{AttentionBackend, CudaError, LibrarySearchPaths};
 use device::ops::AttentionShape;
 use device::storage::{BackendNotice, DeviceError};
 use device::{Buf, Cuda, Dtype, Ops, Storage, conformance};
@@ -13,11 +13,11 @@ use diagnostic::codes::device::CUDNN_ATTENTION_UNSUPPORTED;
 use std::time::Duration;
 
 /// Returns library paths that contain only the emulated libraries, including the emulated cuDNN.
-fn library_paths() -> LibraryPaths {
+fn library_paths() -> LibrarySearchPaths {
     let directory = emulated_gpu::library_directory();
-    LibraryPaths {
+    LibrarySearchPaths {
         configured: vec![directory.to_owned(), directory.join("cudnn")],
-        ..LibraryPaths::default()
+        ..LibrarySearchPaths::default()
     }
 }
 
@@ -182,9 +182,9 @@ fn the_cudnn_backend_rejects_what_cudnn_cannot_compute() {
     }
     let messages: Vec<String> = rejections.iter().map(|r| diagnostic::render(r, false)).collect();
     insta::assert_snapshot!(messages.concat());
-    let without_cudnn = LibraryPaths {
+    let without_cudnn = LibrarySearchPaths {
         configured: vec![emulated_gpu::library_directory().to_owned()],
-        ..LibraryPaths::default()
+        ..LibrarySearchPaths::default()
     };
     let cuda = Cuda::open(&without_cudnn, 0, None).expect("the emulated GPU");
     let error = cuda.set_attention_backend(AttentionBackend::Cudnn, &without_cudnn).expect_err("no cuDNN");

@@ -3,7 +3,7 @@
 mod emulated_gpu;
 
 use device::cuda::{
-    CudaError, CudaLibrary, LibraryPaths, RejectReason, compute_cudnn_plan_workspaces,
+    CudaError, CudaLibrary, LibrarySearchPaths, RejectReason, compute_cudnn_plan_workspaces,
     estimate_cudnn_workspace_bytes,
 };
 use device::ops::AttentionShape;
@@ -45,9 +45,9 @@ fn load_dependencies(directory: &Path) {
         // SAFETY: the stub has no initializers.
         std::mem::forget(unsafe { libloading::Library::new(&library) }.expect("loaded"));
     }
-    let paths = LibraryPaths {
+    let paths = LibrarySearchPaths {
         configured: vec![emulated_gpu::nvrtc_directory().expect("NVRTC")],
-        ..LibraryPaths::default()
+        ..LibrarySearchPaths::default()
     };
     std::mem::forget(paths.open(CudaLibrary::Nvrtc).expect("NVRTC"));
 }
@@ -111,7 +111,7 @@ fn cudnn_has_plans_for_the_attention_of_every_model() {
     let Some(cudnn) = find_cudnn_directory() else { return };
     let directory = tempfile::tempdir().expect("a directory");
     load_dependencies(directory.path());
-    let paths = LibraryPaths { configured: vec![cudnn], ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths { configured: vec![cudnn], ..LibrarySearchPaths::default() };
     let workspaces = |gpu: &GpuDescription, shape, window| {
         compute_cudnn_plan_workspaces(&paths, &gpu.to_json(), shape, window)
     };
@@ -155,7 +155,8 @@ fn cudnn_has_plans_for_the_attention_of_every_model() {
 #[test]
 fn an_unusable_cudnn_is_reported_with_its_path() {
     let directory = tempfile::tempdir().expect("a directory");
-    let paths = LibraryPaths { configured: vec![directory.path().to_owned()], ..LibraryPaths::default() };
+    let paths =
+        LibrarySearchPaths { configured: vec![directory.path().to_owned()], ..LibrarySearchPaths::default() };
     let file = directory.path().join("libcudnn.so.9");
     fs::write(&file, "not a library").expect("a file");
     let shape = AttentionShape::new(1, 64, 2, 2, 64);

@@ -3,7 +3,7 @@
 //! would.
 mod emulated_gpu;
 
-use device::cuda::LibraryPaths;
+use device::cuda::LibrarySearchPaths;
 use device::ops::{LayerNormParams, WriteMode};
 use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -12,7 +12,7 @@ use std::process::Command;
 #[test]
 fn every_compiled_op_matches_the_cpu() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
-    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     let rows = conformance::compare_ops_with_cpu(&cuda, 1, 2);
     assert_eq!(rows.len(), 11);
@@ -176,7 +176,7 @@ fn launch_kernel(image: &CString) -> c_int {
 #[test]
 fn results_do_not_depend_on_alignment() {
     let Some(directory) = emulated_gpu::ptx_library_directory() else { return };
-    let paths = LibraryPaths { configured: vec![directory], ..LibraryPaths::default() };
+    let paths = LibrarySearchPaths { configured: vec![directory], ..LibrarySearchPaths::default() };
     let cuda = Cuda::open(&paths, 0, None).expect("the emulated GPU");
     for (m, d) in [(3, 64), (2, 1032), (1, 4104)] {
         let aligned = run_layer_ops(&cuda, m, d, 0);

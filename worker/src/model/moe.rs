@@ -427,7 +427,7 @@ impl RouterStats {
 
     /// Returns `f_e` for each expert e: the average number of selections of the expert per token
     /// and MoE layer. The sum over all experts is the number of experts per token.
-    fn selections_per_row(&self) -> impl Iterator<Item = f64> {
+    fn mean_selections_by_expert(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
     }
@@ -436,7 +436,8 @@ impl RouterStats {
     pub fn compute_loss(&self) -> f64 {
         let mean_prob =
             |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>() / self.total_rows();
-        let balance: f64 = self.selections_per_row().enumerate().map(|(e, share)| share * mean_prob(e)).sum();
+        let balance: f64 =
+            self.mean_selections_by_expert().enumerate().map(|(e, share)| share * mean_prob(e)).sum();
         let squares: f64 = self.layers.iter().map(|t| t.lse_squares).sum();
         self.coefficients.aux * self.shape.experts as f64 * balance
             + self.coefficients.z * squares / self.total_rows()
@@ -447,7 +448,7 @@ impl RouterStats {
     /// all rows. The second is the factor of Σ lse² in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
-        let balance = self.selections_per_row().map(|share| (factor * share) as f32).collect();
+        let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();
         (balance, (scale * self.coefficients.z / self.total_rows()) as f32)
     }
 }

@@ -12,7 +12,7 @@ use comm::{
     staged::StagedComm,
 };
 use contract::job::*;
-use device::{Cpu, Cuda, Ops, cuda::LibraryPaths};
+use device::{Cpu, Cuda, Ops, cuda::LibrarySearchPaths};
 use std::{
     path::Path,
     sync::{
@@ -34,9 +34,9 @@ pub(crate) static USE_CUDA_GRAPHS: AtomicBool = AtomicBool::new(false);
 
 /// Opens the emulated GPU, with CUDA graphs if [`USE_CUDA_GRAPHS`] is set.
 pub(crate) fn open_emulated_gpu() -> Arc<Cuda> {
-    let paths = LibraryPaths {
+    let paths = LibrarySearchPaths {
         configured: vec![emulated_gpu::library_directory().to_owned()],
-        ..LibraryPaths::default()
+        ..LibrarySearchPaths::default()
     };
     let cuda = Cuda::open(&paths, 0, None).unwrap();
     cuda.set_graphs_enabled(USE_CUDA_GRAPHS.load(Relaxed));

@@ -93,7 +93,7 @@ impl HostfileParser {
         line: u32,
         at: usize,
     ) -> Result<(), LocatedProblem> {
-        let name = host.name();
+        let name = host.name_with_port();
         let Some(&(index, has_slots)) = self.by_name.get(&name) else {
             if self.hosts.len() >= MAX_HOSTS {
                 return Err((at, HostfileProblem::TooManyHosts));

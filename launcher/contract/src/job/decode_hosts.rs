@@ -70,7 +70,7 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     let mut names = std::collections::HashSet::new();
     for (item, text) in items.iter().zip(texts) {
         for host in parse_hosts(text).unwrap_or_default() {
-            let name = host.name();
+            let name = host.name_with_port();
             if names.len() >= MAX_HOSTS {
                 let message = format!("names more than {MAX_HOSTS} hosts");
                 return Err(ValueError::new(codes::JOB_VALUE_OUT_OF_RANGE, node.span, message));

@@ -7,7 +7,7 @@ use super::JobSpec;
 use serde_json::Value;
 
 /// A field of the job whose name in manifests differs from the present name of its key.
-struct StoredFieldName {
+struct RenamedField {
     /// A JSON pointer to the object of the serialized job that contains the field.
     parent: &'static str,
     stored: &'static str,
@@ -17,36 +17,32 @@ struct StoredFieldName {
 }
 
 /// Creates the entry of a field whose name was changed, but whose values were not.
-const fn new_stored_name(
-    parent: &'static str,
-    stored: &'static str,
-    present: &'static str,
-) -> StoredFieldName {
-    StoredFieldName { parent, stored, present, values: &[] }
+const fn rename_field(parent: &'static str, stored: &'static str, present: &'static str) -> RenamedField {
+    RenamedField { parent, stored, present, values: &[] }
 }
 
 /// All fields of the job whose names in manifests differ from the present names of their keys.
-const STORED_NAMES: &[StoredFieldName] = &[
-    new_stored_name("/cluster", "collectives", "comm_backend"),
-    new_stored_name("/cluster", "cuda_libs", "cuda_library_paths"),
-    StoredFieldName {
+const RENAMED_FIELDS: &[RenamedField] = &[
+    rename_field("/cluster", "collectives", "comm_backend"),
+    rename_field("/cluster", "cuda_libs", "cuda_library_paths"),
+    RenamedField {
         parent: "/cluster/ssh",
         stored: "config",
         present: "config",
         values: &[("\"Usual\"", "\"Default\"")],
     },
-    new_stored_name("/cluster/ssh", "parallel", "fanout"),
-    new_stored_name("/run", "bind", "cpu_bind"),
-    new_stored_name("/run", "grace_ms", "grace_period_ms"),
-    new_stored_name("/run", "progress", "progress_pattern"),
-    new_stored_name("/train/experts", "parallel", "expert_parallel_size"),
-    StoredFieldName {
+    rename_field("/cluster/ssh", "parallel", "fanout"),
+    rename_field("/run", "bind", "cpu_bind"),
+    rename_field("/run", "grace_ms", "grace_period_ms"),
+    rename_field("/run", "progress", "progress_pattern"),
+    rename_field("/train/experts", "parallel", "expert_parallel_size"),
+    RenamedField {
         parent: "/train",
         stored: "numerics",
         present: "deterministic",
         values: &[("\"Reproducible\"", "true"), ("\"Fast\"", "false")],
     },
-    new_stored_name("/slurm", "notice_ms", "signal_time_ms"),
+    rename_field("/slurm", "notice_ms", "signal_time_ms"),
 ];
 
 impl JobSpec {
@@ -54,7 +50,7 @@ impl JobSpec {
     /// [`JobSpec`], because the serialized form has other names.
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
-        for name in STORED_NAMES {
+        for name in RENAMED_FIELDS {
             let Some(Value::Object(parent)) = job.pointer_mut(name.parent) else { continue };
             let Some(value) = parent.remove(name.stored) else { continue };
             let parse = |text: &str| serde_json::from_str::<Value>(text).unwrap_or(Value::Null);

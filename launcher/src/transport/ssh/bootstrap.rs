@@ -175,7 +175,7 @@ impl AgentBootstrap<'_> {
             }
             _ => Err(self.build_error(
                 host::SSH_ANSWER_INVALID,
-                format!("unexpected answer to a command: `{}`", replace_control_characters(&answer)),
+                format!("unexpected answer to a command: `{}`", make_printable_excerpt(&answer)),
             )),
         }
     }
@@ -415,7 +415,7 @@ fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
             code: host::EXECUTABLE_COPY_FAILED,
             message: format!(
                 "unexpected answer while the executable was copied: `{}`",
-                replace_control_characters(answer)
+                make_printable_excerpt(answer)
             ),
             help: None,
         },
@@ -434,11 +434,11 @@ fn quote_tail(output: &[u8]) -> String {
 fn join_last_lines(output: &[u8]) -> String {
     let text = String::from_utf8_lossy(output);
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
-    replace_control_characters(&lines[lines.len().saturating_sub(3)..].join(" / "))
+    make_printable_excerpt(&lines[lines.len().saturating_sub(3)..].join(" / "))
 }
 
 /// Returns the first 300 characters of a text, with each control character replaced by U+FFFD.
-fn replace_control_characters(text: &str) -> String {
+fn make_printable_excerpt(text: &str) -> String {
     text.chars().take(300).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 

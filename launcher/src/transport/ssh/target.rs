@@ -104,7 +104,7 @@ impl TargetResolver {
                  which is not supported"
             );
             return Err(Diagnostic::error(host::SSH_PROXY_UNSUPPORTED, message)
-                .with_subject(host.name())
+                .with_subject(host.name_with_port())
                 .with_field("proxy_command", command)
                 .with_help(
                     "if the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`",
@@ -168,7 +168,7 @@ impl TargetResolver {
             self.expand_path(text, &tokens).map_err(|error| {
                 let message = format!("the path `{text}` in the SSH configuration of host {host}: {error}");
                 Diagnostic::error(host::SSH_CONFIG_TOKEN_UNKNOWN, message)
-                    .with_subject(host.name())
+                    .with_subject(host.name_with_port())
                     .with_field("path", text.as_str())
                     .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`")
             })
@@ -194,7 +194,7 @@ impl TargetResolver {
             Some(socket) => Some(Some(path(&socket.to_owned())?)),
         };
         Ok(SshTarget {
-            name: host.name(),
+            name: host.name_with_port(),
             known_hosts_name: alias.unwrap_or_else(|| format_known_hosts_name(&hostname, port)),
             hostname,
             port,
@@ -295,7 +295,7 @@ fn query_openssh(
          evaluates: {reason}"
     );
     Err(Diagnostic::error(host::SSH_CONFIG_UNSUPPORTED, message)
-        .with_subject(host.name())
+        .with_subject(host.name_with_port())
         .with_field("keyword", keyword.as_str())
         .with_help("install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file"))
 }

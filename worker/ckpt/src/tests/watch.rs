@@ -27,7 +27,7 @@ impl TestWatch {
 
     /// Polls twice: immediately, and again after [`SETTLE`], the time for which a complete
     /// checkpoint must be unchanged. Returns the reports of both polls.
-    fn poll_until_settled(&mut self) -> Vec<DirectoryReport> {
+    fn poll_now_and_after_settle_time(&mut self) -> Vec<DirectoryReport> {
         let mut sightings = self.poll_after(Duration::ZERO);
         sightings.extend(self.poll_after(SETTLE));
         sightings
@@ -51,19 +51,19 @@ fn a_native_checkpoint_is_reported_at_once_and_once() {
     let dir = make_memory_dir();
     let root = dir.path().join("later");
     let mut clock = TestWatch::new(&root);
-    assert!(clock.poll_until_settled().is_empty(), "the directory does not exist yet");
+    assert!(clock.poll_now_and_after_settle_time().is_empty(), "the directory does not exist yet");
     let facts = make_facts(5, 2, &[("a", &[4])]);
     let staging = StagingDir::create(&root, 5, 0).expect("begun");
     let reports = write_shards(staging.path(), &facts).expect("written");
     assert!(clock.poll_after(LIMIT).is_empty(), "a save in progress is not reported");
     crate::commit_save(staging, facts, reports).expect("complete");
     assert_eq!(expect_complete(&clock.poll_after(Duration::ZERO)), [("step-00000005".to_owned(), Some(5))]);
-    assert!(clock.poll_until_settled().is_empty());
+    assert!(clock.poll_now_and_after_settle_time().is_empty());
     // the directory is renamed, and renamed back
     fs::rename(&root, dir.path().join("away")).expect("renamed");
-    assert!(clock.poll_until_settled().is_empty());
+    assert!(clock.poll_now_and_after_settle_time().is_empty());
     fs::rename(dir.path().join("away"), &root).expect("renamed");
-    assert_eq!(expect_complete(&clock.poll_until_settled()).len(), 1);
+    assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn an_external_checkpoint_is_reported_after_its_last_file() {
             fs::create_dir_all(target.parent().expect("a parent")).expect("made");
             let bytes = fs::read(path).expect("read");
             fs::write(&target, &bytes[..bytes.len() / 2]).expect("written");
-            let sightings = clock.poll_until_settled();
+            let sightings = clock.poll_now_and_after_settle_time();
             assert!(sightings.is_empty(), "{name}, half of file {i} ({}): {sightings:?}", path.display());
             fs::write(&target, bytes).expect("written");
             // a universal checkpoint has no list that shows which parameters are still missing
@@ -93,7 +93,11 @@ fn an_external_checkpoint_is_reported_after_its_last_file() {
                 assert!(clock.poll_after(Duration::ZERO).is_empty(), "{name}: no report while files change");
             }
         }
-        assert_eq!(expect_complete(&clock.poll_until_settled()), [(inside.to_owned(), lands)], "{name}");
+        assert_eq!(
+            expect_complete(&clock.poll_now_and_after_settle_time()),
+            [(inside.to_owned(), lands)],
+            "{name}"
+        );
         assert!(clock.poll_after(LIMIT).is_empty(), "{name} is reported once");
     }
 }
@@ -106,7 +110,7 @@ fn an_incomplete_checkpoint_is_reported_after_the_limit_and_again_when_complete(
     let name = "zero_pp_rank_3_mp_rank_00_optim_states.pt";
     fs::remove_file(to.join(name)).expect("removed");
     let mut clock = TestWatch::new(dir.path());
-    assert!(clock.poll_until_settled().is_empty());
+    assert!(clock.poll_now_and_after_settle_time().is_empty());
     let sightings = clock.poll_after(LIMIT);
     let [DirectoryReport { status: DirectoryStatus::Incomplete { why }, .. }] = &sightings[..] else {
         panic!("{sightings:?}")
@@ -114,12 +118,12 @@ fn an_incomplete_checkpoint_is_reported_after_the_limit_and_again_when_complete(
     insta::assert_snapshot!("watch_incomplete", replace_dir(&why.to_string(), dir.path()));
     assert!(clock.poll_after(LIMIT).is_empty(), "one report");
     fs::copy(golden_path("z2_padded/global_step3").join(name), to.join(name)).expect("copied");
-    assert_eq!(expect_complete(&clock.poll_until_settled()).len(), 1);
+    assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
     // after a checkpoint was removed, another checkpoint of its name is reported as a new one
     fs::remove_dir_all(&to).expect("removed");
-    assert!(clock.poll_until_settled().is_empty());
+    assert!(clock.poll_now_and_after_settle_time().is_empty());
     copy_tree(&golden_path("z2_padded/global_step3"), &to);
-    assert_eq!(expect_complete(&clock.poll_until_settled()).len(), 1);
+    assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
 }
 
 #[test]
@@ -128,9 +132,9 @@ fn an_accelerate_checkpoint_without_its_scheduler_is_reported_with_the_missing_f
     let to = dir.path().join("checkpoints/checkpoint_0");
     copy_tree(&golden_path("fsdp2_sharded"), &to);
     let mut clock = TestWatch::new(dir.path());
-    assert_eq!(expect_complete(&clock.poll_until_settled()).len(), 1);
+    assert_eq!(expect_complete(&clock.poll_now_and_after_settle_time()).len(), 1);
     fs::remove_file(to.join("scheduler.bin")).expect("removed");
-    assert!(clock.poll_until_settled().is_empty());
+    assert!(clock.poll_now_and_after_settle_time().is_empty());
     let sightings = clock.poll_after(LIMIT);
     assert!(
         matches!(&sightings[..], [DirectoryReport { status: DirectoryStatus::Complete { missing, .. }, .. }] if missing == &["scheduler"]),

@@ -227,8 +227,8 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Compares attention of a random shape on the GPU with the CPU, for some shapes with softcap or
-/// dropout.
+/// Compares attention on the GPU with attention on the CPU for one random shape. Some shapes also
+/// use softcap or dropout.
 fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let kv_heads = rng.draw_in_range(1, 3);
     let shape = AttentionShape::new(

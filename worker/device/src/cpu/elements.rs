@@ -472,7 +472,7 @@ mod tests {
 
     /// Returns the bits of the 16-bit number that is nearest to `x`, ties to even. `numbers` are
     /// all candidates in rising order, with their bits.
-    fn find_nearest(x: f32, numbers: &[(f64, u16)]) -> u16 {
+    fn find_nearest_half_bits(x: f32, numbers: &[(f64, u16)]) -> u16 {
         let x = f64::from(x);
         let i = numbers.partition_point(|(v, _)| *v < x);
         let above = numbers.get(i);
@@ -546,7 +546,7 @@ mod tests {
             let some = f32::from_bits(bits & 0x7fff_ffff);
             for x in [middle, near[0], near[1], some].into_iter().filter(|x| x.is_finite()) {
                 let beyond = f64::from(x) > numbers[numbers.len() - 1].0;
-                let expected = if beyond { inf } else { find_nearest(x, &numbers) };
+                let expected = if beyond { inf } else { find_nearest_half_bits(x, &numbers) };
                 assert_eq!(to(x), expected, "{format:?} {x:e} ({:#x})", x.to_bits());
                 assert_eq!(to(-x), expected | 0x8000, "{format:?} {:e}", -x);
             }

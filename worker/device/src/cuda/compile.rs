@@ -5,7 +5,7 @@ use super::context::GpuContext;
 use super::disk_cache;
 use super::error::{CudaError, Result};
 use super::launch::{KernelFunction, KernelModule};
-use super::library_search::{CudaLibrary, LibraryPaths};
+use super::library_search::{CudaLibrary, LibrarySearchPaths};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_int},
@@ -69,7 +69,7 @@ pub(super) struct Nvrtc {
 
 impl Nvrtc {
     /// Opens NVRTC and queries its version.
-    pub(super) fn open(paths: &LibraryPaths) -> Result<Nvrtc> {
+    pub(super) fn open(paths: &LibrarySearchPaths) -> Result<Nvrtc> {
         let opened = paths.open(CudaLibrary::Nvrtc)?;
         let path = opened.path.clone();
         let library = NvrtcApi::load(opened)?;

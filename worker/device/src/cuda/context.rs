@@ -2,7 +2,7 @@
 use super::bindings::{Address, DriverApi, Handle, NON_BLOCKING};
 use super::error::Result;
 use super::graphs::Graphs;
-use super::library_search::LibraryPaths;
+use super::library_search::LibrarySearchPaths;
 use super::properties::{GpuProperties, open_driver};
 use std::{
     cell::Cell,
@@ -50,7 +50,7 @@ thread_local! {
 impl GpuContext {
     /// Opens the GPU with this index among those that the driver shows this process. Fails if the
     /// GPU is older than Ampere.
-    pub(super) fn open(paths: &LibraryPaths, index: usize) -> Result<Arc<GpuContext>> {
+    pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<GpuContext>> {
         let (driver, version, driver_path) = open_driver(paths)?;
         let device = driver.get_device(index)?;
         let properties = driver.query_properties(device, index, version, driver_path)?;

@@ -10,7 +10,7 @@ mod operation_graph;
 
 use super::bindings::{CudnnApi, Handle};
 use super::error::{CudaError, Result};
-use super::library_search::{CudaLibrary, LibraryPaths};
+use super::library_search::{CudaLibrary, LibrarySearchPaths};
 use crate::ops::AttentionShape;
 use attention_graph::AttentionMask;
 pub use attention_graph::estimate_cudnn_workspace_bytes;
@@ -59,14 +59,14 @@ impl Drop for CudnnHandle {
 }
 
 /// Returns the library's version, such as `9.19.0`, and path. Does not use a GPU.
-pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(String, PathBuf)> {
     let cudnn = Cudnn::open_without_gpu(paths)?;
     Ok((cudnn.format_version(), cudnn.path))
 }
 
 impl Cudnn {
     /// Opens cuDNN for the GPU whose context is current in this thread.
-    fn open(paths: &LibraryPaths) -> Result<Cudnn> {
+    fn open(paths: &LibrarySearchPaths) -> Result<Cudnn> {
         let cudnn = Cudnn::open_without_gpu(paths)?;
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -77,7 +77,7 @@ impl Cudnn {
     }
 
     /// Opens cuDNN without a GPU, only to create execution plans.
-    fn open_without_gpu(paths: &LibraryPaths) -> Result<Cudnn> {
+    fn open_without_gpu(paths: &LibrarySearchPaths) -> Result<Cudnn> {
         let opened = paths.open(CudaLibrary::Cudnn)?;
         let path = opened.path.clone();
         let library = Arc::new(CudnnApi::load(opened)?);
@@ -153,7 +153,7 @@ impl Cudnn {
 ///
 /// The GPU need not exist: `properties` describes it, as JSON in cuDNN's form.
 pub fn compute_cudnn_plan_workspaces(
-    paths: &LibraryPaths,
+    paths: &LibrarySearchPaths,
     properties: &str,
     shape: AttentionShape,
     window: Option<usize>,

@@ -9,7 +9,7 @@ use std::{
 /// Directories in which CUDA's libraries are searched for, in addition to the directories of the
 /// system.
 #[derive(Clone, Debug, Default)]
-pub struct LibraryPaths {
+pub struct LibrarySearchPaths {
     /// Directories from the job file. They are searched first.
     pub configured: Vec<PathBuf>,
     /// Directories from `LD_LIBRARY_PATH`.
@@ -154,10 +154,10 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
     file_name.rsplit_once(".so.")?.1.parse().ok()
 }
 
-impl LibraryPaths {
+impl LibrarySearchPaths {
     /// Returns a copy of the paths for a driver that implements this major version of CUDA.
-    pub(super) fn with_driver_version(&self, major: u32) -> LibraryPaths {
-        LibraryPaths { driver_cuda_major: Some(major), ..self.clone() }
+    pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
+        LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
     /// Returns two lists of the library's file names, best first: names of versions that the driver
@@ -320,7 +320,7 @@ mod tests {
         let root = tempfile::tempdir().expect("temporary directory");
         let packages = root.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
         fs::create_dir_all(&packages).expect("directories");
-        let paths = LibraryPaths {
+        let paths = LibrarySearchPaths {
             configured: vec![root.path().join("configured")],
             ld_library_path: vec!["/from/path".into(), "".into()],
             python_prefixes: vec![root.path().to_owned()],
@@ -356,7 +356,8 @@ mod tests {
     #[test]
     fn a_library_that_is_too_new_for_the_driver_is_rejected() {
         let root = tempfile::tempdir().expect("temporary directory");
-        let paths = LibraryPaths { configured: vec![root.path().to_owned()], ..LibraryPaths::default() };
+        let paths =
+            LibrarySearchPaths { configured: vec![root.path().to_owned()], ..LibrarySearchPaths::default() };
         for name in ["libnvrtc.so.13", "libnvrtc.so.12"] {
             fs::write(root.path().join(name), "not a library").expect("a file");
         }

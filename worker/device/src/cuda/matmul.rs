@@ -13,7 +13,7 @@ use super::bindings::{
 };
 use super::context::GpuContext;
 use super::error::{CudaError, Result};
-use super::library_search::{CudaLibrary, LibraryPaths};
+use super::library_search::{CudaLibrary, LibrarySearchPaths};
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use algorithm_search::AlgorithmSearch;
@@ -198,7 +198,7 @@ fn compute_alignment(at: Address) -> u32 {
 }
 
 /// Returns the library's version, such as `13.1.0`, and path. Does not use a GPU.
-pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, PathBuf)> {
+pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(String, PathBuf)> {
     let opened = paths.open(CudaLibrary::CublasLt)?;
     let path = opened.path.clone();
     let library = CublasLtApi::load(opened)?;
@@ -209,7 +209,7 @@ pub(super) fn query_library_version(paths: &LibraryPaths) -> Result<(String, Pat
 
 impl CublasLt {
     /// Opens cuBLASLt for the GPU whose context is current in this thread.
-    pub(super) fn open(paths: &LibraryPaths) -> Result<CublasLt> {
+    pub(super) fn open(paths: &LibrarySearchPaths) -> Result<CublasLt> {
         let opened = paths.open(CudaLibrary::CublasLt)?;
         let path = opened.path.clone();
         let library = Arc::new(CublasLtApi::load(opened)?);

@@ -38,7 +38,7 @@ pub use classifier::count_classifier_workspace_bytes;
 pub use cudnn::{AttentionBackend, compute_cudnn_plan_workspaces, estimate_cudnn_workspace_bytes};
 pub use error::{CudaError, Result};
 pub use graphs::GraphStats;
-pub use library_search::{CudaLibrary, LibraryPaths, OpenLibrary, RejectReason, RejectedLibrary};
+pub use library_search::{CudaLibrary, LibrarySearchPaths, OpenLibrary, RejectReason, RejectedLibrary};
 pub use matmul::MATMUL_WORKSPACE_BYTES;
 pub use profile::ProfileEntry;
 pub use properties::GpuProperties;
@@ -113,7 +113,7 @@ impl Cuda {
     ///
     /// `index` is the GPU's number among those that the driver shows this process, from 0. Compiled
     /// kernels are cached in the directory `cache`, if one is given.
-    pub fn open(paths: &LibraryPaths, index: usize, cache: Option<PathBuf>) -> Result<Cuda> {
+    pub fn open(paths: &LibrarySearchPaths, index: usize, cache: Option<PathBuf>) -> Result<Cuda> {
         let gpu = GpuContext::open(paths, index)?;
         let paths = &paths.with_driver_version(gpu.properties.driver_version.0);
         let kernels = KernelModules::new(Nvrtc::open(paths)?, &gpu, cache)?;
@@ -184,7 +184,7 @@ impl Cuda {
     pub fn set_attention_backend(
         &self,
         backend: AttentionBackend,
-        paths: &LibraryPaths,
+        paths: &LibrarySearchPaths,
     ) -> Result<Option<CudaError>> {
         self.gpu.make_current()?;
         match CudnnAttention::open(backend, &paths.with_driver_version(self.gpu.properties.driver_version.0))
@@ -377,7 +377,7 @@ fn choose_row_threads(width: usize) -> u32 {
 
 /// Checks that the driver shows this process a GPU, and that every library that training on a GPU
 /// needs can be opened. Does not open the GPU.
-pub fn check_driver_and_libraries(paths: &LibraryPaths) -> Result<()> {
+pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
     let paths = paths.with_driver_version(driver);
     paths.open(CudaLibrary::Nvrtc)?;
@@ -387,7 +387,7 @@ pub fn check_driver_and_libraries(paths: &LibraryPaths) -> Result<()> {
 
 /// Returns version and path of each library that training on one GPU opens, by the library's name,
 /// or the error if the library cannot be used. cuDNN is optional.
-pub fn query_library_versions(paths: &LibraryPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
+pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = properties::query_driver_version(paths);
     let paths =
         &driver.as_ref().map_or_else(|_| paths.clone(), |((major, _), _)| paths.with_driver_version(*major));
@@ -407,7 +407,7 @@ pub fn query_library_versions(paths: &LibraryPaths) -> [(&'static str, Result<(S
 /// Compiles every kernel source for an architecture such as `sm_90`, and returns the file name and
 /// image of each source. This needs NVRTC and no GPU.
 pub fn compile_kernel_sources(
-    paths: &LibraryPaths,
+    paths: &LibrarySearchPaths,
     architecture: &str,
 ) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let nvrtc = Nvrtc::open(paths)?;

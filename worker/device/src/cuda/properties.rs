@@ -4,7 +4,7 @@ use super::bindings::{
     CAPABILITY_MAJOR, CAPABILITY_MINOR, DriverApi, L2_CACHE, MULTIPROCESSORS, SHARED_PER_BLOCK,
 };
 use super::error::{CudaError, Result};
-use super::library_search::{CudaLibrary, LibraryPaths};
+use super::library_search::{CudaLibrary, LibrarySearchPaths};
 use std::{
     ffi::{CStr, c_char, c_int},
     path::PathBuf,
@@ -59,7 +59,7 @@ impl GpuProperties {
 
 /// Opens and initializes the driver. Returns the driver, the CUDA version that it implements, and
 /// its path. Fails if the driver is too old.
-pub(super) fn open_driver(paths: &LibraryPaths) -> Result<(DriverApi, i32, PathBuf)> {
+pub(super) fn open_driver(paths: &LibrarySearchPaths) -> Result<(DriverApi, i32, PathBuf)> {
     let library = paths.open(CudaLibrary::Driver)?;
     let path = library.path.clone();
     let driver = DriverApi::load(library)?;
@@ -81,13 +81,13 @@ pub(super) fn open_driver(paths: &LibraryPaths) -> Result<(DriverApi, i32, PathB
 }
 
 /// Returns the CUDA version that the driver implements, such as (13, 0), and the driver's path.
-pub(super) fn query_driver_version(paths: &LibraryPaths) -> Result<((u32, u32), PathBuf)> {
+pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, u32), PathBuf)> {
     open_driver(paths).map(|(_, version, path)| (split_version(version), path))
 }
 
 /// Returns the CUDA version that the driver implements. Fails if the driver shows this process no
 /// GPU.
-pub(super) fn query_driver_version_with_gpu(paths: &LibraryPaths) -> Result<(u32, u32)> {
+pub(super) fn query_driver_version_with_gpu(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
     driver.get_device(0)?;
     Ok(split_version(version))

@@ -109,7 +109,7 @@ fn find_device_crate() -> PathBuf {
 fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
     let new = directory.with_extension(std::process::id().to_string());
     fs::create_dir_all(new.join("cudnn")).expect("a directory");
-    fs::write(new.join("kernels.inc"), generate_kernel_list(kernels)).expect("written");
+    fs::write(new.join("kernels.inc"), generate_kernel_include(kernels)).expect("written");
     for (library, source) in LIBRARIES {
         let output = Command::new("c++")
             .args([
@@ -149,7 +149,7 @@ fn move_into_place(new: &Path, directory: &Path) {
 
 /// Generates the source that includes every kernel source in a separate namespace, because each is
 /// a separate module on a GPU, and that lists the kernels for the emulated driver.
-fn generate_kernel_list(kernels: &Path) -> String {
+fn generate_kernel_include(kernels: &Path) -> String {
     let mut text = String::from(
         "#undef KERNEL\n#undef WIDE_KERNEL\n#define KERNEL static void\n#define WIDE_KERNEL static void\n",
     );

@@ -111,8 +111,9 @@ fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
     }
 }
 
-/// Parses the name of the directory inside of a torch file, which contains the rank that wrote the
-/// file. Returns `None` if the name contains no rank.
+/// Returns the data-parallel rank in `root`, the name of the top directory in a torch file. The
+/// name that DeepSpeed gives it, such as `zero_pp_rank_3_mp_rank_00_optim_states`, contains the
+/// rank that wrote the file. Returns `None` if the name contains no rank.
 pub(super) fn parse_rank_in_root(root: &str) -> Option<u32> {
     parse_ranks(root).map(|(rank, _, _)| rank)
 }

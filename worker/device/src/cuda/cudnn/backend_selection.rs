@@ -3,7 +3,7 @@
 use super::super::Cuda;
 use super::super::context::GpuContext;
 use super::super::error::{CudaError, Result};
-use super::super::library_search::LibraryPaths;
+use super::super::library_search::LibrarySearchPaths;
 use super::attention_graph::{AttentionOperands, UnsupportedAttention};
 use super::execution_plan::{ExecutionPlan, PreparedPlan};
 use super::{AttentionMask, AttentionPass, Cudnn};
@@ -71,7 +71,7 @@ impl CudnnAttention {
     /// cuDNN.
     pub(in super::super) fn open(
         backend: AttentionBackend,
-        paths: &LibraryPaths,
+        paths: &LibrarySearchPaths,
     ) -> Result<Option<CudnnAttention>> {
         match backend {
             AttentionBackend::BuiltIn => Ok(None),

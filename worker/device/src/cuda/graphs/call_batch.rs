@@ -144,8 +144,9 @@ impl CallBatch {
         self.starts[arguments.clone()].iter().map(start).collect()
     }
 
-    /// Returns the indices of kernels that have other arguments or another grid in `other`. Returns
-    /// `None` if the batches differ in anything else.
+    /// Returns the indices of the kernels whose argument values or launch configuration (grid,
+    /// block, shared memory) differ in `other`. Returns `None` if the batches differ in anything
+    /// else.
     pub(super) fn find_changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
         if self.calls.len() != other.calls.len()
             || self.starts != other.starts
