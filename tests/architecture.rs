@@ -170,7 +170,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
             "launcher/src/agent/core/",
             "worker/src/zero/partition.rs",
             "worker/src/data/epoch_permutation.rs",
-            "worker/src/zero/slot_sums.rs",
+            "worker/src/zero/micro_batch_sums.rs",
             "worker/src/zero/gather_retention.rs",
             "worker/ckpt/src/element_ranges.rs",
         ],

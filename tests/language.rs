@@ -84,7 +84,7 @@ fn extract_fenced_lines<'t>(text: &'t str, name: &str) -> impl Iterator<Item = &
 /// Returns the words in backticks in the last column of the glossary's tables.
 fn extract_replaced_identifiers(glossary: &str) -> impl Iterator<Item = String> {
     let rows = glossary.lines().filter(|line| line.starts_with('|') && !line.starts_with("|---"));
-    let last = rows.filter_map(|row| row.trim_end_matches(['|', ' ']).rsplit('|').next());
+    let last = rows.filter_map(|row| row.trim_end().strip_suffix('|')?.rsplit('|').next());
     let words = last.flat_map(|cell| cell.split('`').skip(1).step_by(2));
     words.map(str::to_owned).collect::<Vec<_>>().into_iter()
 }
