@@ -166,17 +166,43 @@ fn assert_same_attention_bits(seed: u64, shape: AttentionShape) {
     });
 }
 
+/// The inputs of ops over `m` rows of `d` elements.
+struct RowInputs {
+    m: usize,
+    d: usize,
+    x: Vec<f32>,
+    dy: Vec<f32>,
+    /// What is added to `x` before a norm.
+    delta: Vec<f32>,
+    /// The weight of a norm, or a bias.
+    w: Vec<f32>,
+}
+
 /// Asserts that norms, embedding, activations, RoPE and the classifier over `m` rows of `d`
 /// elements give the same bits with any number of threads, alignment and instruction set.
 fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
     let mut r = TestRng::new(seed);
     let (x, dy, w, delta) = (r.draw_vec(m * d), r.draw_vec(m * d), r.draw_vec(d), r.draw_vec(m * d));
+    let inputs = RowInputs { m, d, x, dy, delta, w };
+    assert_same_rmsnorm_bits(&inputs);
+    assert_same_bias_and_head_norm_bits(&inputs);
+    assert_same_layernorm_bits(&inputs, &mut r);
+    assert_same_gelu_bits(&inputs);
+    assert_same_embedding_bits(&inputs, &mut r);
+    assert_same_gated_activation_and_rope_bits(&inputs, &mut r);
+    assert_same_classifier_bits(&inputs, &mut r);
+}
+
+/// Asserts that RMSNorm gives the same bits with any number of threads, alignment and instruction
+/// set.
+fn assert_same_rmsnorm_bits(inputs: &RowInputs) {
+    let &RowInputs { m, d, ref x, ref dy, ref delta, ref w } = inputs;
     assert_same_bits(&format!("rmsnorm {m} {d}"), |cpu, place| {
-        let (mut sum, mut y, mut rstd, pw) = (place(&x), place(&dy), place(&vec![0.0; m]), place(&w));
-        let pdelta = place(&delta);
+        let (mut sum, mut y, mut rstd, pw) = (place(x), place(dy), place(&vec![0.0; m]), place(w));
+        let pdelta = place(delta);
         let (yv, rv) = (y.view_mut(), rstd.view_mut());
         cpu.add_rmsnorm_forward(yv, rv, sum.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
-        let (mut dx, mut dw, pdy) = (place(&x), place(&w), place(&dy));
+        let (mut dx, mut dw, pdy) = (place(x), place(w), place(dy));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         cpu.rmsnorm_backward(
             dxv,
@@ -189,12 +215,18 @@ fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
             d,
             WriteMode::Accumulate,
         );
-        let mut plain = place(&dy);
+        let mut plain = place(dy);
         cpu.rmsnorm_forward(plain.view_mut(), rstd.view_mut(), pdelta.view(), pw.view(), m, d, 1e-5);
         vec![sum.bits(), y.bits(), rstd.bits(), dx.bits(), dw.bits(), plain.bits()]
     });
+}
+
+/// Asserts that bias and RMSNorm of heads give the same bits with any number of threads, alignment
+/// and instruction set.
+fn assert_same_bias_and_head_norm_bits(inputs: &RowInputs) {
+    let &RowInputs { m, d, ref x, ref dy, ref w, .. } = inputs;
     assert_same_bits(&format!("bias and heads' rmsnorm {m} {d}"), |cpu, place| {
-        let (mut y, pb, pdy, mut db) = (place(&x), place(&w), place(&dy), place(&w));
+        let (mut y, pb, pdy, mut db) = (place(x), place(w), place(dy), place(w));
         cpu.bias_forward(y.view_mut(), pb.view(), m, d);
         cpu.bias_backward(db.view_mut(), pdy.view(), m, d);
         // the last head of each row, which has two heads if `d` is even
@@ -203,18 +235,24 @@ fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
         let pw = place(&w[..head_dim]);
         let (mut raw, mut rstd) = (place(&vec![0.0; m * head_dim]), place(&vec![0.0; m]));
         cpu.rmsnorm_heads_forward(y.view_mut(), raw.view_mut(), rstd.view_mut(), pw.view(), h, 1e-5);
-        let (mut dx, mut dw) = (place(&dy), place(&w[..head_dim]));
+        let (mut dx, mut dw) = (place(dy), place(&w[..head_dim]));
         cpu.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), pw.view(), h);
         vec![y.bits(), db.bits(), raw.bits(), rstd.bits(), dx.bits(), dw.bits()]
     });
+}
+
+/// Asserts that LayerNorm gives the same bits with any number of threads, alignment and instruction
+/// set.
+fn assert_same_layernorm_bits(inputs: &RowInputs, r: &mut TestRng) {
+    let &RowInputs { m, d, ref x, ref dy, ref delta, ref w } = inputs;
     let b = r.draw_vec(d);
     assert_same_bits(&format!("layernorm {m} {d}"), |cpu, place| {
-        let (mut sum, mut y, mut stats) = (place(&x), place(&dy), place(&vec![0.0; 2 * m]));
-        let (pw, pb, pdelta) = (place(&w), place(&b), place(&delta));
+        let (mut sum, mut y, mut stats) = (place(x), place(dy), place(&vec![0.0; 2 * m]));
+        let (pw, pb, pdelta) = (place(w), place(&b), place(delta));
         let norm = LayerNormParams { w: pw.view(), b: pb.view(), eps: 1e-5 };
         let (yv, sv) = (y.view_mut(), stats.view_mut());
         cpu.add_layernorm_forward(yv, sv, sum.view_mut(), pdelta.view(), norm, m);
-        let (mut dx, mut dw, mut db, pdy) = (place(&x), place(&w), place(&w), place(&dy));
+        let (mut dx, mut dw, mut db, pdy) = (place(x), place(w), place(w), place(dy));
         let (dxv, dwv, dbv) = (dx.view_mut(), dw.view_mut(), db.view_mut());
         cpu.layernorm_backward(
             dxv,
@@ -227,49 +265,72 @@ fn assert_same_row_op_bits(seed: u64, m: usize, d: usize) {
             m,
             WriteMode::Accumulate,
         );
-        let mut plain = place(&dy);
+        let mut plain = place(dy);
         cpu.layernorm_forward(plain.view_mut(), stats.view_mut(), pdelta.view(), norm, m);
         vec![sum.bits(), y.bits(), stats.bits(), dx.bits(), dw.bits(), db.bits(), plain.bits()]
     });
+}
+
+/// Asserts that GELU gives the same bits with any number of threads, alignment and instruction set.
+fn assert_same_gelu_bits(inputs: &RowInputs) {
+    let &RowInputs { m, d, ref x, ref dy, .. } = inputs;
     assert_same_bits(&format!("gelu {m} {d}"), |cpu, place| {
-        let (px, mut pdy, mut y, mut dx) = (place(&x), place(&dy), place(&x), place(&x));
+        let (px, mut pdy, mut y, mut dx) = (place(x), place(dy), place(x), place(x));
         cpu.gelu_forward(y.view_mut(), px.view());
         cpu.gelu_backward(dx.view_mut(), pdy.view_mut(), px.view());
         vec![y.bits(), dx.bits(), pdy.bits()]
     });
+}
+
+/// Asserts that the token embedding gives the same bits with any number of threads, alignment and
+/// instruction set.
+fn assert_same_embedding_bits(inputs: &RowInputs, r: &mut TestRng) {
+    let &RowInputs { m, d, ref x, ref dy, .. } = inputs;
     let tokens: Vec<u32> = (0..m).map(|_| r.draw_below(9) as u32).collect();
     let table = r.draw_vec(9 * d);
     assert_same_bits(&format!("embedding {m} {d}"), |cpu, place| {
-        let (mut px, mut table, pdy) = (place(&x), place(&table), place(&dy));
+        let (mut px, mut table, pdy) = (place(x), place(&table), place(dy));
         cpu.embedding_forward(px.view_mut(), table.view(), &tokens, d);
         cpu.embedding_backward(table.view_mut(), pdy.view(), &tokens, d);
         vec![px.bits(), table.bits()]
     });
+}
+
+/// Asserts that SwiGLU, GeGLU and RoPE give the same bits with any number of threads, alignment and
+/// instruction set.
+fn assert_same_gated_activation_and_rope_bits(inputs: &RowInputs, r: &mut TestRng) {
+    let &RowInputs { m, d, ref x, ref dy, .. } = inputs;
     let gate_up = r.draw_vec(m * 2 * d);
     let (cos, sin) = (r.draw_vec(m * d), r.draw_vec(m * d));
     assert_same_bits(&format!("swiglu and rope {m} {d}"), |cpu, place| {
-        let (pg, mut pdy, mut y, mut dg) = (place(&gate_up), place(&dy), place(&x), place(&gate_up));
+        let (pg, mut pdy, mut y, mut dg) = (place(&gate_up), place(dy), place(x), place(&gate_up));
         cpu.swiglu_forward(y.view_mut(), pg.view(), m, d);
         cpu.swiglu_backward(dg.view_mut(), pdy.view_mut(), pg.view(), m, d);
         let (mut turned, c, s) = (place(&gate_up), place(&cos), place(&sin));
         cpu.rope_forward(turned.view_mut(), c.view(), s.view(), 1, m, 1, 2 * d, 2 * d);
         let forward = turned.bits();
         cpu.rope_backward(turned.view_mut(), s.view(), c.view(), 1, m, 1, 2 * d, 2 * d);
-        let (mut gated, mut dgated) = (place(&x), place(&gate_up));
+        let (mut gated, mut dgated) = (place(x), place(&gate_up));
         cpu.geglu_forward(gated.view_mut(), pg.view(), m, d);
         let activated = pdy.bits();
-        pdy = place(&dy);
+        pdy = place(dy);
         cpu.geglu_backward(dgated.view_mut(), pdy.view_mut(), pg.view(), m, d);
         let geglu = [gated.bits(), dgated.bits(), pdy.bits()];
         [y.bits(), dg.bits(), activated, forward, turned.bits()].into_iter().chain(geglu).collect()
     });
+}
+
+/// Asserts that the classifier gives the same bits with any number of threads, alignment and
+/// instruction set.
+fn assert_same_classifier_bits(inputs: &RowInputs, r: &mut TestRng) {
+    let &RowInputs { m, d, ref x, .. } = inputs;
     let v = 1 + r.draw_below(300);
     let head = r.draw_vec(v * d);
     let labels: Vec<u32> =
         (0..m).map(|i| if i % 5 == 4 { IGNORE_LABEL } else { r.draw_below(v) as u32 }).collect();
     assert_same_bits(&format!("classifier {m} {d} {v}"), |cpu, place| {
-        let (px, pw) = (place(&x), place(&head));
-        let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(&x), place(&head));
+        let (px, pw) = (place(x), place(&head));
+        let (mut loss, mut dx, mut dw) = (place(&vec![0.0; m]), place(x), place(&head));
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Accumulate, scale: 0.1 };
         let cap = v.is_multiple_of(2).then_some(3.0);

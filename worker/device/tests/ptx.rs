@@ -5,7 +5,7 @@ mod emulated_gpu;
 
 use device::cuda::LibrarySearchPaths;
 use device::ops::{LayerNormParams, WriteMode};
-use device::{Buf, Cuda, Dtype, Ops, Storage, ViewMut, conformance};
+use device::{Buf, Cuda, Dtype, Ops, Storage, View, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::process::Command;
 
@@ -192,34 +192,13 @@ fn results_do_not_depend_on_alignment() {
 /// Runs the ops of a layer and returns the contents of every buffer. Views begin `shift` elements
 /// into the buffers.
 fn run_layer_ops(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
-    let mut random = 0u32;
-    let mut buffers: Vec<(Buf, usize)> = Vec::new();
-    let sizes = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];
-    for (i, len) in sizes.into_iter().enumerate() {
-        let values: Vec<f32> = (0..shift + len)
-            .map(|_| {
-                random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (random >> 8) as f32 / 4e6 - 2.0
-            })
-            .collect();
-        // the same values for every shift
-        random = i as u32;
-        let wide = cuda.clone_to_device((&values[..]).into());
-        let mut buf = cuda.zeroed(if i == 6 { Dtype::F32 } else { Dtype::Bf16 }, shift + len);
-        cuda.cast(buf.view_mut().slice(shift..shift + len), wide.view().slice(0..len));
-        buffers.push((buf, shift));
-    }
-    let (mut rstd, mut stats, mut dw, mut db) = (
-        cuda.zeroed(Dtype::F32, m),
-        cuda.zeroed(Dtype::F32, 2 * m),
-        cuda.zeroed(Dtype::F32, d),
-        cuda.zeroed(Dtype::F32, d),
-    );
+    let mut buffers = create_layer_buffers(cuda, m, d, shift);
+    let [mut rstd, mut stats, mut dw, mut db] = [m, 2 * m, d, d].map(|len| cuda.zeroed(Dtype::F32, len));
     let mut views: Vec<ViewMut> = buffers
         .iter_mut()
-        .map(|(buf, shift)| {
+        .map(|buf| {
             let len = buf.len();
-            buf.view_mut().slice(*shift..len)
+            buf.view_mut().slice(shift..len)
         })
         .collect();
     let [y, x, delta, w, b, dy, dx, gate_up, h, dgate_up, z, dz] = &mut views[..] else {
@@ -265,14 +244,34 @@ fn run_layer_ops(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>>
     cuda.gelu_forward(delta.reborrow(), y.as_view());
     cuda.gelu_backward(dz.reborrow(), h.reborrow(), y.as_view());
     drop(views);
-    buffers.push((dw, 0));
-    buffers.push((db, 0));
-    buffers
-        .iter()
-        .map(|(buf, shift)| {
-            let mut wide = cuda.zeroed(Dtype::F32, buf.len() - shift);
-            cuda.cast(wide.view_mut(), buf.view().slice(*shift..buf.len()));
-            cuda.clone_to_host(wide.view()).host().to_vec()
-        })
-        .collect()
+    let shifted = buffers.iter().map(|buf| buf.view().slice(shift..buf.len()));
+    shifted.chain([dw.view(), db.view()]).map(|view| copy_to_host_as_f32(cuda, view)).collect()
+}
+
+/// Creates the buffers of a layer's ops on the GPU. The elements after the first `shift` are
+/// pseudo-random numbers, which do not depend on `shift`.
+fn create_layer_buffers(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Buf> {
+    let mut random = 0u32;
+    let lens = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];
+    let create_buffer = |(i, len)| {
+        let values: Vec<f32> = (0..len)
+            .map(|_| {
+                random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (random >> 8) as f32 / 4e6 - 2.0
+            })
+            .collect();
+        random = i as u32;
+        let wide = cuda.clone_to_device((&values[..]).into());
+        let mut buf = cuda.zeroed(if i == 6 { Dtype::F32 } else { Dtype::Bf16 }, shift + len);
+        cuda.cast(buf.view_mut().slice(shift..shift + len), wide.view());
+        buf
+    };
+    lens.into_iter().enumerate().map(create_buffer).collect()
+}
+
+/// Copies a view in GPU memory to the host as `f32`.
+fn copy_to_host_as_f32(cuda: &Cuda, view: View) -> Vec<f32> {
+    let mut wide = cuda.zeroed(Dtype::F32, view.len());
+    cuda.cast(wide.view_mut(), view);
+    cuda.clone_to_host(wide.view()).host().to_vec()
 }

@@ -1,14 +1,14 @@
-//! The conformance cases of each family of ops: every op with its backward pass on one shape,
-//! compared with the CPU.
+//! The conformance cases of each family of ops except experts and fp8: every op with its backward
+//! pass on one shape, compared with the CPU.
 use super::{
     Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
     make_typed_buffer,
 };
 use crate::Dtype;
 use crate::ops::{
-    AdamWHyperparams, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL, LayerNormParams,
-    LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SampleDropout,
-    SgdHyperparams, StochasticRounding, WriteMode,
+    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL,
+    LayerNormParams, LionHyperparams, NORM_BLOCK_LEN, Ops, SampleDropout, SgdHyperparams, StochasticRounding,
+    WriteMode,
 };
 use std::cell::RefCell;
 
@@ -202,6 +202,12 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
+/// Creates the attention dropout of a case with a probability of 0.3. Its key and first sequence
+/// (below 2⁴²) are taken from the bits of `first`.
+pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
+    AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
+}
+
 /// Compares attention on the GPU with the CPU, over documents of random lengths.
 pub(super) fn compare_document_attention(
     backends: &Backends,
@@ -316,124 +322,6 @@ pub(super) fn compare_classifier(
             );
         })?;
     }
-    Ok(errors)
-}
-
-/// Compares the router and the row ops of experts (gather, combine, dot, scale) on the GPU with the
-/// CPU.
-pub(super) fn compare_expert_ops(
-    backends: &Backends,
-    seed: u64,
-    m: usize,
-    count: usize,
-    per_token: usize,
-    d: usize,
-) -> CaseResult {
-    let mut errors = MaxErrors::default();
-    let mut rng = CaseRng::new(seed);
-    let shape = RouterShape {
-        m,
-        experts: count,
-        experts_per_token: per_token,
-        normalize_weights: seed.is_multiple_of(2),
-    };
-    let (balance, z) = (rng.draw_vector(count), 0.3);
-    // Multiples of ¼, which every type represents exactly. Some are equal.
-    let logits: Vec<f32> = (0..m * count).map(|_| rng.draw_below(40) as f32 * 0.25).collect();
-    let buffers = [
-        make_f32_buffer(make_nan_values(m * count)),
-        make_f32_buffer(make_nan_values(m * per_token)),
-        make_f32_buffer(make_nan_values(m)),
-        make_typed_buffer(make_nan_values(m * count)),
-        make_typed_buffer(logits),
-        make_f32_buffer(rng.draw_vector(m * per_token)),
-    ];
-    let selections = RefCell::new(Vec::new());
-    errors += backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
-        let [probs, weights, lse, dlogits, logits, dweights] = bufs else { unreachable!("buffers") };
-        let mut chosen = vec![u32::MAX; m * per_token];
-        ops.router_forward(
-            probs.view_mut(),
-            weights.view_mut(),
-            lse.view_mut(),
-            &mut chosen,
-            logits.view(),
-            shape,
-        );
-        let buffers = RouterBackwardInputs {
-            probs: probs.view(),
-            lse: lse.view(),
-            chosen_experts: &chosen,
-            balance_grad: &balance,
-            z_loss_coef: z,
-        };
-        ops.router_backward(dlogits.view_mut(), dweights.view(), buffers, shape);
-        selections.borrow_mut().push(chosen);
-    })?;
-    let selections = selections.into_inner();
-    if selections.iter().any(|c| c != &selections[0]) {
-        return Err(ConformanceError::ExpertsDiffer(shape));
-    }
-    let row_indices: Vec<u32> = (0..m * per_token).map(|_| rng.draw_below(m) as u32).collect();
-    let buffers = [
-        make_typed_buffer(make_nan_values(m * per_token * d)),
-        make_typed_buffer(make_nan_values(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_f32_buffer(make_nan_values(m)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_f32_buffer(rng.draw_vector(m * per_token)),
-        make_f32_buffer(rng.draw_vector(m)),
-    ];
-    errors += backends.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, bufs| {
-        let [gathered, set, added, dots, x, scaled, weights, factors] = bufs else { unreachable!("buffers") };
-        ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
-        ops.combine_rows(
-            set.view_mut(),
-            x.view(),
-            Some(weights.view()),
-            &row_indices,
-            m,
-            d,
-            WriteMode::Overwrite,
-        );
-        ops.combine_rows(added.view_mut(), x.view(), None, &row_indices, m, d, WriteMode::Accumulate);
-        ops.dot_rows(dots.view_mut(), x.view(), scaled.view(), d);
-        ops.scale_rows(scaled.view_mut(), factors.view(), d);
-    })?;
-    Ok(errors)
-}
-
-/// Compares grouped matmuls on the GPU with the CPU, over groups of the given numbers of rows.
-pub(super) fn compare_grouped_matmul(
-    backends: &Backends,
-    seed: u64,
-    sizes: &[usize],
-    n: usize,
-    k: usize,
-) -> CaseResult {
-    let mut errors = MaxErrors::default();
-    let mut rng = CaseRng::new(seed);
-    let mut groups = Vec::new();
-    let (mut at, mut matrix) = (0, 1);
-    for &size in sizes {
-        groups.push(RowGroup { rows: at..at + size, matrix_offset: matrix });
-        (at, matrix) = (at + size, matrix + n * k + 2);
-    }
-    let buffers = [
-        make_typed_buffer(make_nan_values(at * n)),
-        make_typed_buffer(make_nan_values(at * k)),
-        make_f32_buffer(rng.draw_vector(matrix)),
-        make_typed_buffer(rng.draw_vector(at * k)),
-        make_typed_buffer(rng.draw_vector(at * n)),
-        make_typed_buffer(rng.draw_vector(matrix)),
-    ];
-    errors += backends.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, bufs| {
-        let [y, dx, dw, x, dy, w] = bufs else { unreachable!("buffers") };
-        ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
-        ops.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
-        ops.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
-    })?;
     Ok(errors)
 }
 

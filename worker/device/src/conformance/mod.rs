@@ -5,15 +5,14 @@
 //! the comparison on an emulated GPU, and `launch gpu-check` runs it on a real one.
 mod cases;
 mod error;
+mod expert_cases;
+mod fixed_cases;
 mod fp8_cases;
+mod random_cases;
 
 pub use error::ConformanceError;
 
-use crate::{
-    Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut,
-    ops::{AttentionDropout, AttentionShape},
-    storage::Storage,
-};
+use crate::{Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut, ops::AttentionShape, storage::Storage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Result of comparing one family of operations on the GPU with the CPU.
@@ -70,119 +69,27 @@ const RUN_TOLERANCES: [(Dtype, usize, f64); 5] = [
 /// shapes. Further shapes select the kernels' special cases. `seed` determines shapes and values.
 pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<FamilyReport> {
     let backends = Backends { cpu: Cpu::new(1), cuda, runs: &RUN_TOLERANCES };
-    type Case<'a> = Box<dyn Fn(&mut CaseRng) -> CaseResult + 'a>;
     let backends = &backends;
-    let random: [(&str, Case); 9] = [
-        (
-            "matmul",
-            Box::new(|rng| {
-                cases::compare_matmuls(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 40),
-                )
-            }),
-        ),
-        (
-            "norms, bias",
-            Box::new(|rng| {
-                cases::compare_norms(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 150),
-                    rng.draw_in_range(1, 90),
-                )
-            }),
-        ),
-        (
-            "norms of heads, RoPE",
-            Box::new(|rng| {
-                cases::compare_head_norm_and_rope(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 5),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 3),
-                )
-            }),
-        ),
-        (
-            "activations",
-            Box::new(|rng| {
-                cases::compare_activations(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 20),
-                    rng.draw_in_range(1, 300),
-                )
-            }),
-        ),
-        ("attention", Box::new(|rng| compare_random_attention(backends, rng))),
-        (
-            "classifier",
-            Box::new(|rng| {
-                let cap = (rng.draw_below(2) == 0).then_some(3.0);
-                cases::compare_classifier(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 40),
-                    rng.draw_in_range(1, 200),
-                    cap,
-                )
-            }),
-        ),
-        ("experts", Box::new(|rng| compare_random_expert_ops(backends, rng))),
-        (
-            "embedding",
-            Box::new(|rng| {
-                cases::compare_embedding(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 120),
-                    rng.draw_in_range(1, 70),
-                    rng.draw_in_range(1, 50),
-                )
-            }),
-        ),
-        (
-            "vectors, optimizers",
-            Box::new(|rng| {
-                cases::compare_vectors_and_optimizers(backends, rng.draw_number(), rng.draw_in_range(1, 9000))
-            }),
-        ),
-    ];
-    let mut reports: Vec<FamilyReport> = random
+    let mut reports: Vec<FamilyReport> = random_cases::FAMILIES
         .iter()
         .enumerate()
-        .map(|(i, (family, case))| {
+        .map(|(i, (family, compare))| {
             let mut rng = CaseRng::new(seed ^ ((i as u64 + 1) << 32));
-            run_family(family, (0..rounds).map(|_| case(&mut rng)))
+            run_family(family, (0..rounds).map(|_| compare(backends, &mut rng)))
         })
         .collect();
     reports.push(run_family(
         "boundary shapes",
-        list_boundary_cases(backends)
+        fixed_cases::list_boundary_cases(backends)
             .into_iter()
-            .chain(list_tiled_attention_cases(backends))
-            .chain(list_vectorised_cases(backends))
-            .map(|case| case()),
+            .chain(fixed_cases::list_tiled_attention_cases(backends))
+            .chain(fixed_cases::list_vectorised_cases(backends))
+            .map(|compare| compare()),
     ));
     if cuda.properties().has_fp8() {
         let mut rng = CaseRng::new(seed ^ (99 << 32));
         let matmul_results = (0..rounds)
-            .map(|_| {
-                fp8_cases::compare_matmuls(
-                    backends,
-                    rng.draw_number(),
-                    rng.draw_in_range(1, 70),
-                    16 * rng.draw_in_range(1, 4),
-                    rng.draw_in_range(1, 50),
-                )
-            })
+            .map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng))
             .collect::<Vec<_>>();
         reports.push(run_family(
             "fp8 matmul",
@@ -225,181 +132,6 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
             cases::compare_windowed_attention(&backends, i as u64, window, shape)
         }),
     )
-}
-
-/// Compares attention on the GPU with attention on the CPU for one random shape. Some shapes also
-/// use softcap or dropout.
-fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let kv_heads = rng.draw_in_range(1, 3);
-    let shape = AttentionShape::new(
-        rng.draw_in_range(1, 3),
-        rng.draw_in_range(1, 80),
-        kv_heads * rng.draw_in_range(1, 3),
-        kv_heads,
-        rng.draw_in_range(1, 40),
-    );
-    let softcap = shape.t.is_multiple_of(2).then_some(2.0);
-    let dropout = if shape.t.is_multiple_of(3) { derive_dropout(rng.draw_number()) } else { None };
-    cases::compare_document_attention(
-        backends,
-        rng.draw_number(),
-        AttentionShape { softcap, dropout, ..shape },
-    )
-}
-
-/// Creates the attention dropout of a case with a probability of 0.3. Its key and first sequence
-/// (below 2⁴²) are taken from the bits of `first`.
-fn derive_dropout(first: u64) -> Option<AttentionDropout> {
-    Some(AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 })
-}
-
-/// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
-/// the CPU.
-fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let count = rng.draw_in_range(1, 70);
-    let mut errors = cases::compare_expert_ops(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 30),
-        count,
-        rng.draw_in_range(1, 5).min(count),
-        rng.draw_in_range(1, 50),
-    )?;
-    let sizes: Vec<usize> = (0..rng.draw_in_range(1, 5)).map(|_| rng.draw_below(9)).collect();
-    errors += cases::compare_grouped_matmul(
-        backends,
-        rng.draw_number(),
-        &sizes,
-        rng.draw_in_range(1, 30),
-        rng.draw_in_range(1, 30),
-    )?;
-    Ok(errors)
-}
-
-/// Returns conformance cases at the limits of kernels: rows longer than a thread block, the widest
-/// heads, documents that cross tiles, and more blocks than one launch has.
-fn list_boundary_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
-    // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
-    // Only data-centre GPUs have that much; others have 99 KiB.
-    let widest = if backends.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 };
-    vec![
-        Box::new(move || cases::compare_norms(backends, 1, 2, 1000)),
-        Box::new(move || cases::compare_norms(backends, 2, 129, 33)),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 3, AttentionShape::new(1, 33, 2, 1, widest))
-        }),
-        Box::new(|| {
-            cases::compare_document_attention(
-                backends,
-                4,
-                AttentionShape { scale: 0.7, ..AttentionShape::new(2, 100, 2, 2, 8) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 12, AttentionShape::new(1, 70, 2, 1, 128))
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 13, AttentionShape::new(1, 130, 2, 2, 96))
-        }),
-        Box::new(move || {
-            let dropout = derive_dropout(u64::MAX);
-            cases::compare_document_attention(
-                backends,
-                15,
-                AttentionShape { dropout, ..AttentionShape::new(2, 130, 4, 2, 40) },
-            )
-        }),
-        Box::new(move || {
-            let dropout = derive_dropout(1 << 60);
-            cases::compare_document_attention(
-                backends,
-                16,
-                AttentionShape { dropout, ..AttentionShape::new(1, 100, 2, 1, widest) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 14, AttentionShape::new(1, 40, 2, 1, 64))
-        }),
-        Box::new(move || cases::compare_classifier(backends, 5, 130, 3, 700, None)),
-        Box::new(move || cases::compare_expert_ops(backends, 6, 3, 1024, 9, 4)),
-        Box::new(move || cases::compare_grouped_matmul(backends, 7, &[3, 0, 17, 1], 9, 14)),
-        Box::new(move || cases::compare_grouped_matmul(backends, 8, &[0, 0], 4, 4)),
-        Box::new(move || cases::compare_embedding(backends, 9, 300, 3, 2)),
-        Box::new(move || cases::compare_vectors_and_optimizers(backends, 10, 40_000)),
-        Box::new(move || cases::compare_activations(backends, 11, 1, 700)),
-    ]
-}
-
-/// Returns conformance cases with rows whose length is a multiple of eight, for which kernels load
-/// eight elements at once.
-///
-/// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
-/// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
-/// block has.
-fn list_vectorised_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
-    vec![
-        Box::new(move || cases::compare_norms(backends, 40, 3, 8)),
-        Box::new(move || cases::compare_norms(backends, 41, 131, 64)),
-        Box::new(move || cases::compare_norms(backends, 42, 5, 1016)),
-        Box::new(move || cases::compare_norms(backends, 43, 2, 2056)),
-        Box::new(move || cases::compare_norms(backends, 44, 2, 8192)),
-        Box::new(move || cases::compare_norms(backends, 45, 1, 8200)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 46, 21, 3, 64, 2)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 47, 3, 40, 8, 1)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 48, 2, 1, 264, 3)),
-        Box::new(move || cases::compare_activations(backends, 49, 3, 2056)),
-        Box::new(move || cases::compare_activations(backends, 50, 17, 8)),
-        Box::new(move || cases::compare_classifier(backends, 51, 5, 8, 2088, None)),
-        Box::new(move || cases::compare_classifier(backends, 52, 3, 8, 2051, Some(2.0))),
-    ]
-}
-
-/// Returns conformance cases of attention over several tiles that are entirely, partly or not
-/// visible.
-///
-/// The heads have every size for which a kernel exists and sizes between them. The cases cover
-/// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide
-/// exactly one position of a chunk.
-fn list_tiled_attention_cases<'a>(backends: &'a Backends) -> Vec<Box<dyn Fn() -> CaseResult + 'a>> {
-    let no_window = usize::MAX;
-    let shape = AttentionShape::new;
-    let (softcap, dropout) = (Some(3.0), derive_dropout(1 << 30));
-    vec![
-        Box::new(move || cases::compare_windowed_attention(backends, 20, no_window, shape(1, 256, 2, 1, 64))),
-        Box::new(move || {
-            cases::compare_windowed_attention(backends, 21, no_window, shape(1, 290, 1, 1, 128))
-        }),
-        Box::new(move || cases::compare_windowed_attention(backends, 22, 95, shape(1, 300, 3, 1, 40))),
-        Box::new(move || cases::compare_windowed_attention(backends, 23, 79, shape(2, 210, 2, 1, 72))),
-        Box::new(move || cases::compare_windowed_attention(backends, 24, 1, shape(1, 150, 8, 1, 16))),
-        Box::new(move || cases::compare_document_attention(backends, 25, shape(1, 257, 4, 2, 96))),
-        Box::new(move || cases::compare_document_attention(backends, 26, shape(2, 129, 8, 1, 64))),
-        Box::new(move || cases::compare_ragged_attention(backends, 27, shape(1, 270, 2, 2, 63))),
-        Box::new(move || cases::compare_ragged_attention(backends, 28, shape(1, 200, 2, 1, 127))),
-        Box::new(move || {
-            cases::compare_windowed_attention(
-                backends,
-                29,
-                no_window,
-                AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_windowed_attention(
-                backends,
-                30,
-                150,
-                AttentionShape { softcap, dropout, ..shape(1, 260, 2, 1, 64) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_ragged_attention(
-                backends,
-                31,
-                AttentionShape { softcap, dropout, ..shape(1, 230, 2, 1, 120) },
-            )
-        }),
-    ]
 }
 
 /// Runs the cases of a family until one fails, and returns the report. A panic of a case is the

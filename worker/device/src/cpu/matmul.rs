@@ -17,7 +17,7 @@ use super::{Cpu, DisjointSlices};
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KB of
+/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KiB of
 /// the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
 /// Number of elements of the smaller operand that are packed at a time for all tasks.

@@ -2,7 +2,7 @@
 //! the full logits are never in memory.
 use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
-use super::ops::{MatmulOperand, matmul};
+use super::matmul_operand::{MatmulOperand, matmul};
 use super::{Cuda, dtype_code, expect_len, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};

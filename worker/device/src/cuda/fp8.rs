@@ -3,8 +3,8 @@
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
+use super::matmul_operand::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::memory::DeviceMemory;
-use super::ops::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::{Cuda, TensorArg};
 use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;

@@ -26,6 +26,7 @@ mod host_inputs;
 mod launch;
 mod library_search;
 mod matmul;
+mod matmul_operand;
 mod memory;
 mod norm;
 mod ops;

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses a part of this module
 
 use device::{
+    Cpu,
     ops::{AttentionShape, IGNORE_LABEL},
     philox::compute_random_words,
 };
@@ -52,6 +53,11 @@ impl TestRng {
         }
         starts
     }
+}
+
+/// Returns a CPU backend with two threads for each instruction set.
+pub(crate) fn open_backends() -> Vec<Cpu> {
+    Cpu::new_for_all_instruction_sets(2)
 }
 
 pub(crate) fn to_f64(x: &[f32]) -> Vec<f64> {

@@ -54,9 +54,9 @@ enum PlanRejection {
     NoPlan,
     #[error(transparent)]
     Failed(#[from] CudaError),
-    #[error("its results differ from launch's own kernels by {0:.0e}, more than {TOLERANCE:.0e}")]
+    #[error("cuDNN's results differ from those of launch's own kernels by {0:.0e}, more than {TOLERANCE:.0e}")]
     Inaccurate(f64),
-    #[error("it could not be timed")]
+    #[error("the plan could not be timed")]
     NotTimed,
 }
 

@@ -1,0 +1,141 @@
+//! Conformance cases of experts: the router, row ops and grouped matmuls on one shape, compared
+//! with the CPU.
+use super::{
+    Backends, CaseResult, CaseRng, ConformanceError, make_f32_buffer, make_nan_values, make_typed_buffer,
+};
+use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
+use std::cell::RefCell;
+
+/// Compares the router and the row ops of experts (gather, combine, dot, scale) on the GPU with the
+/// CPU.
+pub(super) fn compare_expert_ops(
+    backends: &Backends,
+    seed: u64,
+    m: usize,
+    count: usize,
+    per_token: usize,
+    d: usize,
+) -> CaseResult {
+    let mut rng = CaseRng::new(seed);
+    let shape = RouterShape {
+        m,
+        experts: count,
+        experts_per_token: per_token,
+        normalize_weights: seed.is_multiple_of(2),
+    };
+    let mut errors = compare_router(backends, &mut rng, shape)?;
+    errors += compare_expert_rows(backends, &mut rng, m, per_token, d)?;
+    Ok(errors)
+}
+
+/// Compares both passes of the router on the GPU with the CPU. Both must choose the same experts.
+fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) -> CaseResult {
+    let RouterShape { m, experts, experts_per_token, .. } = shape;
+    let (balance, z) = (rng.draw_vector(experts), 0.3);
+    // Multiples of ¼, which every type represents exactly. Some are equal.
+    let logits: Vec<f32> = (0..m * experts).map(|_| rng.draw_below(40) as f32 * 0.25).collect();
+    let buffers = [
+        make_f32_buffer(make_nan_values(m * experts)),
+        make_f32_buffer(make_nan_values(m * experts_per_token)),
+        make_f32_buffer(make_nan_values(m)),
+        make_typed_buffer(make_nan_values(m * experts)),
+        make_typed_buffer(logits),
+        make_f32_buffer(rng.draw_vector(m * experts_per_token)),
+    ];
+    let selections = RefCell::new(Vec::new());
+    let errors = backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
+        let [probs, weights, lse, dlogits, logits, dweights] = bufs else { unreachable!("buffers") };
+        let mut chosen = vec![u32::MAX; m * experts_per_token];
+        ops.router_forward(
+            probs.view_mut(),
+            weights.view_mut(),
+            lse.view_mut(),
+            &mut chosen,
+            logits.view(),
+            shape,
+        );
+        let buffers = RouterBackwardInputs {
+            probs: probs.view(),
+            lse: lse.view(),
+            chosen_experts: &chosen,
+            balance_grad: &balance,
+            z_loss_coef: z,
+        };
+        ops.router_backward(dlogits.view_mut(), dweights.view(), buffers, shape);
+        selections.borrow_mut().push(chosen);
+    })?;
+    let selections = selections.into_inner();
+    if selections.iter().any(|c| c != &selections[0]) {
+        return Err(ConformanceError::ExpertsDiffer(shape));
+    }
+    Ok(errors)
+}
+
+/// Compares the row ops of experts (gather, combine, dot, scale) on the GPU with the CPU, for `m`
+/// tokens of `d` elements each, and `per_token` experts for each token.
+fn compare_expert_rows(
+    backends: &Backends,
+    rng: &mut CaseRng,
+    m: usize,
+    per_token: usize,
+    d: usize,
+) -> CaseResult {
+    let row_indices: Vec<u32> = (0..m * per_token).map(|_| rng.draw_below(m) as u32).collect();
+    let buffers = [
+        make_typed_buffer(make_nan_values(m * per_token * d)),
+        make_typed_buffer(make_nan_values(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_f32_buffer(make_nan_values(m)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_f32_buffer(rng.draw_vector(m * per_token)),
+        make_f32_buffer(rng.draw_vector(m)),
+    ];
+    backends.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, bufs| {
+        let [gathered, set, added, dots, x, scaled, weights, factors] = bufs else { unreachable!("buffers") };
+        ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
+        ops.combine_rows(
+            set.view_mut(),
+            x.view(),
+            Some(weights.view()),
+            &row_indices,
+            m,
+            d,
+            WriteMode::Overwrite,
+        );
+        ops.combine_rows(added.view_mut(), x.view(), None, &row_indices, m, d, WriteMode::Accumulate);
+        ops.dot_rows(dots.view_mut(), x.view(), scaled.view(), d);
+        ops.scale_rows(scaled.view_mut(), factors.view(), d);
+    })
+}
+
+/// Compares grouped matmuls on the GPU with the CPU, over groups of the given numbers of rows.
+pub(super) fn compare_grouped_matmul(
+    backends: &Backends,
+    seed: u64,
+    sizes: &[usize],
+    n: usize,
+    k: usize,
+) -> CaseResult {
+    let mut rng = CaseRng::new(seed);
+    let mut groups = Vec::new();
+    let (mut at, mut matrix) = (0, 1);
+    for &size in sizes {
+        groups.push(RowGroup { rows: at..at + size, matrix_offset: matrix });
+        (at, matrix) = (at + size, matrix + n * k + 2);
+    }
+    let buffers = [
+        make_typed_buffer(make_nan_values(at * n)),
+        make_typed_buffer(make_nan_values(at * k)),
+        make_f32_buffer(rng.draw_vector(matrix)),
+        make_typed_buffer(rng.draw_vector(at * k)),
+        make_typed_buffer(rng.draw_vector(at * n)),
+        make_typed_buffer(rng.draw_vector(matrix)),
+    ];
+    backends.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, bufs| {
+        let [y, dx, dw, x, dy, w] = bufs else { unreachable!("buffers") };
+        ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
+        ops.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
+        ops.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
+    })
+}

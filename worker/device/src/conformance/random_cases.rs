@@ -1,0 +1,142 @@
+//! Conformance cases of random shapes: one function for each family of ops.
+use super::{Backends, CaseResult, CaseRng, cases, expert_cases, fp8_cases};
+use crate::ops::AttentionShape;
+
+/// Function that compares a family of ops on the GPU with the CPU, for one random shape.
+type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
+
+/// The families of ops that run on every GPU, with the name of each. The position of a family
+/// contributes to the seed of its shapes and values.
+pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
+    ("matmul", compare_random_matmuls),
+    ("norms, bias", compare_random_norms),
+    ("norms of heads, RoPE", compare_random_head_norm_and_rope),
+    ("activations", compare_random_activations),
+    ("attention", compare_random_attention),
+    ("classifier", compare_random_classifier),
+    ("experts", compare_random_expert_ops),
+    ("embedding", compare_random_embedding),
+    ("vectors, optimizers", compare_random_vectors_and_optimizers),
+];
+
+/// Compares the matmuls of a random shape on the GPU with the CPU.
+fn compare_random_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_matmuls(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 40),
+    )
+}
+
+/// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU.
+fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_norms(backends, rng.draw_number(), rng.draw_in_range(1, 150), rng.draw_in_range(1, 90))
+}
+
+/// Compares RMSNorm of heads and rotary position embeddings of a random shape on the GPU with the
+/// CPU.
+fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_head_norm_and_rope(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 5),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 3),
+    )
+}
+
+/// Compares SwiGLU, GeGLU and GELU of a random shape on the GPU with the CPU.
+fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_activations(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 20),
+        rng.draw_in_range(1, 300),
+    )
+}
+
+/// Compares attention on the GPU with attention on the CPU for one random shape. Some shapes also
+/// use softcap or dropout.
+fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    let kv_heads = rng.draw_in_range(1, 3);
+    let shape = AttentionShape::new(
+        rng.draw_in_range(1, 3),
+        rng.draw_in_range(1, 80),
+        kv_heads * rng.draw_in_range(1, 3),
+        kv_heads,
+        rng.draw_in_range(1, 40),
+    );
+    let softcap = shape.t.is_multiple_of(2).then_some(2.0);
+    let dropout = shape.t.is_multiple_of(3).then(|| cases::derive_dropout(rng.draw_number()));
+    cases::compare_document_attention(
+        backends,
+        rng.draw_number(),
+        AttentionShape { softcap, dropout, ..shape },
+    )
+}
+
+/// Compares the classifier of a random shape on the GPU with the CPU. Some shapes also use softcap.
+fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    let cap = (rng.draw_below(2) == 0).then_some(3.0);
+    cases::compare_classifier(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 40),
+        rng.draw_in_range(1, 200),
+        cap,
+    )
+}
+
+/// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
+/// the CPU.
+fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    let count = rng.draw_in_range(1, 70);
+    let mut errors = expert_cases::compare_expert_ops(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 30),
+        count,
+        rng.draw_in_range(1, 5).min(count),
+        rng.draw_in_range(1, 50),
+    )?;
+    let sizes: Vec<usize> = (0..rng.draw_in_range(1, 5)).map(|_| rng.draw_below(9)).collect();
+    errors += expert_cases::compare_grouped_matmul(
+        backends,
+        rng.draw_number(),
+        &sizes,
+        rng.draw_in_range(1, 30),
+        rng.draw_in_range(1, 30),
+    )?;
+    Ok(errors)
+}
+
+/// Compares the token embedding of a random shape on the GPU with the CPU.
+fn compare_random_embedding(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_embedding(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 120),
+        rng.draw_in_range(1, 70),
+        rng.draw_in_range(1, 50),
+    )
+}
+
+/// Compares elementwise ops and optimizers on vectors of a random length on the GPU with the CPU.
+fn compare_random_vectors_and_optimizers(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    cases::compare_vectors_and_optimizers(backends, rng.draw_number(), rng.draw_in_range(1, 9000))
+}
+
+/// Compares the fp8 matmuls of a random shape on the GPU with the CPU.
+pub(super) fn compare_random_fp8_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
+    fp8_cases::compare_matmuls(
+        backends,
+        rng.draw_number(),
+        rng.draw_in_range(1, 70),
+        16 * rng.draw_in_range(1, 4),
+        rng.draw_in_range(1, 50),
+    )
+}

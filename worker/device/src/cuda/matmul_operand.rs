@@ -1,0 +1,199 @@
+//! [`MatmulOperand`], and matmuls of operands with any element types: the choice of the type that
+//! cuBLASLt computes with, and the conversion of operands and results.
+use super::matmul::{InputFormat, Matmul, MatrixRef};
+use super::memory::DeviceMemory;
+use super::{
+    Address, Cuda, TensorArg, dtype_code, elementwise, expect_len, gpu_address, norm, unwrap_or_panic,
+};
+use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::WriteMode;
+
+/// Operand or result of a matmul: its address, element type and layout.
+#[derive(Clone, Copy)]
+pub(super) struct MatmulOperand {
+    pub(super) at: Address,
+    pub(super) dtype: Dtype,
+    /// Number of elements from row to row in memory.
+    pub(super) stride: usize,
+    /// True if the matrix is stored transposed.
+    pub(super) transposed: bool,
+}
+
+impl MatmulOperand {
+    /// Creates an operand from a view in GPU memory. Panics if the view is in host memory.
+    #[track_caller]
+    pub(super) fn new(v: View, stride: usize, transposed: bool) -> Self {
+        MatmulOperand { at: gpu_address(v), dtype: v.dtype(), stride, transposed }
+    }
+
+    /// Returns the operand's address and layout, without its element type.
+    pub(super) fn to_matrix_ref(self) -> MatrixRef {
+        MatrixRef { at: self.at, stride: self.stride, transposed: self.transposed }
+    }
+
+    /// Returns the operand's address and element type as a kernel argument, without its layout.
+    fn to_tensor_arg(self) -> TensorArg {
+        TensorArg { at: self.at, dtype: dtype_code(self.dtype) }
+    }
+
+    /// Returns true if a row does not begin at a multiple of 16 bytes.
+    fn is_unaligned(&self) -> bool {
+        !self.at.is_multiple_of(16) || !(self.stride * self.dtype.size()).is_multiple_of(16)
+    }
+}
+
+/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]`. `sizes` is `[m, n, k]`.
+///
+/// cuBLASLt needs operands of one type and a result of that type or f32. If one operand is bf16 and
+/// the other f32, the f32 operand is rounded to bf16, so that tensor cores are used. This affects
+/// the gradient of the residual stream, which is f32 while weights and activations are bf16.
+/// Operands with other combinations of types are converted to f32.
+pub(super) fn matmul(
+    cuda: &Cuda,
+    c: MatmulOperand,
+    a: MatmulOperand,
+    b: MatmulOperand,
+    sizes: [usize; 3],
+    write: WriteMode,
+) {
+    if finish_empty_matmul(cuda, c, sizes, write) {
+        return;
+    }
+    let dtype = select_operand_type(a.dtype, b.dtype);
+    if !matmul_with_operand_type(dtype, cuda, c, a, b, sizes, write) {
+        matmul_with_operand_type(Dtype::F32, cuda, c, a, b, sizes, write);
+    }
+}
+
+/// Computes [`matmul`] with both operands converted to `dtype`. Returns false without computing
+/// anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for them.
+fn matmul_with_operand_type(
+    dtype: Dtype,
+    cuda: &Cuda,
+    c: MatmulOperand,
+    a: MatmulOperand,
+    b: MatmulOperand,
+    [m, n, k]: [usize; 3],
+    write: WriteMode,
+) -> bool {
+    // The memory of converted operands lives until the matmul is enqueued.
+    let (a, _a_memory) = convert_operand(cuda, a, dtype, [m, k]);
+    let (b, _b_memory) = convert_operand(cuda, b, dtype, [k, n]);
+    let add = write == WriteMode::Accumulate;
+    let request = |c: MatmulOperand, add| {
+        let (output, [a, b, c]) = (c.dtype, [a, b, c].map(MatmulOperand::to_matrix_ref));
+        Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None }
+    };
+    let is_direct = c.dtype == Dtype::F32 || c.dtype == dtype;
+    let result = if is_direct { c } else { MatmulOperand { dtype: Dtype::F32, ..c } };
+    if dtype != Dtype::F32
+        && [a, b, result].iter().any(|x| x.is_unaligned())
+        && !cuda.has_matmul_algorithm(&request(result, add))
+    {
+        return false;
+    }
+    if is_direct {
+        cuda.run_matmul(&request(c, add));
+    } else {
+        run_with_f32_result(cuda, c, m * n, add, |c, add| cuda.run_matmul(&request(c, add)));
+    }
+    true
+}
+
+/// Returns the element type to which a matmul's operands of the types `a` and `b` are converted.
+fn select_operand_type(a: Dtype, b: Dtype) -> Dtype {
+    match (a, b) {
+        _ if a == b => a,
+        (Dtype::F32, Dtype::Bf16) | (Dtype::Bf16, Dtype::F32) => Dtype::Bf16,
+        _ => Dtype::F32,
+    }
+}
+
+/// Computes `y[m, n] = a[m, k] · b[k, n] + bias[n]`.
+///
+/// cuBLASLt adds the bias and rounds the result once if everything has one type, the bias is
+/// aligned to 16 bytes, and no matrix is a vector. Otherwise a kernel adds the bias to the rounded
+/// result of the matmul.
+pub(super) fn matmul_with_bias(
+    cuda: &Cuda,
+    y: ViewMut,
+    a: MatmulOperand,
+    b: MatmulOperand,
+    bias: View,
+    [m, n, k]: [usize; 3],
+) {
+    expect_len("matmul with bias", "bias", bias.len(), n);
+    let c = MatmulOperand::new(y.as_view(), n, false);
+    let run_separately = move || {
+        matmul(cuda, c, a, b, [m, n, k], WriteMode::Overwrite);
+        norm::bias_forward(cuda, y, bias, m, n);
+    };
+    let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
+    if !one_type || m < 2 || n < 2 || k == 0 || !gpu_address(bias).is_multiple_of(16) {
+        return run_separately();
+    }
+    let (inputs, output, bias) = (InputFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
+    let [a, b, c] = [a, b, c].map(MatmulOperand::to_matrix_ref);
+    let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias };
+    if cuda.has_matmul_algorithm(&request) { cuda.run_matmul(&request) } else { run_separately() }
+}
+
+/// Handles a matmul that has nothing to compute, because `m`, `n` or `k` is 0. Returns true if so,
+/// otherwise returns false without doing anything. If only `k` is 0, the matmul is a matrix of
+/// zeros. It is then written to `c`, unless `write` is [`WriteMode::Accumulate`].
+pub(super) fn finish_empty_matmul(
+    cuda: &Cuda,
+    c: MatmulOperand,
+    [m, n, k]: [usize; 3],
+    write: WriteMode,
+) -> bool {
+    let len = m * n;
+    if len > 0 && k == 0 && write == WriteMode::Overwrite {
+        unwrap_or_panic(cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
+    }
+    len == 0 || k == 0
+}
+
+/// Runs a matmul that can write only f32, and stores its `len` elements in `c`, which may have
+/// another type.
+///
+/// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
+/// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory
+/// contains the values of `c`, and `run` must add the matmul to them. Afterwards the content of the
+/// scratch memory is converted to the type of `c` and overwrites `c`.
+pub(super) fn run_with_f32_result(
+    cuda: &Cuda,
+    c: MatmulOperand,
+    len: usize,
+    add: bool,
+    run: impl Fn(MatmulOperand, bool),
+) {
+    let memory = cuda.alloc_scratch(len * size_of::<f32>());
+    let sum = MatmulOperand { at: memory.address(), dtype: Dtype::F32, ..c };
+    if add {
+        elementwise::convert_elements(cuda, sum.to_tensor_arg(), c.to_tensor_arg(), len);
+    }
+    run(sum, add);
+    elementwise::convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
+}
+
+/// Converts a matmul operand to the element type `dtype`. Returns the converted operand, and the
+/// GPU memory that contains the converted elements. The caller must keep that memory until the
+/// matmul is enqueued. Returns `x` itself and no memory if `x` has the type already.
+fn convert_operand(
+    cuda: &Cuda,
+    x: MatmulOperand,
+    dtype: Dtype,
+    [rows, columns]: [usize; 2],
+) -> (MatmulOperand, Option<DeviceMemory>) {
+    if x.dtype == dtype {
+        return (x, None);
+    }
+    // including the elements between rows
+    let (rows, columns) = if x.transposed { (columns, rows) } else { (rows, columns) };
+    let len = (rows - 1) * x.stride + columns;
+    let memory = cuda.alloc_scratch(len * dtype.size());
+    let converted = MatmulOperand { at: memory.address(), dtype, ..x };
+    elementwise::convert_elements(cuda, converted.to_tensor_arg(), x.to_tensor_arg(), len);
+    (converted, Some(memory))
+}
