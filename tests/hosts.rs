@@ -85,97 +85,24 @@ fn run_workers_with_env(
     edit_job: impl Fn(u32, &mut JobSpec) + Sync,
     on_step: impl Fn(&[u32], u64) + Sync,
 ) -> (StepLosses, Vec<EndedWorker>) {
-    let world = hosts.len() as u32;
-    let memory: Vec<OwnedFd> = (0..=hosts.iter().copied().max().unwrap_or(0))
-        .map(|_| memfd_create("hosts-test", MFdFlags::MFD_ALLOW_SEALING).unwrap())
-        .collect();
-    let mut workers = Vec::new();
-    let mut connections = Vec::new();
-    for (rank, host) in hosts.iter().enumerate() {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
-        let log = File::create(job_dir.path(&format!("rank-{rank}.log"))).unwrap();
-        let child = Command::new(std::env!("CARGO_BIN_EXE_launch"))
-            .arg("worker")
-            .env(env::LAUNCH_CONTROL_FD, theirs.as_raw_fd().to_string())
-            .env(env::LAUNCH_SHM_FD, memory[*host as usize].as_raw_fd().to_string())
-            .envs(variables.iter().copied())
-            .stdin(Stdio::null())
-            .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        workers.push(WorkerProcess(child));
-        connections.push(ours);
-    }
-    let pids: Vec<u32> = workers.iter().map(|w| w.0.id()).collect();
-    let writers: Mutex<Vec<UnixStream>> =
-        Mutex::new(connections.iter().map(|c| c.try_clone().unwrap()).collect());
-    let send = |rank: usize, message: &ToWorker| {
-        // fails if the worker has ended
-        _ = writers.lock().unwrap()[rank].write_all(&frame::encode_frame(message).unwrap());
+    let started = start_workers(job_dir, hosts, variables);
+    let pids: Vec<u32> = started.iter().map(|(worker, _)| worker.0.id()).collect();
+    let agents = TestAgents {
+        hosts,
+        writers: Mutex::new(started.iter().map(|(_, connection)| connection.try_clone().unwrap()).collect()),
+        listening: Mutex::default(),
+        losses: Mutex::default(),
     };
-    let listening: Mutex<BTreeMap<u32, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
-    let losses = Mutex::new(StepLosses::new());
-    let init_message = |rank: usize| {
-        let host = hosts[rank];
-        let text = TINY_JOB.to_owned();
-        let (mut job, _, _) = load_job(JobSource::Text { name: "job.yaml".into(), text }, &[]).unwrap();
-        job.run.workdir = job_dir.path("");
-        job.cluster.interface = InterfaceSelector::Named("127.0.0.0/8".into());
-        edit_job(host, &mut job);
-        let ranks_before = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
-        ToWorker::Init(Box::new(WorkerInit {
-            version: PROTOCOL_VERSION,
-            rank: rank as u32,
-            local_rank: ranks_before(rank),
-            world,
-            local_world: ranks_before(hosts.len()),
-            threads: 1,
-            attempt: 4,
-            run: "hosts-test".into(),
-            run_dir: job_dir.path(""),
-            workdir: job_dir.path(""),
-            job,
-        }))
-    };
-    let serve = |rank: usize, mut connection: UnixStream| {
-        let mut final_report = None;
-        while let Some(message) = receive_message(&mut connection) {
-            match message {
-                FromWorker::Hello { .. } => send(rank, &init_message(rank)),
-                FromWorker::Listening { addresses } => {
-                    let mut listening = listening.lock().unwrap();
-                    listening.insert(rank as u32, addresses);
-                    if listening.len() == hosts.len() {
-                        let member = |(r, a): (&u32, &Vec<SocketAddr>)| WorkerAddresses {
-                            host_index: hosts[*r as usize],
-                            addresses: a.clone(),
-                        };
-                        let members = listening.iter().map(member).collect();
-                        let peers = WorkerPeers { attempt: 4, key: JobKey([3; 32]), members, nccl_id: None };
-                        (0..hosts.len()).for_each(|r| send(r, &ToWorker::Peers(peers.clone())));
-                    }
-                }
-                FromWorker::Event(Event::Step { step, loss, grad_norm, .. }) => {
-                    losses.lock().unwrap().push((step, loss.to_bits(), grad_norm.to_bits()));
-                    on_step(&pids, step);
-                }
-                FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
-                FromWorker::Event(_) | FromWorker::Progress { .. } => {}
-            }
-        }
-        final_report
-    };
+    let init_message = |rank: usize| build_init_message(job_dir, hosts, rank, &edit_job);
+    let on_step = |step| on_step(&pids, step);
     let ended = thread::scope(|s| {
-        let serve = &serve;
-        let threads: Vec<_> = connections
+        let (agents, init_message, on_step) = (&agents, &init_message, &on_step);
+        let threads: Vec<_> = started
             .into_iter()
-            .zip(workers)
             .enumerate()
-            .map(|(rank, (connection, mut worker))| {
+            .map(|(rank, (mut worker, connection))| {
                 s.spawn(move || {
-                    let final_report = serve(rank, connection);
+                    let final_report = agents.serve_worker(rank, connection, init_message, on_step);
                     let exit_code = worker.0.wait().unwrap().code();
                     EndedWorker { exit_code, final_report, ended_at: Instant::now() }
                 })
@@ -183,7 +110,130 @@ fn run_workers_with_env(
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
-    (losses.into_inner().unwrap(), ended)
+    (agents.losses.into_inner().unwrap(), ended)
+}
+
+/// Starts a worker process for each rank with additional environment variables. Rank r runs on the
+/// simulated host `hosts[r]`. Returns the workers with the agent's ends of their control
+/// connections.
+fn start_workers(
+    job_dir: &JobDirectory,
+    hosts: &[u32],
+    variables: &[(&str, &str)],
+) -> Vec<(WorkerProcess, UnixStream)> {
+    let memory: Vec<OwnedFd> = (0..=hosts.iter().copied().max().unwrap_or(0))
+        .map(|_| memfd_create("hosts-test", MFdFlags::MFD_ALLOW_SEALING).unwrap())
+        .collect();
+    let start_worker = |(rank, host): (usize, &u32)| {
+        let (agent_end, worker_end) = UnixStream::pair().unwrap();
+        fcntl(&worker_end, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+        let log = File::create(job_dir.path(&format!("rank-{rank}.log"))).unwrap();
+        let child = Command::new(std::env!("CARGO_BIN_EXE_launch"))
+            .arg("worker")
+            .env(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd().to_string())
+            .env(env::LAUNCH_SHM_FD, memory[*host as usize].as_raw_fd().to_string())
+            .envs(variables.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        (WorkerProcess(child), agent_end)
+    };
+    hosts.iter().enumerate().map(start_worker).collect()
+}
+
+/// Builds the first message to the worker of a rank. `edit_job` changes the job of the rank's host.
+fn build_init_message(
+    job_dir: &JobDirectory,
+    hosts: &[u32],
+    rank: usize,
+    edit_job: impl Fn(u32, &mut JobSpec),
+) -> ToWorker {
+    let host = hosts[rank];
+    let text = TINY_JOB.to_owned();
+    let (mut job, _, _) = load_job(JobSource::Text { name: "job.yaml".into(), text }, &[]).unwrap();
+    job.run.workdir = job_dir.path("");
+    job.cluster.interface = InterfaceSelector::Named("127.0.0.0/8".into());
+    edit_job(host, &mut job);
+    let ranks_before = |r: usize| hosts[..r].iter().filter(|h| **h == host).count() as u32;
+    ToWorker::Init(Box::new(WorkerInit {
+        version: PROTOCOL_VERSION,
+        rank: rank as u32,
+        local_rank: ranks_before(rank),
+        world: hosts.len() as u32,
+        local_world: ranks_before(hosts.len()),
+        threads: 1,
+        attempt: ATTEMPT,
+        run: "hosts-test".into(),
+        run_dir: job_dir.path(""),
+        workdir: job_dir.path(""),
+        job,
+    }))
+}
+
+/// The number of the only attempt of each run.
+const ATTEMPT: u32 = 4;
+
+/// The agents of all simulated hosts, as far as workers need them.
+struct TestAgents<'a> {
+    /// The host of each rank.
+    hosts: &'a [u32],
+    /// The connection to the worker of each rank, for writing.
+    writers: Mutex<Vec<UnixStream>>,
+    /// The addresses that the workers have reported so far.
+    listening: Mutex<BTreeMap<u32, Vec<SocketAddr>>>,
+    /// The losses that rank 0 has reported so far.
+    losses: Mutex<StepLosses>,
+}
+
+impl TestAgents<'_> {
+    /// Handles the messages of a worker until the worker closes the connection. Calls `on_step` for
+    /// every step that the worker reports. Returns the exit reason and error of the final report;
+    /// `None` without a report.
+    fn serve_worker(
+        &self,
+        rank: usize,
+        mut connection: UnixStream,
+        init_message: impl Fn(usize) -> ToWorker,
+        on_step: impl Fn(u64),
+    ) -> Option<(WorkerExit, Diagnostic)> {
+        let mut final_report = None;
+        while let Some(message) = receive_message(&mut connection) {
+            match message {
+                FromWorker::Hello { .. } => self.send_to_worker(rank, &init_message(rank)),
+                FromWorker::Listening { addresses } => self.add_addresses(rank, addresses),
+                FromWorker::Event(Event::Step { step, loss, grad_norm, .. }) => {
+                    self.losses.lock().unwrap().push((step, loss.to_bits(), grad_norm.to_bits()));
+                    on_step(step);
+                }
+                FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
+                FromWorker::Event(_) | FromWorker::Progress { .. } => {}
+            }
+        }
+        final_report
+    }
+
+    /// Sends a message to the worker of a rank. Does nothing if the worker has ended.
+    fn send_to_worker(&self, rank: usize, message: &ToWorker) {
+        _ = self.writers.lock().unwrap()[rank].write_all(&frame::encode_frame(message).unwrap());
+    }
+
+    /// Records the addresses of a rank. After the last rank's report, sends all addresses to all
+    /// workers.
+    fn add_addresses(&self, rank: usize, addresses: Vec<SocketAddr>) {
+        let mut listening = self.listening.lock().unwrap();
+        listening.insert(rank as u32, addresses);
+        if listening.len() == self.hosts.len() {
+            let member = |(r, a): (&u32, &Vec<SocketAddr>)| WorkerAddresses {
+                host_index: self.hosts[*r as usize],
+                addresses: a.clone(),
+            };
+            let members = listening.iter().map(member).collect();
+            let peers = WorkerPeers { attempt: ATTEMPT, key: JobKey([3; 32]), members, nccl_id: None };
+            (0..self.hosts.len()).for_each(|r| self.send_to_worker(r, &ToWorker::Peers(peers.clone())));
+        }
+    }
 }
 
 /// Waits for the next message of a worker. Returns `None` if the worker has closed the connection.

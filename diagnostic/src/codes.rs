@@ -33,13 +33,17 @@ pub mod host;
 pub mod job;
 pub mod model;
 pub mod run;
+pub mod slurm;
+pub mod ssh;
 pub mod training;
 
 /// The title and the codes of each area, in the order of docs/errors.md.
 pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),
     ("Job file", job::ALL),
-    ("Hosts and transports", host::ALL),
+    ("Hosts and agents", host::ALL),
+    ("SSH", ssh::ALL),
+    ("Slurm", slurm::ALL),
     ("Runs and workers", run::ALL),
     ("Data", data::ALL),
     ("Models", model::ALL),

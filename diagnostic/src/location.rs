@@ -1,9 +1,9 @@
-//! [`Location`]: the place in a file or argument that a diagnostic points at.
+//! [`Location`]: the place in a file or on the command line that a diagnostic points at.
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt;
 
-/// The place in a file or in a `--set` argument where a mistake was written.
+/// The place in a file or on the command line where a mistake was written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
     /// A whole file, if the mistake has no line.
@@ -33,54 +33,62 @@ pub enum Location {
         /// The text of the whole argument, without `--set`.
         text: String,
     },
+    /// A whole argument of the command line.
+    Argument {
+        /// The option with its value, such as `--workers 4`.
+        text: String,
+    },
 }
 
 impl Location {
-    /// Returns the name of the file; `--set` for a mistake in an argument.
+    /// Returns the name of the file; `--set` for a mistake in a `--set` argument, and the argument
+    /// for a mistake in another one.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
             Location::Override { .. } => "--set",
+            Location::Argument { text } => text,
         }
     }
 
     /// Returns the line number, counted from 1. A mistake in a `--set` argument has line 1, and a
-    /// mistake in a whole file has line 0.
+    /// mistake in a whole file or argument has line 0.
     pub fn line(&self) -> u32 {
         match self {
-            Location::File { .. } => 0,
+            Location::File { .. } | Location::Argument { .. } => 0,
             Location::Line { line, .. } => *line,
             Location::Override { .. } => 1,
         }
     }
 
     /// Returns the number of the first wrong character in its line, counted from 1; 0 for a mistake
-    /// in a whole file.
+    /// in a whole file or argument.
     pub fn column(&self) -> u32 {
         match self {
-            Location::File { .. } => 0,
+            Location::File { .. } | Location::Argument { .. } => 0,
             Location::Line { column, .. } | Location::Override { column, .. } => *column,
         }
     }
 
-    /// Returns the JSON object of the location with `file`, `line` and `column`. A whole file has
-    /// only `file`.
+    /// Returns the JSON object of the location with `file`, `line` and `column`. A whole file or
+    /// argument has only `file`.
     pub(crate) fn to_json(&self) -> Value {
         match self {
-            Location::File { file } => json!({ "file": file }),
+            Location::File { .. } | Location::Argument { .. } => json!({ "file": self.file() }),
             _ => json!({ "file": self.file(), "line": self.line(), "column": self.column() }),
         }
     }
 }
 
-/// Writes the location as `job.yaml:4:13`, as `job.yaml` for a whole file, or as `--set
-/// path=value`.
+/// Writes the location as `job.yaml:4:13`, as `job.yaml` for a whole file, or as an argument of the
+/// command line: `--set path=value`, `--workers 4`.
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Location::File { file } => f.write_str(file),
             Location::Line { file, line, column, .. } => write!(f, "{file}:{line}:{column}"),
             Location::Override { text, .. } => write!(f, "--set {text}"),
+            Location::Argument { text } => f.write_str(text),
         }
     }
 }

@@ -98,6 +98,14 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     let title = level.primary_title(diagnostic.message()).id(diagnostic.code().name());
     let mut group = match location {
         Location::File { file } => title.element(Origin::path(file)),
+        Location::Argument { text } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
+            title.element(Origin::path("the command line"))
+        }
+        Location::Argument { text } => title.element(
+            Snippet::source(text)
+                .line_numbering(false)
+                .annotation(AnnotationKind::Primary.span(0..text.len())),
+        ),
         Location::Line { file, line, column, text, .. } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
             title.element(Origin::path(file).line(*line as usize).char_column(*column as usize))
         }

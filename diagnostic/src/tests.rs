@@ -30,6 +30,17 @@ fn a_summary_lists_its_details_first() {
 }
 
 #[test]
+fn an_argument_of_the_command_line_is_shown_without_a_position() {
+    let location = Location::Argument { text: "--workers 64".into() };
+    let diagnostic = Diagnostic::warning(codes::host::CPU_OVERSUBSCRIBED, "64 workers share 2 CPU cores")
+        .with_location(location)
+        .with_help("use fewer workers");
+    insta::assert_snapshot!(render(&diagnostic, false));
+    assert_eq!(diagnostic.to_string(), "--workers 64: 64 workers share 2 CPU cores");
+    assert_eq!(diagnostic.to_json()["location"], serde_json::json!({"file": "--workers 64"}));
+}
+
+#[test]
 fn the_json_form_has_code_fields_and_details() {
     let diagnostic = Diagnostic::warning(codes::run::INTERNAL, "late")
         .with_subject("rank 3")

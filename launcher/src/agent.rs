@@ -1,8 +1,9 @@
 //! The agent: the process on each host that starts, supervises and ends the workers of the host.
 //!
-//! Module `core` is a state machine that decides on actions. Module `driver` executes the actions
-//! and reports events to the state machine. Only module `process` starts processes, and only module
-//! `descendants` searches for processes that workers left.
+//! Module `startup` prepares the agent's process and control connection. Module `core` is a state
+//! machine that decides on actions. Module `driver` executes the actions and reports events to the
+//! state machine. Only module `process` starts processes, and only module `descendants` searches
+//! for processes that workers left.
 mod activity;
 mod connect_back;
 mod core;
@@ -19,12 +20,13 @@ mod probe;
 mod process;
 mod progress;
 mod stacks;
+mod startup;
 mod watchdog;
 
 pub(crate) use core::CONTROLLER_LEASE;
-pub use driver::{AgentOptions, main};
 pub(crate) use executable::{hash_executable, print_executable_hash};
 pub(crate) use process::{become_subreaper, decode_wait_status, reap_children};
+pub use startup::{AgentOptions, main};
 
 /// Re-exports the agent's state machine for the simulated cluster in the controller's tests.
 #[cfg(test)]

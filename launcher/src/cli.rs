@@ -17,20 +17,21 @@ use std::{
     name = "launch",
     version,
     override_usage = "launch JOB [--set PATH=VALUE]… [--dry-run] [--detach] [--json]\n       \
-                      launch run [--workers N] -- PROGRAM …\n       launch COMMAND …",
+                      launch [run] [--workers N] -- PROGRAM …\n       launch COMMAND …",
     after_help = "`launch job.yaml` is short for `launch run job.yaml`.\n\n\
-                  Exit codes: 0 success, 1 the job failed, 2 the command line or the job is wrong,\n\
-                  3 the cluster is not available, 4 the checkpoint is not usable,\n\
-                  130 or 143 stopped by SIGINT or SIGTERM after saving.",
+                  Exit codes: 0 success, 1 the job or the operation failed,\n\
+                  2 the command line or the job is wrong, 3 a host, device, storage or port is\n\
+                  not available, 4 the checkpoint is not usable, 130 or 143 ended by a signal.",
     disable_help_subcommand = true
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: LaunchCommand,
-    /// Print JSON on stdout: one event per line, plans and tables as one object
+    /// Print events, results and errors as JSON on stdout; `logs` and `stop` print only errors as
+    /// JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Version of the JSON form of events: 1 or 2 [default: 2]
+    /// Version of the JSON form of events: 2, or 1 for that of earlier releases [default: 2]
     #[arg(long, global = true, value_name = "VERSION")]
     pub(crate) json_schema: Option<EventSchema>,
 }
@@ -56,11 +57,11 @@ pub(crate) enum LaunchCommand {
     Ckpt(CkptArgs),
     /// Submit a job to Slurm
     Sbatch(SbatchArgs),
-    /// Convert a configuration of Accelerate, DeepSpeed or torchrun to a job.yaml
+    /// Convert the settings of Accelerate, DeepSpeed or torchrun to a job.yaml
     Import(ImportArgs),
     /// Explain an error code, or list all codes
     Explain(ExplainArgs),
-    /// Compare operations and training on a GPU with the CPU, and measure speeds
+    /// Compare operations and training on a GPU with the CPU, and measure their speed
     #[command(name = GPU_CHECK, disable_help_flag = true)]
     GpuCheck(GpuCheckArgs),
     /// Internal: the agent, which the controller starts on each host
@@ -95,7 +96,7 @@ pub(crate) struct PsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct LogsArgs {
     /// Name of a run or its first characters, name of a job, or run directory
-    /// [default: the active run, else the newest]
+    /// [default: the only active run, or the newest run if none is active]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
     /// Only these ranks: 3, or 0-3,7
@@ -116,7 +117,7 @@ pub(crate) struct LogsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct EventsArgs {
     /// Name of a run or its first characters, name of a job, or run directory
-    /// [default: the active run, else the newest]
+    /// [default: the only active run, or the newest run if none is active]
     #[arg(value_name = "RUN")]
     pub(crate) run: Option<String>,
     /// Follow until the run ends
@@ -137,7 +138,7 @@ pub(crate) struct StopArgs {
     /// Return without waiting for the end of the run
     #[arg(long)]
     pub(crate) no_wait: bool,
-    /// Seconds to wait for the end of the run
+    /// Seconds to wait for the end of the run; if the run has not ended by then, the exit code is 1
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) wait: u64,
 }
@@ -484,149 +485,4 @@ fn context_to_text(value: &ContextValue) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Parses the command line `launch` with these arguments.
-    fn parse_words(args: &[&str]) -> ParsedArgs {
-        parse_command_line(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
-    }
-
-    /// Parses a command line that must be valid. Panics if the arguments are rejected.
-    fn parse_valid_command(args: &[&str]) -> Cli {
-        match parse_words(args) {
-            ParsedArgs::Command(cli) => *cli,
-            other => panic!("{args:?}: {other:?}"),
-        }
-    }
-
-    /// Parses a command line that must run a job. Returns the arguments of `launch run` and whether
-    /// `--json` is set. Panics for other commands.
-    fn parse_run_command(args: &[&str]) -> (RunArgs, bool) {
-        match parse_valid_command(args) {
-            Cli { command: LaunchCommand::Run(run), json, .. } => (run, json),
-            other => panic!("{args:?}: {other:?}"),
-        }
-    }
-
-    /// Parses a command line that must be invalid and returns the error. Panics if the arguments
-    /// are valid.
-    fn expect_usage_error(args: &[&str]) -> Diagnostic {
-        match parse_words(args) {
-            ParsedArgs::Invalid(error, _) => error,
-            other => panic!("accepted: {other:?}"),
-        }
-    }
-
-    #[test]
-    fn the_definition_of_the_command_line_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn run_is_the_default_command() {
-        for args in [
-            &["a.yaml", "--set", "x=1", "--dry-run"][..],
-            &["run", "a.yaml", "--set", "x=1", "--dry-run"],
-            &["--set", "x=1", "--dry-run", "a.yaml"],
-            &["--json", "--dry-run", "--set=x=1", "a.yaml"],
-            &["--json-schema", "1", "--dry-run", "--set=x=1", "a.yaml"],
-        ] {
-            let (run, json) = parse_run_command(args);
-            assert_eq!(
-                (run.job.as_deref().and_then(std::path::Path::to_str), run.set, run.dry_run),
-                (Some("a.yaml"), vec!["x=1".to_owned()], true)
-            );
-            assert_eq!(json, args.contains(&"--json"));
-        }
-    }
-
-    #[test]
-    fn a_program_needs_no_job_file() {
-        for (args, workers) in [
-            (&["run", "--", "python", "train.py", "--json", "-x"][..], None),
-            (&["--workers", "4", "--", "python", "train.py", "--json", "-x"], Some(4)),
-            (&["run", "--workers=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
-            (&["run", "--nproc_per_node=4", "--", "python", "train.py", "--json", "-x"], Some(4)),
-        ] {
-            let (run, json) = parse_run_command(args);
-            assert_eq!((run.job, run.workers, json), (None, workers, false));
-            assert_eq!(run.command, ["python", "train.py", "--json", "-x"]);
-        }
-        for args in [
-            &["run", "a.yaml", "--", "true"][..],
-            &["run", "a.yaml", "--workers", "2"],
-            &["run", "--workers", "0", "--", "true"],
-            &["run", "--"],
-        ] {
-            assert_eq!(expect_usage_error(args).code(), command::USAGE, "{args:?}");
-        }
-    }
-
-    #[test]
-    fn options_may_precede_the_command() {
-        for args in [&["plan", "a.yaml", "--json"][..], &["--json", "plan", "a.yaml"]] {
-            assert!(
-                matches!(parse_valid_command(args), Cli { command: LaunchCommand::Plan(_), json: true, .. }),
-                "{args:?}"
-            );
-        }
-        for args in [&["--json-schema", "1", "events"][..], &["events", "--json-schema=1"]] {
-            assert_eq!(parse_valid_command(args).json_schema, Some(EventSchema::V1), "{args:?}");
-        }
-        assert_eq!(parse_valid_command(&["events"]).json_schema, None);
-        assert!(matches!(parse_valid_command(&["agent"]), Cli { command: LaunchCommand::Agent(_), .. }));
-    }
-
-    #[test]
-    fn help_lists_every_public_command() {
-        let ParsedArgs::Print(version) = parse_words(&["--version"]) else { panic!("no version") };
-        assert_eq!(version.split_whitespace().next(), Some("launch"));
-        let ParsedArgs::Print(help) = parse_words(&["--help"]) else { panic!("no help") };
-        insta::assert_snapshot!("help", help);
-    }
-
-    #[test]
-    fn a_missing_command_has_its_own_code() {
-        for args in [&[][..], &["--json"], &["import"], &["--json", "ckpt"]] {
-            assert_eq!(expect_usage_error(args).code(), command::COMMAND_MISSING, "{args:?}");
-        }
-        let error = expect_usage_error(&["import"]);
-        let expected = serde_json::json!(["accelerate", "deepspeed", "torchrun"]);
-        assert_eq!(error.field("subcommands"), Some(&expected));
-    }
-
-    #[test]
-    fn wrong_arguments_are_one_line_with_a_suggestion() {
-        let mut lines = String::new();
-        for args in [
-            &["a.yaml", "--jsno"][..],
-            &["a.yaml", "b.yaml"],
-            &["a.yaml", "--set"],
-            &["plan"],
-            &["plna", "a.yaml"],
-            &["job"],
-            &["a.yaml", "--set", "x=1", "--json=3"],
-            &["a.yaml", "--json-schema", "3"],
-            &["run", "a.yaml", "--", "true"],
-            &["run", "--workers", "0", "--", "true"],
-            &["logs", "--rank", "x"],
-            &["ckpt", "convert", "a", "b", "--to", "zip"],
-        ] {
-            let error = expect_usage_error(args);
-            assert_eq!(error.code(), command::USAGE, "{args:?}");
-            assert!(!error.message().contains('\n'), "{args:?}: {error}");
-            lines += &format!("launch {}\n{}\n", args.join(" "), diagnostic::render(&error, false));
-        }
-        insta::assert_snapshot!("wrong_arguments", lines);
-    }
-
-    #[test]
-    fn wrong_arguments_are_reported_in_the_requested_format() {
-        let json = |args: &[&str]| match parse_words(args) {
-            ParsedArgs::Invalid(_, format) => format.json,
-            other => panic!("accepted: {other:?}"),
-        };
-        assert!(json(&["--json", "plan"]) && !json(&["plan"]));
-    }
-}
+mod tests;

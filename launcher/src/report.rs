@@ -16,7 +16,8 @@ mod view;
 
 pub(crate) use event_text::format_event;
 pub(crate) use format::{
-    format_clock, format_count, format_duration, format_first_error, format_ranks, replace_control_characters,
+    format_binary_bytes, format_clock, format_count, format_duration, format_first_error, format_ranks,
+    replace_all_control_characters, replace_control_characters,
 };
 
 use crate::controller::PeerEnd;
@@ -29,7 +30,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, channel, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel},
     },
     thread,
     time::Duration,
@@ -115,7 +116,7 @@ impl Reporter {
     /// Starts the reporting thread. Fails if the thread cannot be started.
     pub(crate) fn start(config: ReportConfig) -> std::io::Result<Reporter> {
         let (queue, items) = sync_channel(QUEUE_CAPACITY);
-        let (finished, done) = channel();
+        let (finished, done) = sync_channel(1);
         let counters = Arc::new(ReportCounters::default());
         let thread_counters = counters.clone();
         thread::Builder::new().name("report".into()).spawn(move || {

@@ -76,12 +76,19 @@ pub(crate) enum RunState {
     Running,
     /// The journal records the end of the run, with exit code and duration in seconds.
     Ended(u8, f64),
-    /// The controller was started on another machine, or before the last boot of this machine. The
-    /// journal records no end.
+    /// The controller was started on another machine. The journal records no end.
     Elsewhere,
-    /// The controller was started on this machine since the last boot, and has ended. The journal
-    /// records no end, for example because the controller was killed.
-    Lost,
+    /// The controller was started on this machine, and has ended. The journal records no end.
+    Lost(LossReason),
+}
+
+/// Why the journal of a run records no end although the controller has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LossReason {
+    /// The controller ended without a record, for example because it was killed.
+    ControllerDied,
+    /// The machine was restarted after the start of the controller.
+    HostRebooted,
 }
 
 /// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
@@ -176,8 +183,9 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     let state = match end {
         _ if alive => RunState::Running,
         Some((code, seconds)) => RunState::Ended(code, seconds),
-        None if !record.controller.is_on_this_boot() => RunState::Elsewhere,
-        None => RunState::Lost,
+        None if !record.controller.is_on_this_host() => RunState::Elsewhere,
+        None if !record.controller.is_on_this_boot() => RunState::Lost(LossReason::HostRebooted),
+        None => RunState::Lost(LossReason::ControllerDied),
     };
     Run { record, state, step }
 }
@@ -233,7 +241,8 @@ mod tests {
         let gone = this.with_other_start();
         let state = |controller: &ProcessIdentity| load_run(make_record(dir.path(), controller.clone()));
         assert_eq!(state(&this).state, RunState::Running);
-        assert_eq!(state(&gone).state, RunState::Lost);
+        assert_eq!(state(&gone).state, RunState::Lost(LossReason::ControllerDied));
+        assert_eq!(state(&this.with_other_boot()).state, RunState::Lost(LossReason::HostRebooted));
         assert_eq!(state(&this.with_other_host()).state, RunState::Elsewhere);
         let journal =
             "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";

@@ -38,7 +38,8 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 struct GpuCheckOptions {
     /// The index of the GPU.
     device: usize,
-    /// Whether to check few shapes and time nothing.
+    /// Whether to compare only a few shapes and time no operation. Training is skipped unless
+    /// `tiny` is set.
     quick: bool,
     /// Whether to train models with only a few elements, for slow GPUs.
     tiny: bool,
@@ -57,18 +58,18 @@ const USAGE: &str =
     "launch gpu-check [--device N] [--quick] [--tiny] [--ops | --models | --model N | --profile N]";
 
 /// The description of `launch gpu-check` in its help.
-const HELP: &str = "Compare operations and training on a GPU with the CPU, and measure speeds";
+const HELP: &str = "Compare operations and training on a GPU with the CPU, and measure their speed";
 
 /// The descriptions of the options of `launch gpu-check` in its help.
 const OPTIONS_HELP: &str = "\
 Options:
-      --device <N>   Index of the GPU [default: 0]
-      --quick        Few shapes, and no timing
-      --tiny         Train models with a few elements, for slow GPUs
-      --ops          Compare operations only; no training
-      --models       Print the models that are timed, as JSON
-      --model <N>    Time training of model N only, and print the result as JSON
-      --profile <N>  Show the time of each operation of a training step of model N
+      --device <N>   Number of the GPU, from 0 [default: 0]
+      --quick        Compare only a few shapes, and time no operation; without --tiny, skip training
+      --tiny         Train very small models, for slow GPUs
+      --ops          Compare operations only; skip training
+      --models       Print a JSON list of the models whose training is timed
+      --model <N>    Time the training of model N of this list, from 0; print the result as JSON
+      --profile <N>  Print the time of each operation of a training step of model N
   -h, --help         Print help";
 
 /// Runs `launch gpu-check` with these arguments (see [`USAGE`]). Returns the exit code of the

@@ -368,7 +368,7 @@ fn read_cursor(
             let samples = facts
                 .step
                 .checked_mul(batch)
-                .ok_or_else(|| build_invalid_position_error(path, "its number of steps is out of range"))?;
+                .ok_or_else(|| build_invalid_position_error(path, "the number of steps is out of range"))?;
             let notice = format!(
                 "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
                 facts.step

@@ -150,6 +150,9 @@ fn find_error_with(name: &str, key: &str, value: &Value) -> Option<ModelError> {
     find_build_error(name, |config| drop(config.insert(key.into(), value.clone())))
 }
 
+/// The golden model with the config of Llama.
+const LLAMA: &str = "llama_biases_tied";
+
 /// The name of a golden model, a config key, and a value for the key.
 type ConfigCase = (&'static str, &'static str, Value);
 
@@ -170,8 +173,7 @@ fn assert_configs_rejected(code: diagnostic::Code, cases: &[ConfigCase]) {
 }
 
 #[test]
-fn unsupported_and_invalid_configs_are_rejected_by_key() {
-    const LLAMA: &str = "llama_biases_tied";
+fn unsupported_values_of_config_keys_are_rejected() {
     assert_configs_rejected(
         codes::MODEL_CONFIG_VALUE_UNSUPPORTED,
         &[
@@ -188,6 +190,10 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gemma3", "attn_logit_softcapping", json!(50.0)),
         ],
     );
+}
+
+#[test]
+fn invalid_values_of_config_keys_are_rejected() {
     assert_configs_rejected(
         codes::MODEL_CONFIG_VALUE_INVALID,
         &[
@@ -215,6 +221,10 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
             ("gemma3", "rope_parameters", json!({"rope_type": "default"})),
         ],
     );
+}
+
+#[test]
+fn unknown_contradictory_and_missing_config_keys_are_rejected() {
     assert_configs_rejected(
         codes::MODEL_CONFIG_KEY_UNKNOWN,
         &[
@@ -238,6 +248,10 @@ fn unsupported_and_invalid_configs_are_rejected_by_key() {
         codes::MODEL_CONFIG_KEY_MISSING,
         &[(LLAMA, "hidden_size", json!(null)), ("mixtral", "num_local_experts", json!(null))],
     );
+}
+
+#[test]
+fn configs_of_unsupported_architectures_and_layers_are_rejected() {
     for (architectures, names) in [(json!(["NewForCausalLM"]), vec!["NewForCausalLM"]), (json!(null), vec![])]
     {
         let error = find_error_with(LLAMA, "architectures", &architectures);
@@ -269,18 +283,18 @@ fn config_keys_without_effect_are_accepted() {
     let long_rope =
         |rope_type: &str| json!({"type": rope_type, "factor": 4.0, "original_max_position_embeddings": 16});
     for (name, key, value) in [
-        ("llama_biases_tied", "bos_token_id", json!(5)),
-        ("llama_biases_tied", "eos_token_id", json!([5, 6])),
-        ("llama_biases_tied", "dtype", json!("bfloat16")),
-        ("llama_biases_tied", "torch_dtype", json!("float16")),
-        ("llama_biases_tied", "head_dim", json!(null)),
-        ("llama_biases_tied", "partial_rotary_factor", json!(1.0)),
+        (LLAMA, "bos_token_id", json!(5)),
+        (LLAMA, "eos_token_id", json!([5, 6])),
+        (LLAMA, "dtype", json!("bfloat16")),
+        (LLAMA, "torch_dtype", json!("float16")),
+        (LLAMA, "head_dim", json!(null)),
+        (LLAMA, "partial_rotary_factor", json!(1.0)),
         // SmolLM2 and models of Unsloth.
-        ("llama_biases_tied", "is_llama_config", json!(true)),
-        ("llama_biases_tied", "rope_interleaved", json!(false)),
-        ("llama_biases_tied", "transformers.js_config", json!({"kv_cache_dtype": {"q4f16": "float16"}})),
-        ("llama_biases_tied", "unsloth_version", json!("2025.1")),
-        ("llama_biases_tied", "temperature", json!(0.6)),
+        (LLAMA, "is_llama_config", json!(true)),
+        (LLAMA, "rope_interleaved", json!(false)),
+        (LLAMA, "transformers.js_config", json!({"kv_cache_dtype": {"q4f16": "float16"}})),
+        (LLAMA, "unsloth_version", json!("2025.1")),
+        (LLAMA, "temperature", json!(0.6)),
         ("mistral_window", "sliding_window", json!(null)),
         // Qwen 2.5.
         ("qwen2", "use_mrope", json!(false)),

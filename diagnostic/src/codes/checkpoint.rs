@@ -26,6 +26,11 @@ codes! {
         cause: "The path of an adapter was given where a model is expected.",
         remedy: "Merge the adapter into its base model first.",
     }
+    CHECKPOINT_NEWEST_UNREADABLE: Checkpoint = "checkpoint-newest-unreadable" {
+        summary: "The newest 16 checkpoints in the directory cannot be opened. Older ones were not tried.",
+        cause: "Many saves were interrupted, or the files of many checkpoints were removed or damaged.",
+        remedy: "Give the path of an older checkpoint.",
+    }
     CHECKPOINT_MANIFEST_MISSING: Checkpoint = "checkpoint-manifest-missing" {
         summary: "A step-* directory has no manifest.json.",
         cause: "A save or a removal of this checkpoint was interrupted.",
@@ -200,6 +205,11 @@ codes! {
         summary: "The operating system denied access to a file or directory.",
         cause: "The user lacks permissions, or the file system is read-only.",
         remedy: "Give this user access, or use another directory.",
+    }
+    CHECKPOINT_FILES_TOO_MANY: Failed = "checkpoint-files-too-many" {
+        summary: "A directory has more than 1048576 checkpoint files, the limit of a verification.",
+        cause: "The directory holds many checkpoints, or files of other programs.",
+        remedy: "Remove other files, or give the path of one checkpoint.",
     }
     CHECKPOINT_DIRECTORY_BUSY: Failed = "checkpoint-directory-busy" {
         summary: "Another process is writing to the checkpoint directory.",

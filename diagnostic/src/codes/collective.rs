@@ -64,7 +64,7 @@ codes! {
     COLLECTIVE_TRANSPORT_FAILED: Failed = "collective-transport-failed" {
         summary: "The operating system failed to set up or use a connection between ranks.",
         cause: "A limit of the operating system, such as the number of open files, or a failing network device.",
-        remedy: "Fix what the message of the operating system names.",
+        remedy: "Fix the problem that the message of the operating system names.",
     }
     COMMUNICATION_THREAD_FAILED: Failed = "communication-thread-failed" {
         summary: "The thread that runs the collectives of a rank ended.",

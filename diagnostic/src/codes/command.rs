@@ -128,7 +128,7 @@ codes! {
     }
     SBATCH_DIRECTORY_FAILED: Cluster = "sbatch-directory-failed" {
         summary: "The directory for the output of the batch job could not be created.",
-        cause: "Its parent is not writable, or the disk is full.",
+        cause: "The parent directory is not writable, or the disk is full.",
         remedy: "Make the directory writable, or change `run.logs.dir`.",
     }
 

@@ -170,7 +170,7 @@ codes! {
         remedy: "Set train.data.cache to a writable directory with free space.",
     }
     TOKEN_CACHE_CORRUPT: Cluster = "token-cache-corrupt" {
-        summary: "A file of the token cache does not contain what was written to it.",
+        summary: "A file of the token cache differs from the data that was written.",
         cause: "The storage lost or changed bytes, another program wrote to the file, or an incompatible version of launch wrote it.",
         remedy: "Nothing is required after a warning: the cache is rebuilt. If a freshly built cache is corrupt, check the storage or set train.data.cache to another directory.",
     }

@@ -32,7 +32,7 @@ codes! {
         remedy: "Upgrade the library, or name the directory of a newer one in cluster.cuda_library_paths.",
     }
     GPU_RESULT_DIFFERS: Failed = "gpu-result-differs" {
-        summary: "An operation on the GPU does not compute what the CPU computes.",
+        summary: "The result of an operation on the GPU differs from the result on the CPU.",
         cause: "A defect of the GPU, its driver, a CUDA library or one of launch's own kernels.",
         remedy: "Run `launch gpu-check` on another GPU of the same kind, try other library versions, and report the failing operation.",
     }
@@ -43,7 +43,7 @@ codes! {
     }
     KERNEL_COMPILE_FAILED: Failed = "kernel-compile-failed" {
         summary: "NVRTC rejected one of launch's own kernels.",
-        cause: "This NVRTC version does not accept the source; the field compiler_log holds its messages.",
+        cause: "This version of NVRTC does not accept the source of the kernel. The field compiler_log has the compiler's messages.",
         remedy: "Install another version of NVRTC, and report the compiler's messages.",
     }
     KERNEL_CACHE_NOT_WRITABLE: Failed = "kernel-cache-not-writable" {
@@ -63,7 +63,7 @@ codes! {
     }
     CUDNN_PLAN_REJECTED: Failed = "cudnn-plan-rejected" {
         summary: "cuDNN is not used for an attention shape because no execution plan of cuDNN passed the checks.",
-        cause: "cuDNN offers no plan for the shape, a plan failed, or its results differ from those of launch's own kernels.",
+        cause: "cuDNN offers no plan for the shape, a plan failed, or the results of a plan differ from those of launch's own kernels.",
         remedy: "Nothing is required: launch's own kernels are used for this shape.",
     }
 }

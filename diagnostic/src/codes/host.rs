@@ -1,174 +1,7 @@
-//! Codes of errors about hosts, SSH, Slurm and control connections.
+//! Codes of errors about hosts: the executable, agents, workers, inventory and plan, and the
+//! results of `launch check`.
 
 codes! {
-    // --- SSH: configuration --------------------------------------------------------------------
-    SSH_CONFIG_UNREADABLE: Cluster = "ssh-config-unreadable" {
-        summary: "An SSH configuration file could not be read.",
-        cause: "The file does not exist, is not readable by this user, or is larger than 1 MiB.",
-        remedy: "Correct `cluster.ssh.config`, or set it to `none` to read no configuration.",
-    }
-    SSH_CONFIG_INVALID: Cluster = "ssh-config-invalid" {
-        summary: "An SSH configuration file contains a mistake.",
-        cause: "A quote is not closed, a keyword has no value, or `Include` is nested too deeply.",
-        remedy: "Correct the line that is named, or set `cluster.ssh.config` to another file.",
-    }
-    SSH_CONFIG_UNSUPPORTED: Cluster = "ssh-config-unsupported" {
-        summary: "The SSH configuration uses a keyword for which launch needs OpenSSH's client, and the client failed.",
-        cause: "`Match` and the canonicalization of host names are evaluated by `ssh -G`. The client is missing, or it rejects the configuration.",
-        remedy: "Install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file.",
-    }
-    SSH_CONFIG_TOKEN_UNKNOWN: Cluster = "ssh-config-token-unknown" {
-        summary: "A path in the SSH configuration contains an unsupported token or variable.",
-        cause: "launch expands `%%`, `%d`, `%h`, `%n`, `%p`, `%r` and `%u` in paths, and no variables.",
-        remedy: "Set `cluster.ssh.key`, or set `cluster.ssh.config` to another file.",
-    }
-    SSH_PROXY_UNSUPPORTED: Cluster = "ssh-proxy-unsupported" {
-        summary: "The SSH configuration reaches a host through `ProxyCommand`, which launch does not support.",
-        cause: "launch connects to a host directly or through jump hosts.",
-        remedy: "If the command only passes through another host, use `ProxyJump` or `cluster.ssh.jump`.",
-    }
-    SSH_JUMP_INVALID: Cluster = "ssh-jump-invalid" {
-        summary: "The list of jump hosts is not valid.",
-        cause: "An entry is not of the form `USER@HOST:PORT`, or there are more than 4 jump hosts.",
-        remedy: "Correct `cluster.ssh.jump`, or `ProxyJump` in the SSH configuration.",
-    }
-
-    // --- SSH: connecting -----------------------------------------------------------------------
-    HOST_UNKNOWN: Cluster = "host-unknown" {
-        summary: "An agent was requested on a host that the job does not have.",
-        cause: "The list of hosts changed while the job was running, or Slurm removed the node from the allocation.",
-        remedy: "Compare the hosts of the job with `launch check` and `scontrol show job`.",
-    }
-    SSH_NAME_UNRESOLVED: Cluster = "ssh-name-unresolved" {
-        summary: "The name of a host has no address.",
-        cause: "The name is misspelled, or DNS and `/etc/hosts` of this machine do not know it.",
-        remedy: "Check the name with `getent hosts NAME`, or use an address in the list of hosts.",
-    }
-    SSH_CONNECT_REFUSED: Cluster = "ssh-connect-refused" {
-        summary: "A host rejected the TCP connection to its SSH port.",
-        cause: "The host is up, but no SSH server listens on the port.",
-        remedy: "Check that sshd runs on the host and that the port is right (`cluster.ssh.port`).",
-    }
-    SSH_CONNECT_TIMEOUT: Cluster = "ssh-connect-timeout" {
-        summary: "A host did not answer the TCP connection to its SSH port in time.",
-        cause: "The host is down, or a firewall drops the packets.",
-        remedy: "Check that the host is up and that the port is reachable. `cluster.ssh.connect_timeout` sets the limit.",
-    }
-    SSH_NO_ROUTE: Cluster = "ssh-no-route" {
-        summary: "There is no route to a host.",
-        cause: "The host is down, or it is in a network that this machine does not reach.",
-        remedy: "Check the host and the routes of this machine, or use a jump host (`cluster.ssh.jump`).",
-    }
-    SSH_CONNECT_FAILED: Cluster = "ssh-connect-failed" {
-        summary: "The TCP connection to a host's SSH port failed.",
-        cause: "The message contains the reason that the operating system reported.",
-        remedy: "Try `ssh HOST` from this machine.",
-    }
-    SSH_JUMP_FAILED: Cluster = "ssh-jump-failed" {
-        summary: "A jump host could not connect to the next host.",
-        cause: "The jump host does not reach the host, or its sshd does not allow TCP forwarding (`AllowTcpForwarding`).",
-        remedy: "Try `ssh -J JUMP HOST`, and check sshd_config of the jump host.",
-    }
-    SSH_HANDSHAKE_FAILED: Cluster = "ssh-handshake-failed" {
-        summary: "A host accepted the connection, but the SSH handshake failed.",
-        cause: "The port does not belong to an SSH server, the server has too many connections that are not logged in (`MaxStartups`), or it offers no common algorithm.",
-        remedy: "Try `ssh HOST`. For many hosts behind one server lower `cluster.ssh.fanout`, or raise `MaxStartups` in sshd_config.",
-    }
-    SSH_HANDSHAKE_TIMEOUT: Cluster = "ssh-handshake-timeout" {
-        summary: "A host accepted the connection, but sent no SSH banner in time.",
-        cause: "The port does not belong to an SSH server, or the host is overloaded.",
-        remedy: "Check the port and the load of the host. `cluster.ssh.connect_timeout` sets the limit.",
-    }
-    SSH_SESSION_LIMIT: Cluster = "ssh-session-limit" {
-        summary: "This machine has no resources left for another SSH connection.",
-        cause: "The limit of open files, processes or threads is reached.",
-        remedy: "Raise the limits (`ulimit -n`, `ulimit -u`), or lower `cluster.ssh.fanout`.",
-    }
-    SSH_CONNECTION_ABORTED: Cluster = "ssh-connection-aborted" {
-        summary: "The controller closed the connection to a host before the agent was running.",
-        cause: "The host took longer than the controller waits, or the job was stopped.",
-        remedy: "Read the earlier message about the host.",
-    }
-    SSH_CONNECTION_LOST: Cluster = "ssh-connection-lost" {
-        summary: "The SSH connection to a host was lost.",
-        cause: "The host went down, or the network to it failed.",
-        remedy: "Check that the host is up and reachable.",
-    }
-
-    // --- SSH: host keys ------------------------------------------------------------------------
-    SSH_HOST_KEY_UNKNOWN: Cluster = "ssh-host-key-unknown" {
-        summary: "The SSH key of a host is not in known_hosts.",
-        cause: "This account has never connected to the host, or the host was reinstalled.",
-        remedy: "Run `ssh HOST` once and compare the fingerprint, or set `cluster.ssh.known_hosts: accept_new`.",
-    }
-    SSH_HOST_KEY_CHANGED: Cluster = "ssh-host-key-changed" {
-        summary: "A host presents another SSH key than the one in known_hosts.",
-        cause: "The host was reinstalled, or another machine answers in its place.",
-        remedy: "Find out which of the two causes applies. If the host was reinstalled, remove the old key with `ssh-keygen -R HOST`.",
-    }
-    SSH_HOST_KEY_TYPE_UNKNOWN: Cluster = "ssh-host-key-type-unknown" {
-        summary: "known_hosts has keys of a host, but no key of the type that the host presents.",
-        cause: "The host's keys were replaced, or known_hosts was written by a client that prefers another type.",
-        remedy: "Compare the fingerprint, then add the key, or remove the old ones with `ssh-keygen -R HOST`.",
-    }
-    SSH_HOST_KEY_REVOKED: Cluster = "ssh-host-key-revoked" {
-        summary: "The SSH key of a host is marked as revoked in known_hosts.",
-        cause: "The key was exposed. Another machine may answer with it.",
-        remedy: "Give the host a new key.",
-    }
-    SSH_KNOWN_HOSTS_UNREADABLE: Cluster = "ssh-known-hosts-unreadable" {
-        summary: "A known_hosts file could not be read.",
-        cause: "The file is not readable by this user, or larger than 64 MiB.",
-        remedy: "Correct the permissions of the file, or name another one with `UserKnownHostsFile`.",
-    }
-    SSH_KNOWN_HOSTS_UNWRITABLE: Cluster = "ssh-known-hosts-unwritable" {
-        summary: "The new key of a host could not be added to known_hosts.",
-        cause: "`cluster.ssh.known_hosts: accept_new` stores new keys, and the file or its directory is not writable.",
-        remedy: "Make the file writable, or add the key yourself and set `cluster.ssh.known_hosts: strict`.",
-    }
-
-    // --- SSH: login ----------------------------------------------------------------------------
-    SSH_LOGIN_FAILED: Cluster = "ssh-login-failed" {
-        summary: "A host rejected every SSH key of this user.",
-        cause: "The user has no key on the host, or the wrong user or key is configured.",
-        remedy: "Make `ssh USER@HOST` work without a password, for example with `ssh-copy-id`. `cluster.ssh.user` and `cluster.ssh.key` select the user and the key.",
-    }
-    SSH_KEY_LOCKED: Cluster = "ssh-key-locked" {
-        summary: "The login failed, and a key was skipped because it has a passphrase.",
-        cause: "launch does not ask for passphrases.",
-        remedy: "Add the key to the SSH agent with `ssh-add FILE` before the start.",
-    }
-    SSH_PUBLICKEY_UNSUPPORTED: Cluster = "ssh-publickey-unsupported" {
-        summary: "A host does not accept public keys.",
-        cause: "The sshd of the host allows only other methods, such as passwords. launch logs in with keys only.",
-        remedy: "Enable `PubkeyAuthentication` in sshd_config of the host.",
-    }
-    SSH_COMMAND_REJECTED: Cluster = "ssh-command-rejected" {
-        summary: "A host accepted the login, but runs no commands.",
-        cause: "`ForceCommand`, a restricted key or `MaxSessions` does not allow it.",
-        remedy: "Let this user run commands over SSH: `ssh HOST true` must succeed.",
-    }
-    SSH_SHELL_TIMEOUT: Cluster = "ssh-shell-timeout" {
-        summary: "The login shell of a host did not run a command within 30 s.",
-        cause: "Its start-up files wait for input, or for a file system that does not answer.",
-        remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell.",
-    }
-    SSH_SHELL_OUTPUT_TOO_LONG: Cluster = "ssh-shell-output-too-long" {
-        summary: "The login shell of a host printed more than 256 KiB before it ran a command.",
-        cause: "Its start-up files print without end when there is no terminal.",
-        remedy: "Let the start-up files print nothing in shells that are not interactive.",
-    }
-    SSH_SHELL_EXITED: Cluster = "ssh-shell-exited" {
-        summary: "The login shell of a host ended before it ran a command.",
-        cause: "The login shell is `nologin`, or its start-up files exit in shells that are not interactive.",
-        remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell.",
-    }
-    SSH_ANSWER_INVALID: Cluster = "ssh-answer-invalid" {
-        summary: "A host answered a command of launch with unexpected output.",
-        cause: "A wrapper around the shell changes the output, or another version of launch is installed in its place.",
-        remedy: "Try `ssh HOST true`; it must print nothing.",
-    }
-
     // --- the executable on a host --------------------------------------------------------------
     EXECUTABLE_UNREADABLE: Cluster = "executable-unreadable" {
         summary: "launch could not read its own executable.",
@@ -231,59 +64,12 @@ codes! {
         remedy: "Exclude the directory from the cleanup, or set `XDG_CACHE_HOME` on the host to another directory.",
     }
 
-    // --- Slurm ---------------------------------------------------------------------------------
-    SLURM_COMMAND_MISSING: Cluster = "slurm-command-missing" {
-        summary: "A command of Slurm is not installed on this machine.",
-        cause: "`srun`, `sbatch` or `scontrol` is not in PATH.",
-        remedy: "Run launch on a login or compute node of the cluster, with Slurm's client in PATH.",
-    }
-    SLURM_COMMAND_FAILED: Cluster = "slurm-command-failed" {
-        summary: "A command of Slurm failed.",
-        cause: "The message contains the reason that Slurm reported.",
-        remedy: "Correct the error that the output of the command names.",
-    }
-    SLURM_NODE_NOT_ALLOCATED: Cluster = "slurm-node-not-allocated" {
-        summary: "A host of the job is not a node of the Slurm allocation.",
-        cause: "The list of hosts names a node that Slurm did not grant.",
-        remedy: "Compare `cluster.hosts` with `scontrol show job JOBID`.",
-    }
-    SLURM_LISTEN_FAILED: Cluster = "slurm-listen-failed" {
-        summary: "The controller could not open a TCP port for the agents of a Slurm job.",
-        cause: "The limit of open files is reached, or no port is free.",
-        remedy: "Check `ulimit -n` and `ss -ltn` on the first node.",
-    }
-    SLURM_STEP_FAILED: Cluster = "slurm-step-failed" {
-        summary: "The Slurm step that runs the agents ended.",
-        cause: "A node failed, the step was cancelled, or Slurm could not start it.",
-        remedy: "Read the output of srun, and see `sacct -j JOBID`.",
-    }
-    SLURM_AGENT_FAILED: Cluster = "slurm-agent-failed" {
-        summary: "The agent on a node ended before it connected to the controller.",
-        cause: "The node does not reach the controller over TCP, or the executable does not run there.",
-        remedy: "Read the output of srun. `cluster.interface` selects the network on which agents connect.",
-    }
-    SLURM_EXECUTABLE_MISSING: Cluster = "slurm-executable-missing" {
-        summary: "The nodes do not have launch's executable at the same path as this machine.",
-        cause: "The executable is on a file system that the nodes do not share.",
-        remedy: "Put the executable on the shared file system, or set `slurm.bcast: true` to copy it.",
-    }
-    SLURM_EXECUTABLE_NOT_ALLOWED: Cluster = "slurm-executable-not-allowed" {
-        summary: "The nodes are not allowed to run launch's executable from its directory.",
-        cause: "The file system is mounted with `noexec`, or the permissions do not allow it.",
-        remedy: "Move the executable, or set `slurm.bcast: true` to copy it.",
-    }
-    SLURM_CONTROLLER_UNREACHABLE: Cluster = "slurm-controller-unreachable" {
-        summary: "Slurm's controller (slurmctld) did not answer.",
-        cause: "slurmctld is overloaded or down.",
-        remedy: "See `scontrol ping`, and run the command again when it answers.",
-    }
-    SLURM_ALLOCATION_ENDED: Cluster = "slurm-allocation-ended" {
-        summary: "The Slurm allocation has ended.",
-        cause: "Its time limit was reached, or the job was cancelled.",
-        remedy: "See `squeue` and `scontrol show job JOBID`, and request a new allocation.",
-    }
-
     // --- agents and control connections --------------------------------------------------------
+    HOST_UNKNOWN: Cluster = "host-unknown" {
+        summary: "An agent was requested on a host that the job does not have.",
+        cause: "The list of hosts changed while the job was running, or Slurm removed the node from the allocation.",
+        remedy: "Compare the hosts of the job with `launch check` and `scontrol show job`.",
+    }
     AGENT_START_FAILED: Cluster = "agent-start-failed" {
         summary: "The agent of a host could not be started.",
         cause: "The operating system reports the reason, such as a limit of processes or open files.",
@@ -384,7 +170,7 @@ codes! {
         remedy: "Check `ulimit -u` on the host.",
     }
 
-    // --- what a host has -----------------------------------------------------------------------
+    // --- inventory -----------------------------------------------------------------------------
     INVENTORY_UNREADABLE: Cluster = "inventory-unreadable" {
         summary: "The CPUs and the memory of this machine could not be determined.",
         cause: "launch reads them from /proc, which is not mounted or not readable.",
@@ -471,38 +257,6 @@ codes! {
         summary: "A pattern of `run.pass_env` is not valid.",
         cause: "Brackets or braces are unbalanced.",
         remedy: "Write patterns such as `HF_*`.",
-    }
-
-    // --- Slurm allocations ---------------------------------------------------------------------
-    SLURM_ALLOCATION_MISSING: Cluster = "slurm-allocation-missing" {
-        summary: "The job needs a Slurm allocation, and launch does not run inside one.",
-        cause: "`SLURM_JOB_ID` or the node list of the job is not set.",
-        remedy: "Start launch inside sbatch or salloc, submit the job with `launch sbatch`, or set `cluster.hosts: local`.",
-    }
-    SLURM_VARIABLE_INVALID: Cluster = "slurm-variable-invalid" {
-        summary: "A variable of Slurm has a value that launch cannot read.",
-        cause: "The variable was changed by hand, or Slurm writes it in an unknown form.",
-        remedy: "Start launch in an unmodified environment; `cluster.hosts: local` ignores the variables.",
-    }
-    SLURM_STARTED_PER_TASK: Cluster = "slurm-started-per-task" {
-        summary: "launch was started once for each task of an srun step.",
-        cause: "The job was started with `srun launch`.",
-        remedy: "Start launch once, without srun. launch starts a job step on all nodes of the allocation.",
-    }
-    SLURM_NODE_DUPLICATE: Cluster = "slurm-node-duplicate" {
-        summary: "A node belongs to two groups of a heterogeneous job.",
-        cause: "Slurm placed two groups on one node.",
-        remedy: "Request groups of different nodes (`--exclusive`), or a single group.",
-    }
-    SLURM_ALLOCATION_TOO_LARGE: Cluster = "slurm-allocation-too-large" {
-        summary: "The allocation has more nodes than launch supports.",
-        cause: "At most 16384 nodes are supported.",
-        remedy: "Request fewer nodes.",
-    }
-    SLURM_REQUEUE_UNAVAILABLE: Cluster = "slurm-requeue-unavailable" {
-        summary: "`--requeue` was given outside of a Slurm batch job.",
-        cause: "Only a batch job can be requeued.",
-        remedy: "Leave the option out, or submit the job with `launch sbatch`.",
     }
 
     // --- launch check --------------------------------------------------------------------------

@@ -381,7 +381,8 @@ pub struct WorkerAddresses {
     pub addresses: Vec<SocketAddr>,
 }
 
-/// The largest number of addresses that a worker may report. A report with more is ignored.
+/// The largest number of addresses at which a worker or a controller can be reached. A report of a
+/// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
 pub const MAX_ADDRESSES: usize = 16;
 
 /// The secret of one attempt. Each worker proves that it knows the secret when it connects to

@@ -9,6 +9,7 @@
 mod check;
 pub mod checkpoint;
 pub mod cluster;
+pub mod data;
 mod data_sources;
 mod decode;
 mod decode_hosts;
@@ -19,6 +20,7 @@ mod key_json;
 mod keys;
 mod load;
 pub mod lora;
+pub mod model;
 pub mod optimizer;
 mod overrides;
 pub mod param_groups;
@@ -41,13 +43,15 @@ pub use cluster::{
     ClusterSpec, CommBackend, DeviceSelection, HostSelection, InterfaceSelector, KnownHosts, MasterPort,
     SshConfig, SshSpec, StoreHost, WorkersPerHost,
 };
+pub use data::{DataSpec, TokenizerSpec};
 pub use data_sources::{DataSource, LossTargets, RecordFormat};
 pub use deprecated::{DEPRECATED, DeprecatedName};
 pub use document::{Document, DocumentItem, DocumentSyntax, DocumentValue};
 pub use experts::{ExpertPlacement, ExpertsSpec};
 pub use keys::{KEYS, KeyDefault, KeyInfo};
-pub use load::{JobSource, MAX_JOB, load_job};
+pub use load::{JobArgument, JobSource, MAX_JOB, load_job};
 pub use lora::{LoraSpec, LoraTargets};
+pub use model::ModelSpec;
 pub use optimizer::{OptimizerName, OptimizerSpec, ScheduleName, ScheduleSpec};
 pub use param_groups::ParamGroupSpec;
 pub use print::quote_yaml;
@@ -58,8 +62,8 @@ pub use sections::is_reserved_variable;
 pub use slurm::SlurmSpec;
 pub use source_map::SourceMap;
 pub use train::{
-    AttentionKernels, BatchSpec, CudaGraphMode, DataSpec, EvalSpec, GenerationSpec, LossScaleSpec, ModelSpec,
-    OffloadTarget, Precision, RecomputeMode, TokenizerSpec, TrainSpec, ZeroSpec,
+    AttentionKernels, BatchSpec, CudaGraphMode, EvalSpec, GenerationSpec, LossScaleSpec, OffloadTarget,
+    Precision, RecomputeMode, TrainSpec, ZeroSpec,
 };
 
 /// A whole job: the content of job.yaml with all defaults.

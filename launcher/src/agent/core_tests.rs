@@ -1,5 +1,6 @@
 use super::*;
-use contract::{control::WorkerPlan, event::WorkerPhase};
+use contract::control::{FromWorker, WorkerPlan};
+use contract::event::WorkerPhase;
 use proptest::prelude::*;
 
 /// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a

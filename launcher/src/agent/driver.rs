@@ -1,6 +1,6 @@
 //! Executes the actions of the agent's state machine and reports events to it.
 use super::{
-    activity, connect_back,
+    activity,
     core::{AgentAction, AgentCore, AgentInput, is_critical},
     descendants::kill_descendants,
     error_file,
@@ -18,13 +18,11 @@ use contract::{
     env,
     event::Event,
     ids::Rank,
-    preflight::Preflight,
 };
 use diagnostic::{Diagnostic, codes};
-use nix::sys::signal::{SigHandler, Signal, signal};
+use nix::sys::signal::Signal;
 use std::{
     collections::{HashMap, VecDeque},
-    fs::OpenOptions,
     hash::{BuildHasher, BuildHasherDefault, DefaultHasher},
     io::{self, Write},
     os::fd::{AsFd, OwnedFd},
@@ -37,10 +35,10 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    net::{UnixStream, unix::pipe},
+    net::UnixStream,
     signal::unix::{Signal as SignalStream, SignalKind, signal as signal_stream},
     sync::mpsc,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 /// The time limit for processes to end after SIGKILL in a sweep. Processes that remain are reported
@@ -48,130 +46,8 @@ use tokio::{
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest pause between two searches for remaining processes during a sweep.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
-/// The time limit for writing the last messages of an exiting agent to the control connection.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of messages that fit into each channel to the event loop.
-const CHANNEL_CAPACITY: usize = 256;
-
-/// The options of the internal command `launch agent`.
-#[derive(Clone)]
-pub struct AgentOptions {
-    /// The text that the agent prints first, followed by ` agent` on the same line. The line
-    /// separates the output of the login shell from the output of the agent. `None` if the agent
-    /// was not started over SSH.
-    pub marker: Option<String>,
-    /// Whether standard input holds an invitation to connect to the controller over TCP. Otherwise
-    /// standard input and output are the control connection.
-    pub join: bool,
-    /// Whether the agent removes its executable file after the start, because the file was copied
-    /// for this agent only.
-    pub remove_executable: bool,
-    /// The preflight checks, with which the agent inspects the libraries for training on GPUs.
-    pub preflight: &'static dyn Preflight,
-}
-
-/// Runs an agent until its controller ends the connection, and returns the exit code. With a
-/// marker, forks first, and this process becomes the watchdog of the agent.
-pub fn main(options: AgentOptions) -> u8 {
-    if options.remove_executable {
-        connect_back::remove_own_executable();
-    }
-    // An agent with a marker was started by sshd, so no other process of launch watches the agent.
-    if options.marker.is_some() {
-        match super::watchdog::fork_below_watchdog() {
-            Ok(None) => {}
-            Ok(Some(code)) => return code,
-            Err(error) => {
-                return report_start_failure(
-                    &Diagnostic::error(
-                        codes::host::WATCHDOG_FAILED,
-                        "cannot start the watchdog process of the agent",
-                    )
-                    .with_cause(&error),
-                );
-            }
-        }
-    }
-    run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
-}
-
-/// Sets up the agent's control connection and runs the event loop. Returns the exit code of the
-/// agent.
-fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
-    let cannot_start = |error: io::Error| {
-        Diagnostic::error(codes::host::AGENT_START_FAILED, "cannot start the agent").with_cause(&error)
-    };
-    let mut streams = take_standard_streams(options.marker.as_deref()).map_err(cannot_start)?;
-    if options.join {
-        streams = connect_back::connect_back(streams.0)?;
-    }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
-    runtime.block_on(run_on_connection(streams.0, streams.1, options.preflight)).map_err(cannot_start)
-}
-
-/// Prints an error of starting the agent to stderr, because the control connection does not exist
-/// yet. Returns the exit code 1.
-fn report_start_failure(error: &Diagnostic) -> u8 {
-    _ = writeln!(io::stderr(), "launch agent: {error} (`launch agent` is started by launch, not by hand)");
-    1
-}
-
-/// Returns standard input and output for use as the control connection, after printing the marker.
-/// Replaces stdin by `/dev/null` and stdout by stderr, so that no other code writes to the
-/// connection.
-///
-/// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
-/// operator may send to every process of the job, because the controller handles these signals.
-fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
-    if let Some(marker) = marker {
-        // The marker begins with a line end, because the login shell's output may end without one.
-        io::stdout().write_all(format!("\n{marker} agent\n").as_bytes())?;
-        io::stdout().flush()?;
-    }
-    let input = io::stdin().as_fd().try_clone_to_owned()?;
-    let output = io::stdout().as_fd().try_clone_to_owned()?;
-    let null = OpenOptions::new().read(true).open("/dev/null")?;
-    nix::unistd::dup2_stdin(&null)?;
-    nix::unistd::dup2_stdout(io::stderr())?;
-    process::set_cloexec_on_all();
-    process::become_subreaper()?;
-    for number in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGPIPE] {
-        // SAFETY: ignoring a signal installs no handler; workers get the defaults back.
-        unsafe { signal(number, SigHandler::SigIgn)? };
-    }
-    _ = nix::sys::prctl::set_name(c"launch-agent");
-    Ok((input, output))
-}
-
-/// Runs the event loop of the agent on a control connection, read from `input` and written to
-/// `output`, until the agent exits. Returns the exit code.
-async fn run_on_connection(
-    input: OwnedFd,
-    output: OwnedFd,
-    preflight: &'static dyn Preflight,
-) -> io::Result<u8> {
-    for fd in [&input, &output] {
-        set_nonblocking(fd)?;
-    }
-    let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
-    let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-    let (outbox, outgoing) = Outbox::channel();
-    let (inbox, controller) = mpsc::channel(CHANNEL_CAPACITY);
-    tokio::spawn(read_frames((), input, inbox));
-    let writer = tokio::spawn(write_frames(output, outgoing));
-    let mut driver = AgentDriver::new(outbox, controller, Prober::new(preflight))?;
-    let code = driver.run_event_loop().await;
-    drop(driver); // ends the output pumps, and with them the last outboxes
-    _ = timeout(FLUSH_TIMEOUT, writer).await;
-    Ok(code)
-}
-
-fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
-    use nix::fcntl::{FcntlArg, OFlag, fcntl};
-    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
-    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-    Ok(())
-}
+pub(super) const CHANNEL_CAPACITY: usize = 256;
 
 /// The rank and the pid of a worker. The pid of a rank differs between attempts and reveals late
 /// messages of an earlier attempt.
@@ -195,7 +71,7 @@ type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
 /// Executes the actions that the agent's state machine (`core`) requests, and reports events to the
 /// state machine.
-struct AgentDriver {
+pub(super) struct AgentDriver {
     core: AgentCore,
     clock: RunningClock,
     outbox: Outbox<FromAgent>,
@@ -238,7 +114,11 @@ struct AgentDriver {
 impl AgentDriver {
     /// Creates a driver without workers. Reads the inventory of the host, starts the watches for
     /// OOM kills and GPU errors, and raises the limit of open files.
-    fn new(outbox: Outbox<FromAgent>, controller: ControllerInbox, prober: Prober) -> io::Result<Self> {
+    pub(super) fn new(
+        outbox: Outbox<FromAgent>,
+        controller: ControllerInbox,
+        prober: Prober,
+    ) -> io::Result<Self> {
         let inventory = crate::discover::local::discover_local()?;
         let mut clock = RunningClock::start();
         clock.now();
@@ -273,7 +153,7 @@ impl AgentDriver {
     }
 
     /// Runs the event loop until the core requests the exit of the agent. Returns the exit code.
-    async fn run_event_loop(&mut self) -> u8 {
+    pub(super) async fn run_event_loop(&mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
                 return code;

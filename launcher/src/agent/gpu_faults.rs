@@ -2,9 +2,14 @@
 //! the pid of the affected process.
 use super::kernel_log::KernelLog;
 use contract::failure::GpuFault;
+use std::{collections::VecDeque, time::Duration};
 
-/// The largest number of faults that a [`GpuFaultWatch`] keeps. Later faults are dropped.
+/// The largest number of faults that a [`GpuFaultWatch`] keeps. A new fault replaces the oldest
+/// one.
 const MAX_FAULTS: usize = 1000;
+/// How long after a fault without a pid the end of a process is attributed to the fault. A process
+/// fails at its next CUDA call, but may compute on the CPU or wait for data before that.
+const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
 /// The Xid of the cleanup after a process has ended. This Xid follows other faults and is ignored.
 const XID_CLEANUP: u32 = 45;
@@ -24,65 +29,115 @@ struct LoggedFault {
     /// The address of the GPU on the PCI bus.
     pci_address: String,
     xid: u32,
-    /// The pid of the affected process; `None` if the driver does not report it.
+    /// The pid of the affected process. If the driver does not report it, the pid of the process
+    /// whose end was attributed to the fault, or `None` before that.
     pid: Option<u32>,
+    /// The time of the fault since the boot of the host, from the record or, if the record has no
+    /// time, the time at which the record was read.
+    logged_at: Duration,
 }
 
 /// Collects the GPU errors that the kernel log reports after the start of the watch.
 #[derive(Debug)]
 pub(super) struct GpuFaultWatch {
     log: Option<KernelLog>,
-    faults: Vec<LoggedFault>,
+    /// The newest [`MAX_FAULTS`] faults, in the order of the kernel log.
+    faults: VecDeque<LoggedFault>,
 }
 
 impl GpuFaultWatch {
     /// Starts the watch: opens the kernel log at its end. If this process may not read the kernel
     /// log, the watch finds no faults.
     pub(super) fn start() -> Self {
-        GpuFaultWatch { log: KernelLog::open(), faults: Vec::new() }
+        GpuFaultWatch { log: KernelLog::open(), faults: VecDeque::new() }
     }
 
     /// Reads the new records of the kernel log, and finds the GPU error that explains the end of
     /// the process `pid`.
     ///
-    /// Returns the first fault with this pid, else the first fault without a pid, else `None`.
+    /// Returns the first fault with this pid. Without such a fault, returns the first fault of the
+    /// last [`ATTRIBUTION_WINDOW`] without a pid, and attributes the fault to this process only.
     pub(super) fn find_fault(&mut self, pid: u32) -> Option<GpuFault> {
-        if let Some(log) = &mut self.log {
-            log.read_new_records(|record| {
-                self.faults.extend(parse_fault(record).filter(|fault| fault.xid != XID_CLEANUP));
-            });
-            self.faults.truncate(MAX_FAULTS);
+        let now = read_monotonic_time();
+        if let Some(mut log) = self.log.take() {
+            log.read_new_records(|record| self.record_fault(record, now));
+            self.log = Some(log);
         }
-        let exact = self.faults.iter().find(|fault| fault.pid == Some(pid));
-        let fault = exact.or_else(|| self.faults.iter().find(|fault| fault.pid.is_none()))?;
+        self.attribute_fault(pid, now)
+    }
+
+    /// Keeps the fault that a record of the kernel log reports, if it reports one. `now` is the
+    /// time since the boot of the host.
+    fn record_fault(&mut self, record: &str, now: Duration) {
+        let Some(fault) = parse_fault(record, now).filter(|fault| fault.xid != XID_CLEANUP) else { return };
+        if self.faults.len() == MAX_FAULTS {
+            self.faults.pop_front();
+        }
+        self.faults.push_back(fault);
+    }
+
+    /// Finds the kept fault that explains the end of the process `pid` at the time `now` since the
+    /// boot of the host. A fault without a pid gets this pid, so that no other process is matched.
+    fn attribute_fault(&mut self, pid: u32, now: Duration) -> Option<GpuFault> {
+        let is_recent = |fault: &LoggedFault| now.saturating_sub(fault.logged_at) <= ATTRIBUTION_WINDOW;
+        let of_process = self.faults.iter().position(|fault| fault.pid == Some(pid));
+        let without_pid = || self.faults.iter().position(|fault| fault.pid.is_none() && is_recent(fault));
+        let index = of_process.or_else(without_pid)?;
+        let fault = &mut self.faults[index];
+        fault.pid = Some(pid);
         let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == fault.xid);
         let description = description.map(|(_, description)| (*description).to_owned());
         Some(GpuFault { xid: fault.xid, pci_address: fault.pci_address.clone(), description })
     }
 }
 
-/// Parses a record of the kernel log such as
-/// `…NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, …`. Returns `None` if the record does
-/// not report a GPU error.
-fn parse_fault(record: &str) -> Option<LoggedFault> {
-    let (_, rest) = record.split_once("NVRM: Xid (PCI:")?;
+/// Parses a record of the kernel log such as `4,1,8000000,-;NVRM: Xid (PCI:0000:17:00): 31,
+/// pid=4242, name=python, …`. `now` replaces the time of a record without one. Returns `None` if
+/// the record does not report a GPU error.
+fn parse_fault(record: &str, now: Duration) -> Option<LoggedFault> {
+    let (prefix, rest) = record.split_once("NVRM: Xid (PCI:")?;
     let (pci_address, rest) = rest.split_once("):")?;
     let digits = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>().parse().ok();
     let pid = rest.split_once("pid=").and_then(|(_, pid)| digits(pid.trim_start_matches('\'')));
-    Some(LoggedFault { pci_address: pci_address.to_owned(), xid: digits(rest.trim_start())?, pid })
+    // The third field of the prefix is the time since the boot in microseconds.
+    let micros = prefix.split(',').nth(2).and_then(|micros| micros.parse().ok());
+    let logged_at = micros.map_or(now, Duration::from_micros);
+    Some(LoggedFault { pci_address: pci_address.to_owned(), xid: digits(rest.trim_start())?, pid, logged_at })
+}
+
+/// Reads the monotonic clock, which counts from the boot of the host like the times in the kernel
+/// log.
+fn read_monotonic_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for writes. The clock exists on every Linux, so the call succeeds.
+    _ = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// A fault 8 s after the boot, without a pid.
+    const WITHOUT_PID: &str = "3,1,8000000,-;NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
+
+    /// Creates a watch that has read these records 10 s after the boot.
     fn make_watch(records: &[&str]) -> GpuFaultWatch {
-        GpuFaultWatch { log: None, faults: records.iter().filter_map(|record| parse_fault(record)).collect() }
+        let mut watch = GpuFaultWatch { log: None, faults: VecDeque::new() };
+        records.iter().for_each(|record| watch.record_fault(record, Duration::from_secs(10)));
+        watch
+    }
+
+    /// Returns the Xid of the fault that explains the end of the process `pid` `seconds` after the
+    /// boot.
+    fn attribute_xid(watch: &mut GpuFaultWatch, pid: u32, seconds: u64) -> Option<u32> {
+        watch.attribute_fault(pid, Duration::from_secs(seconds)).map(|fault| fault.xid)
     }
 
     #[test]
     fn xid_records_are_parsed() {
-        let fault_of = |record: &str| parse_fault(record).map(|f| (f.pci_address, f.xid, f.pid));
+        let parse_now = |record: &str| parse_fault(record, Duration::from_secs(10));
+        let fault_of = |record: &str| parse_now(record).map(|f| (f.pci_address, f.xid, f.pid));
         let memory =
             "4,12,34,-;NVRM: Xid (PCI:0000:17:00): 31, pid=4242, name=python, Ch 00000008, MMU Fault";
         assert_eq!(fault_of(memory), Some(("0000:17:00".into(), 31, Some(4242))));
@@ -93,26 +148,50 @@ mod tests {
         for other in
             ["", "NVRM: loading", "NVRM: Xid (PCI:0000:01:00", "NVRM: Xid (PCI:0): x", "Xid (PCI:0): 3"]
         {
-            assert_eq!(parse_fault(other), None, "{other}");
+            assert_eq!(parse_now(other), None, "{other}");
         }
+        let time_of = |record: &str| parse_now(record).map(|fault| fault.logged_at);
+        assert_eq!(time_of(WITHOUT_PID), Some(Duration::from_secs(8)));
+        assert_eq!(time_of(lost), Some(Duration::from_secs(10)), "the time of the reading");
     }
 
     #[test]
     fn a_fault_of_the_process_takes_precedence_over_one_without_a_pid() {
         let of_other_process = "NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a";
-        let without_pid = "NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
         let of_process = "NVRM: Xid (PCI:0000:03:00): 7777, pid=9, name=b";
-        assert_eq!(make_watch(&[of_other_process]).find_fault(9), None);
+        let find = |records: &[&str]| make_watch(records).attribute_fault(9, Duration::from_secs(10));
+        assert_eq!(find(&[of_other_process]), None);
         let fault = |xid, pci_address: &str, description: Option<&str>| GpuFault {
             xid,
             pci_address: pci_address.into(),
             description: description.map(str::to_owned),
         };
         let off_the_bus = fault(79, "0000:02:00", Some("the GPU fell off the bus"));
-        assert_eq!(make_watch(&[of_other_process, without_pid]).find_fault(9), Some(off_the_bus));
-        assert_eq!(
-            make_watch(&[of_other_process, without_pid, of_process]).find_fault(9),
-            Some(fault(7777, "0000:03:00", None))
-        );
+        assert_eq!(find(&[of_other_process, WITHOUT_PID]), Some(off_the_bus));
+        assert_eq!(find(&[of_other_process, WITHOUT_PID, of_process]), Some(fault(7777, "0000:03:00", None)));
+    }
+
+    #[test]
+    fn a_fault_without_a_pid_explains_the_end_of_one_process() {
+        let mut watch = make_watch(&[WITHOUT_PID]);
+        assert_eq!(attribute_xid(&mut watch, 9, 20), Some(79));
+        assert_eq!(attribute_xid(&mut watch, 10, 20), None, "the fault belongs to process 9");
+        // The final report of a worker and its exit ask for the same process.
+        assert_eq!(attribute_xid(&mut watch, 9, 21), Some(79));
+    }
+
+    #[test]
+    fn a_fault_without_a_pid_explains_no_end_after_the_window() {
+        assert_eq!(attribute_xid(&mut make_watch(&[WITHOUT_PID]), 9, 8 + 120), Some(79));
+        assert_eq!(attribute_xid(&mut make_watch(&[WITHOUT_PID]), 9, 8 + 121), None);
+        // The clock of the kernel log may be ahead of the monotonic clock.
+        assert_eq!(attribute_xid(&mut make_watch(&[WITHOUT_PID]), 9, 7), Some(79));
+    }
+
+    #[test]
+    fn the_newest_faults_are_kept() {
+        let mut watch = make_watch(&["NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=a"; MAX_FAULTS]);
+        watch.record_fault("NVRM: Xid (PCI:0000:03:00): 48, pid=9, name=b", Duration::from_secs(10));
+        assert_eq!((watch.faults.len(), attribute_xid(&mut watch, 9, 10)), (MAX_FAULTS, Some(48)));
     }
 }

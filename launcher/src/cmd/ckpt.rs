@@ -10,9 +10,12 @@ pub(crate) mod resume;
 mod rng;
 mod watch;
 
-use self::describe::{format_bytes, replace_control_chars};
+use self::describe::format_bytes;
 use super::output_error;
-use crate::{cli::OptionValueError, report::command_output};
+use crate::{
+    cli::OptionValueError,
+    report::{command_output, replace_all_control_characters},
+};
 use ckpt::{Dtype, GatherOptions, NewestCheckpoint, OpenedCheckpoint, VerifyReport};
 use clap::{Args, Subcommand, ValueEnum};
 use contract::exit;
@@ -46,10 +49,11 @@ enum CkptCommand {
         /// Checkpoint, or directory of checkpoints
         #[arg(value_name = "CHECKPOINT")]
         path: PathBuf,
-        /// Count NaN and infinite values too
+        /// Also search for NaN and infinite values, and warn about them
         #[arg(long)]
         values: bool,
-        /// Exit with code 4 on warnings too: outdated `latest`, missing RNG state, NaN values
+        /// Also exit with code 4 on warnings, such as an outdated `latest`, a missing RNG state or
+        /// NaN values
         #[arg(long)]
         strict: bool,
     },
@@ -85,10 +89,10 @@ enum CkptCommand {
         #[arg(long)]
         weights_only: bool,
     },
-    /// Reshard the RNG states of HF Trainer or Accelerate for another world size
+    /// Reconcile the RNG states of HF Trainer or Accelerate for another world size
     Rng(rng::RngArgs),
-    /// Rebuild the derivable parts of a damaged checkpoint in a new directory; exit code 4 if
-    /// something is lost
+    /// Rebuild damaged or missing files of a checkpoint from other files, in a new directory; exit
+    /// code 4 if the result is not complete
     Repair(repair::RepairArgs),
     /// Report each new checkpoint in a directory, and optionally verify and gather it
     Watch(watch::WatchArgs),
@@ -156,10 +160,10 @@ fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
         }
         OpenedCheckpoint::External(external) => {
             for warning in external.facts().incomplete.iter().chain(&external.facts().warnings) {
-                log_line(format_args!("warning: {}", replace_control_chars(warning)));
+                log_line(format_args!("warning: {}", replace_all_control_characters(warning)));
             }
             for notice in &external.facts().notices {
-                log_line(format_args!("note: {}", replace_control_chars(notice)));
+                log_line(format_args!("note: {}", replace_all_control_characters(notice)));
             }
         }
     }
@@ -200,10 +204,10 @@ fn run_verify(path: &Path, values: bool, strict: bool, json: bool) -> diagnostic
     }
     for warning in &report.warnings {
         let level = if strict { "error" } else { "warning" };
-        log_line(format_args!("{level}: {}", replace_control_chars(warning)));
+        log_line(format_args!("{level}: {}", replace_all_control_characters(warning)));
     }
     for note in &report.notes {
-        log_line(format_args!("note: {}", replace_control_chars(note)));
+        log_line(format_args!("note: {}", replace_all_control_characters(note)));
     }
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
@@ -223,11 +227,13 @@ fn format_verify_report(report: &VerifyReport) -> String {
             n => format!("DAMAGED  {path}  {}\n", format_count(n, "problem")),
         });
         text.extend(
-            c.problems.iter().map(|p| format!("         {}\n", replace_control_chars(&p.to_string()))),
+            c.problems
+                .iter()
+                .map(|p| format!("         {}\n", replace_all_control_characters(&p.to_string()))),
         );
     }
     for problem in &report.problems {
-        let (path, problem) = (report.path.display(), replace_control_chars(&problem.to_string()));
+        let (path, problem) = (report.path.display(), replace_all_control_characters(&problem.to_string()));
         text.push_str(&format!("DAMAGED  {path}\n         {problem}\n"));
     }
     text
@@ -252,11 +258,11 @@ fn run_gather(dir: &Path, out: &Path, options: &GatherOptions, json: bool) -> di
         ));
     }
     if !report.left_out.is_empty() {
-        let names = replace_control_chars(&report.left_out.join(", "));
+        let names = replace_all_control_characters(&report.left_out.join(", "));
         log_line(format_args!("note: buffers that are not floating point are left out: {names}"));
     }
     if !report.not_finite.is_empty() {
-        let names = replace_control_chars(&report.not_finite.join(", "));
+        let names = replace_all_control_characters(&report.not_finite.join(", "));
         log_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
     }
     let step = source.completed_steps();

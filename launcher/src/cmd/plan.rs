@@ -3,6 +3,7 @@ use super::prepare::{JobRequest, PreparedJob, prepare_job};
 use crate::{
     cli::JobArgs,
     controller::HostTarget,
+    report::format_binary_bytes,
     secrets::{REDACTED, redact_job},
 };
 use contract::{
@@ -288,16 +289,6 @@ fn format_cpu_ranges(cpus: &[u32]) -> String {
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// Formats a number of bytes with a binary unit: `512 B`, `1.5 MiB`.
-pub(crate) fn format_binary_bytes(n: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let step = (n.max(1).ilog2() / 10) as usize;
-    match step {
-        0 => format!("{n} B"),
-        _ => format!("{:.1} {}", n as f64 / (1u64 << (10 * step)) as f64, units[step]),
-    }
-}
-
 /// Formats a number with thousands separators: `1,234,567`.
 fn group_digits(n: u64) -> String {
     let digits = n.to_string();
@@ -412,13 +403,8 @@ memory of all ranks: 5.0 MiB; this machine has 8.0 GiB
     }
 
     #[test]
-    fn cpu_ranges_sizes_and_numbers_are_formatted() {
+    fn cpu_ranges_and_numbers_are_formatted() {
         assert_eq!(format_cpu_ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
-        assert_eq!(
-            (format_binary_bytes(0), format_binary_bytes(1023), format_binary_bytes(1536)),
-            ("0 B".into(), "1023 B".into(), "1.5 KiB".into())
-        );
-        assert_eq!(format_binary_bytes(u64::MAX), "16.0 EiB");
         assert_eq!(
             (group_digits(7), group_digits(1234), group_digits(1_234_567)),
             ("7".into(), "1,234".into(), "1,234,567".into())

@@ -8,6 +8,7 @@ use crate::{
     controller::HostTarget,
     discover::{self, Inventory},
     plan::{self, Attempt, JobHost, Plan},
+    report::format_binary_bytes,
     secrets::{self, SecretVariables},
 };
 use contract::{
@@ -58,10 +59,7 @@ pub(crate) fn prepare_job(
     run: &RunId,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<PreparedJob> {
-    let file = match &request.source {
-        JobSource::File(path) => path.display().to_string(),
-        JobSource::Text { name, .. } => name.clone(),
-    };
+    let file = request.source.name();
     let loaded = contract::load_job(request.source.clone(), &request.set);
     let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
     let invalid = |mistakes: Vec<Diagnostic>| invalid_job_error(&file, locate_diagnostics(&map, &mistakes));
@@ -146,8 +144,8 @@ fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport
     }
     let message = format!(
         "the workers need about {} of memory; this machine has {}",
-        super::plan::format_binary_bytes(required),
-        super::plan::format_binary_bytes(inventory.memory)
+        format_binary_bytes(required),
+        format_binary_bytes(inventory.memory)
     );
     let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
         .with_subject("train")

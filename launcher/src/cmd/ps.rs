@@ -4,7 +4,7 @@ use crate::{
     agent::log_times::read_unix_time_ms,
     cli::PsArgs,
     report::{format_duration, replace_control_characters},
-    runs::{self, Run, RunFilter, RunState},
+    runs::{self, LossReason, Run, RunFilter, RunState},
 };
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::{Value, json};
@@ -40,8 +40,14 @@ fn run_to_json(run: &Run) -> Value {
         RunState::Ended(code, seconds) => (Some(code), Some(seconds)),
         _ => (None, None),
     };
+    let loss_reason = match run.state {
+        RunState::Lost(LossReason::ControllerDied) => Some("controller-died"),
+        RunState::Lost(LossReason::HostRebooted) => Some("host-rebooted"),
+        _ => None,
+    };
     json!({
-        "run": r.run, "name": r.name, "state": format_state(run.state), "exit_code": code, "seconds": seconds,
+        "run": r.run, "name": r.name, "state": format_state(run.state), "loss_reason": loss_reason,
+        "exit_code": code, "seconds": seconds,
         "step": run.step, "world": r.world, "began_ms": r.began_ms, "host": r.controller.host,
         "pid": r.controller.pid, "run_dir": r.run_dir, "command": r.command,
     })
@@ -56,7 +62,7 @@ fn format_state(state: RunState) -> &'static str {
         RunState::Ended(130 | 143, _) => "stopped",
         RunState::Ended(..) => "failed",
         RunState::Elsewhere => "elsewhere",
-        RunState::Lost => "lost",
+        RunState::Lost(_) => "lost",
     }
 }
 
@@ -71,7 +77,7 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
         let duration = match run.state {
             RunState::Running => format_duration(age),
             RunState::Ended(_, seconds) => format_duration(seconds),
-            RunState::Elsewhere | RunState::Lost => "-".to_owned(),
+            RunState::Elsewhere | RunState::Lost(_) => "-".to_owned(),
         };
         let row = [
             record.run.clone(),
@@ -145,7 +151,7 @@ mod tests {
             RunState::Ended(0, 1.0),
             RunState::Ended(143, 1.0),
             RunState::Ended(1, 1.0),
-            RunState::Lost,
+            RunState::Lost(LossReason::HostRebooted),
         ];
         assert_eq!(states.map(format_state), ["running", "done", "stopped", "failed", "lost"]);
     }

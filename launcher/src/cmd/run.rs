@@ -15,6 +15,7 @@ use contract::{
     event::{Event, FailureReport},
     failure::FailureReason,
     ids::RunId,
+    job::JobArgument,
     preflight::Preflight,
 };
 use diagnostic::{
@@ -67,19 +68,29 @@ fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
         let message = "an argument of the program is not UTF-8 text";
         Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
     })?;
-    let text = format_program_job(&words, args.workers.unwrap_or(1));
-    Ok(JobRequest { source: JobSource::Text { name: "the command line".to_owned(), text }, set })
+    Ok(JobRequest { source: build_program_job(&words, args.workers), set })
 }
 
-/// Returns the text of a job.yaml that runs the command `words` as `workers` processes on this
-/// machine.
-fn format_program_job(words: &[&str], workers: u32) -> String {
+/// Builds the job that runs the command `words` as `workers` processes, or as one process if
+/// `workers` is `None`, on this machine.
+fn build_program_job(words: &[&str], workers: Option<u32>) -> JobSource {
+    let mut text = format!(
+        "name: {}\ncluster: {{hosts: local, workers_per_host: ",
+        quote_yaml_string(&derive_job_name(words))
+    );
+    let workers_start = text.len();
+    text.push_str(&workers.unwrap_or(1).to_string());
+    let workers_range = workers_start..text.len();
+    text.push_str("}\nrun: {command: ");
+    let command_start = text.len();
     let quoted: Vec<String> = words.iter().map(|word| quote_yaml_string(word)).collect();
-    let (name, command) = (derive_job_name(words), quoted.join(", "));
-    format!(
-        "name: {}\ncluster: {{hosts: local, workers_per_host: {workers}}}\nrun: {{command: [{command}]}}\n",
-        quote_yaml_string(&name)
-    )
+    text.push_str(&format!("[{}]", quoted.join(", ")));
+    let command_range = command_start..text.len();
+    text.push_str("}\n");
+    let program = words.first().filter(|word| !word.is_empty()).unwrap_or(&"''");
+    let command = JobArgument { range: command_range, argument: format!("-- {program}") };
+    let workers = workers.map(|n| JobArgument { range: workers_range, argument: format!("--workers {n}") });
+    JobSource::CommandLine { text, arguments: workers.into_iter().chain([command]).collect() }
 }
 
 /// Derives the name of a job from the command `words`: the name of the program or, if the program
@@ -220,7 +231,7 @@ fn run_controller(
     let requeue = if args.requeue { Some(super::targets::build_requeue(&job)?) } else { None };
     let job_file = match &request.source {
         JobSource::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
-        JobSource::Text { .. } => None,
+        JobSource::Text { .. } | JobSource::CommandLine { .. } => None,
     };
     let hostfile = controller::FilteredHostfile::from_job(&job);
     let request =
@@ -302,14 +313,32 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Formats the job.yaml that runs the command `words` and loads the job. Panics if the job is
-    /// invalid.
+    /// Loads the job that runs the command `words`. Panics if the job is invalid.
     fn load_program_job(words: &[&str], workers: u32) -> contract::JobSpec {
-        let text = format_program_job(words, workers);
-        match contract::load_job(JobSource::Text { name: "x".to_owned(), text: text.clone() }, &[]) {
+        let source = build_program_job(words, Some(workers));
+        match contract::load_job(source.clone(), &[]) {
             Ok((job, _, _)) => job,
-            Err(mistakes) => panic!("{text}: {mistakes:?}"),
+            Err(mistakes) => panic!("{source:?}: {mistakes:?}"),
         }
+    }
+
+    #[test]
+    fn mistakes_on_the_command_line_are_located_at_its_arguments() {
+        let source = build_program_job(&["./prog", "x"], Some(64));
+        let (_, map, _) = contract::load_job(source, &["run.restarts=2".to_owned()]).expect("a job");
+        let locations = [
+            ("cluster.workers_per_host", "--workers 64"),
+            ("run.command", "-- ./prog"),
+            ("run.command[1]", "-- ./prog"),
+            ("run.restarts", "--set run.restarts=2"),
+            ("cluster.hosts", "the command line"),
+            ("cluster.ssh", "the command line"),
+        ];
+        for (key, expected) in locations {
+            assert_eq!(map.locate_key(key).to_string(), expected, "{key}");
+        }
+        let mistakes = contract::load_job(build_program_job(&[""], None), &[]).expect_err("no program");
+        assert_eq!(mistakes[0].location().map(ToString::to_string).as_deref(), Some("-- ''"));
     }
 
     #[test]

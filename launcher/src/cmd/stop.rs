@@ -3,7 +3,7 @@ use super::ps::resolve_run;
 use crate::{
     cli::StopArgs,
     report::command_output,
-    runs::{self, ProcessHandle, RunFilter, RunState},
+    runs::{self, LossReason, ProcessHandle, RunFilter, RunState},
 };
 use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
@@ -17,7 +17,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Active)?;
     let (name, controller) = (&run.record.run, &run.record.controller);
-    if !controller.is_on_this_boot() && !matches!(run.state, RunState::Ended(..)) {
+    if run.state == RunState::Elsewhere {
         return Err(remote_run_error(name, &controller.host, args.now));
     }
     let cannot_signal = |e: &std::io::Error| {
@@ -28,7 +28,11 @@ pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
             .with_cause(e)
     };
     let Some(handle) = controller.open_handle().map_err(|e| cannot_signal(&e))? else {
-        command_output::write_message(&format!("run {name} is not active\n"));
+        let reason = match run.state {
+            RunState::Lost(LossReason::HostRebooted) => ": this machine was restarted after the run began",
+            _ => "",
+        };
+        command_output::write_message(&format!("run {name} is not active{reason}\n"));
         return Ok(contract::exit::DONE);
     };
     let (signal, action) = match args.now {

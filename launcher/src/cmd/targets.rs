@@ -14,7 +14,7 @@ use contract::{
     hosts::HostAddress,
     job::{DeviceSelection, HostSelection, JobSpec, WorkersPerHost},
 };
-use diagnostic::{Category, Diagnostic, codes::host};
+use diagnostic::{Category, Diagnostic, codes::slurm as slurm_codes};
 
 /// The largest value of `LAUNCH_LOCAL_AGENTS`: the number of agents that a test may start on this
 /// machine.
@@ -72,7 +72,7 @@ fn read_job_allocation(job: &JobSpec) -> diagnostic::Result<Option<SlurmAllocati
     let read = |required: bool| match read_environment_allocation()? {
         None if required => {
             let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
-            Err(Diagnostic::error(host::SLURM_ALLOCATION_MISSING, message)
+            Err(Diagnostic::error(slurm_codes::SLURM_ALLOCATION_MISSING, message)
                 .with_subject("cluster.hosts")
                 .with_help("start launch inside sbatch or salloc, or submit the job with `launch sbatch`"))
         }
@@ -99,7 +99,7 @@ pub(crate) fn build_requeue(job: &JobSpec) -> diagnostic::Result<RequeueableJob>
             Ok(RequeueableJob { job: found.job, restarts: found.restarts, max_requeues: job.slurm.requeues })
         }
         _ => Err(Diagnostic::error(
-            host::SLURM_REQUEUE_UNAVAILABLE,
+            slurm_codes::SLURM_REQUEUE_UNAVAILABLE,
             "`--requeue` requires a Slurm batch job, but launch runs outside of one",
         )
         .with_subject("--requeue")

@@ -7,15 +7,13 @@
 //!
 //! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
 //! connection relies on a network in which no one modifies traffic.
+use contract::control::MAX_ADDRESSES;
 use diagnostic::{Code, Diagnostic, codes};
 use std::{fmt, io, io::Read as _, net::SocketAddr, time::Duration};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The time limit of a whole handshake, on either side.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The largest number of addresses in an invitation. [`Invitation::to_line`] leaves out further
-/// addresses, and [`Invitation::from_line`] rejects a line with more.
-pub(crate) const MAX_ADDRESSES: usize = 16;
 /// The length of the longest invitation, in bytes without the line break. A longer line is
 /// rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
@@ -132,7 +130,7 @@ pub(crate) enum InvitationError {
     #[error("cannot read standard input: {0}")]
     Io(#[from] io::Error),
     /// The first line of standard input is longer than [`MAX_INVITATION_BYTES`].
-    #[error("it is longer than {MAX_INVITATION_BYTES} bytes")]
+    #[error("the line is longer than {MAX_INVITATION_BYTES} bytes")]
     TooLong,
     /// The first line of standard input is not an invitation of this version of launch.
     #[error("expected a line that begins with `{INVITATION_PREFIX}`")]
@@ -165,17 +163,16 @@ fn read_random_bytes() -> io::Result<[u8; 32]> {
 pub(crate) struct Invitation {
     /// The key with which the agent proves that it belongs to the job.
     pub(crate) key: HandshakeKey,
-    /// Addresses on which the controller listens, in order of preference. At most
-    /// [`MAX_ADDRESSES`] of them reach the agent.
+    /// Addresses on which the controller listens, in order of preference, at most
+    /// [`MAX_ADDRESSES`].
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 impl Invitation {
-    /// Formats the invitation as a line of text that ends with a line break. The line contains only
-    /// the first [`MAX_ADDRESSES`] addresses.
+    /// Formats the invitation as a line of text that ends with a line break.
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
-        let addresses = self.addresses.iter().take(MAX_ADDRESSES).map(|a| format!(" {a}"));
+        let addresses = self.addresses.iter().map(|a| format!(" {a}"));
         format!("{INVITATION_PREFIX} {key}{}\n", addresses.collect::<String>())
     }
 

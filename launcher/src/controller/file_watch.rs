@@ -43,11 +43,11 @@ pub(crate) enum WatchedFileContent {
 pub(crate) enum FileReadError {
     #[error("the file does not exist")]
     Missing,
-    #[error("it is not a regular file")]
+    #[error("the path is not a regular file")]
     NotAFile,
-    #[error("it is larger than {limit} bytes")]
+    #[error("the file is larger than {limit} bytes")]
     TooLarge { limit: u64 },
-    #[error("it is not UTF-8 text")]
+    #[error("the file is not UTF-8 text")]
     NotUtf8,
     #[error("{0}")]
     Io(String),

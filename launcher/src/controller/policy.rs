@@ -148,91 +148,63 @@ mod tests {
         RestartDecision::Stop(Some(why))
     }
 
-    #[test]
-    fn restarts_follow_progress_and_budget() {
-        /// A description, the budget, whether the runtime is built in, and the decisions after each
-        /// end of an attempt.
-        type Case = (&'static str, u32, bool, Vec<(AttemptEnd, RestartDecision)>);
-        let same_step = NoRestartReason::NoProgress { step: Some(7) };
-        let cases: Vec<Case> = vec![
-            (
-                "not requested",
-                0,
-                true,
-                vec![(build_attempt_end(1, Some(1), false), RestartDecision::Stop(None))],
-            ),
-            (
-                "the budget is the job's",
-                2,
-                true,
-                vec![
-                    (build_attempt_end(1, Some(7), false), build_restart(1)),
-                    (build_attempt_end(1, Some(9), false), build_restart(1)),
-                    (
-                        build_attempt_end(1, Some(12), true),
-                        build_stop(NoRestartReason::BudgetUsed { budget: 2 }),
-                    ),
-                ],
-            ),
-            (
-                "an invalid job",
-                9,
-                true,
-                vec![(build_attempt_end(2, None, false), build_stop(NoRestartReason::JobInvalid))],
-            ),
-            (
-                "an unusable checkpoint",
-                9,
-                true,
-                vec![(build_attempt_end(4, None, false), build_stop(NoRestartReason::CheckpointUnusable))],
-            ),
-            (
-                "the same step twice",
-                9,
-                true,
-                vec![
-                    (build_attempt_end(1, Some(7), false), build_restart(1)),
-                    (build_attempt_end(1, Some(7), false), build_stop(same_step)),
-                ],
-            ),
-            (
-                "a new checkpoint is progress",
-                9,
-                true,
-                vec![
-                    (build_attempt_end(1, Some(7), false), build_restart(1)),
-                    (build_attempt_end(1, Some(7), true), build_restart(1)),
-                    (build_attempt_end(1, Some(7), false), build_restart(1)),
-                    (build_attempt_end(1, Some(7), false), build_stop(same_step)),
-                ],
-            ),
-            (
-                "before the first step twice",
-                9,
-                true,
-                vec![
-                    (build_attempt_end(3, None, false), build_restart(1)),
-                    (
-                        build_attempt_end(3, None, false),
-                        build_stop(NoRestartReason::NoProgress { step: None }),
-                    ),
-                ],
-            ),
-            (
-                "the steps of programs are unknown, and their pauses double",
-                9,
-                false,
-                [1, 2, 4, 8, 16, 32, 60, 60, 60]
-                    .map(|s| (build_attempt_end(1, None, false), build_restart(s)))
-                    .to_vec(),
-            ),
-        ];
-        for (what, budget, builtin, attempts) in cases {
-            let mut history = RestartHistory { budget, builtin, ..RestartHistory::default() };
-            for (i, (end, decision)) in attempts.into_iter().enumerate() {
-                assert_eq!(history.decide_restart(end, 0.5), decision, "{what}: attempt {i}");
-            }
+    /// Checks the decision after each end of an attempt, for a run with `budget` restarts.
+    #[track_caller]
+    fn assert_decisions(
+        description: &str,
+        budget: u32,
+        builtin: bool,
+        attempts: &[(AttemptEnd, RestartDecision)],
+    ) {
+        let mut history = RestartHistory { budget, builtin, ..RestartHistory::default() };
+        for (i, (end, decision)) in attempts.iter().enumerate() {
+            assert_eq!(history.decide_restart(*end, 0.5), *decision, "{description}: attempt {i}");
         }
+    }
+
+    #[test]
+    fn a_used_budget_and_permanent_errors_end_the_run() {
+        let not_requested = [(build_attempt_end(1, Some(1), false), RestartDecision::Stop(None))];
+        assert_decisions("not requested", 0, true, &not_requested);
+        let used = [
+            (build_attempt_end(1, Some(7), false), build_restart(1)),
+            (build_attempt_end(1, Some(9), false), build_restart(1)),
+            (build_attempt_end(1, Some(12), true), build_stop(NoRestartReason::BudgetUsed { budget: 2 })),
+        ];
+        assert_decisions("the budget is the job's", 2, true, &used);
+        let invalid = [(build_attempt_end(2, None, false), build_stop(NoRestartReason::JobInvalid))];
+        assert_decisions("an invalid job", 9, true, &invalid);
+        let unusable = [(build_attempt_end(4, None, false), build_stop(NoRestartReason::CheckpointUnusable))];
+        assert_decisions("an unusable checkpoint", 9, true, &unusable);
+    }
+
+    #[test]
+    fn attempts_without_progress_end_the_run() {
+        let no_progress = |step| build_stop(NoRestartReason::NoProgress { step });
+        let same_step = [
+            (build_attempt_end(1, Some(7), false), build_restart(1)),
+            (build_attempt_end(1, Some(7), false), no_progress(Some(7))),
+        ];
+        assert_decisions("the same step twice", 9, true, &same_step);
+        let saved = [
+            (build_attempt_end(1, Some(7), false), build_restart(1)),
+            (build_attempt_end(1, Some(7), true), build_restart(1)),
+            (build_attempt_end(1, Some(7), false), build_restart(1)),
+            (build_attempt_end(1, Some(7), false), no_progress(Some(7))),
+        ];
+        assert_decisions("a new checkpoint is progress", 9, true, &saved);
+        let before_the_first_step = [
+            (build_attempt_end(3, None, false), build_restart(1)),
+            (build_attempt_end(3, None, false), no_progress(None)),
+        ];
+        assert_decisions("before the first step twice", 9, true, &before_the_first_step);
+    }
+
+    #[test]
+    fn pauses_of_programs_double_because_their_steps_are_unknown() {
+        let pauses = [1, 2, 4, 8, 16, 32, 60, 60, 60];
+        let attempts = pauses.map(|s| (build_attempt_end(1, None, false), build_restart(s)));
+        assert_decisions("programs", 9, false, &attempts);
     }
 
     #[test]

@@ -36,7 +36,7 @@ impl RequeueableJob {
         let RequeueableJob { job, restarts, max_requeues: most } = *self;
         let objection = if restarts >= most {
             let times = format_count(u64::from(restarts), "time", "times");
-            Some(format!("it was requeued {times} already, and `slurm.requeues` is {most}"))
+            Some(format!("the job was requeued {times} already, and `slurm.requeues` is {most}"))
         } else if outcome.near_time_limit && !outcome.made_progress {
             Some(
                 "this run completed no step; request a longer time limit, or reduce the work of a step"
@@ -92,7 +92,7 @@ mod tests {
         assert_eq!(
             decide_requeue_after(0, ended(true, false, false)),
             Some(None),
-            "it would never get further"
+            "the job would never get further"
         );
         assert_eq!(decide_requeue_after(2, ended(true, false, true)), Some(None));
         assert_eq!(decide_requeue_after(2, ended(false, true, true)), Some(None));

@@ -328,7 +328,7 @@ pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
     Some(match reason {
         FailureReason::Oom { .. } => {
             "use a smaller batch or more hosts, or raise the memory limit of the control group; \
-             `dmesg | grep -i oom` shows what the kernel killed"
+             `dmesg | grep -i oom` shows the processes that the kernel killed"
         }
         FailureReason::Gpu(_) => {
             "look the Xid up in NVIDIA's list (`dmesg | grep Xid` shows all of them); \
@@ -382,7 +382,7 @@ fn find_signal_advice(name: &str) -> Option<&'static str> {
              truncated: check `df -h`"
         }
         "SIGILL" => "the program uses instructions that this CPU does not have: use a build for this machine",
-        "SIGABRT" => "an internal check of the program failed: its last output lines name it",
+        "SIGABRT" => "an internal check of the program failed; the last lines of its output name the check",
         _ => return None,
     })
 }

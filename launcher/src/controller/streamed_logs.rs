@@ -4,14 +4,14 @@
 //! The controller then stores the lines that were streamed to the console in `streamed-rank-N.log`.
 use contract::ids::Rank;
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::HashMap,
     fs::{File, OpenOptions},
     io::{self, Write},
     path::{Path, PathBuf},
 };
 
-/// The limit of ranks of one attempt whose output is stored, which bounds the number of open files.
-/// The output of further ranks is not stored.
+/// The largest number of files that stay open during an attempt. The file of each further rank is
+/// opened again for every line.
 const MAX_OPEN_FILES: usize = 256;
 
 /// The files in which the controller stores the console output of the ranks on other hosts.
@@ -31,8 +31,9 @@ pub(super) struct StreamedLogs {
 #[derive(Debug)]
 enum StreamedLogFile {
     Open {
-        /// The file to which output is appended.
-        file: File,
+        /// The file to which output is appended; `None` if the file is opened again for every
+        /// line.
+        file: Option<File>,
         /// The size of the file in bytes, compared with `run.logs.max_size`.
         size: u64,
     },
@@ -61,19 +62,15 @@ impl StreamedLogs {
         if !self.is_remote.get(rank as usize).copied().unwrap_or(false) {
             return None;
         }
-        let at_limit = self.files.len() >= MAX_OPEN_FILES;
-        let log = match self.files.entry(rank) {
-            Entry::Occupied(log) => log.into_mut(),
-            Entry::Vacant(_) if at_limit => return None,
-            Entry::Vacant(entry) => match open_streamed_log(&self.directory, rank) {
-                Ok(log) => entry.insert(log),
-                Err(error) => {
-                    entry.insert(StreamedLogFile::Closed);
-                    return Some(format_write_warning(rank, &error));
-                }
-            },
-        };
-        let StreamedLogFile::Open { file, size } = log else { return None };
+        if !self.files.contains_key(&rank) {
+            let opened = self.open_log(rank);
+            let warning = opened.as_ref().err().map(|error| format_write_warning(rank, error));
+            self.files.insert(rank, opened.unwrap_or(StreamedLogFile::Closed));
+            if warning.is_some() {
+                return warning;
+            }
+        }
+        let Some(StreamedLogFile::Open { file, size }) = self.files.get_mut(&rank) else { return None };
         *size += text.len() as u64 + 1;
         let full = *size > self.max_size;
         let line = match full {
@@ -83,25 +80,37 @@ impl StreamedLogs {
             ),
             false => format!("{text}\n"),
         };
-        let written = file.write_all(line.as_bytes());
+        let written = match file {
+            Some(file) => file.write_all(line.as_bytes()),
+            None => {
+                open_for_appending(&self.directory, rank).and_then(|mut file| file.write_all(line.as_bytes()))
+            }
+        };
         if full || written.is_err() {
-            *log = StreamedLogFile::Closed;
+            self.files.insert(rank, StreamedLogFile::Closed);
         }
         written.err().map(|error| format_write_warning(rank, &error))
     }
+
+    /// Opens the streamed log of a rank for appending. The file stays open if fewer than
+    /// [`MAX_OPEN_FILES`] are. If the complete log of the rank is in the directory, opens nothing
+    /// and returns [`StreamedLogFile::Closed`].
+    fn open_log(&self, rank: Rank) -> io::Result<StreamedLogFile> {
+        if self.directory.join(format!("rank-{rank}.log")).exists() {
+            return Ok(StreamedLogFile::Closed);
+        }
+        std::fs::create_dir_all(&self.directory)?;
+        let file = open_for_appending(&self.directory, rank)?;
+        let size = file.metadata()?.len();
+        let is_open = |log: &&StreamedLogFile| matches!(log, StreamedLogFile::Open { file: Some(_), .. });
+        let has_space = self.files.values().filter(is_open).count() < MAX_OPEN_FILES;
+        Ok(StreamedLogFile::Open { file: has_space.then_some(file), size })
+    }
 }
 
-/// Opens the streamed log of a rank for appending. If the complete log of the rank is in the
-/// directory, opens nothing and returns [`StreamedLogFile::Closed`].
-fn open_streamed_log(directory: &Path, rank: Rank) -> io::Result<StreamedLogFile> {
-    if directory.join(format!("rank-{rank}.log")).exists() {
-        return Ok(StreamedLogFile::Closed);
-    }
-    std::fs::create_dir_all(directory)?;
-    let path = directory.join(format!("streamed-rank-{rank}.log"));
-    let file = OpenOptions::new().append(true).create(true).open(path)?;
-    let size = file.metadata()?.len();
-    Ok(StreamedLogFile::Open { file, size })
+/// Opens the file for the streamed output of a rank. Creates the file if it does not exist.
+fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).open(directory.join(format!("streamed-rank-{rank}.log")))
 }
 
 /// Formats the warning that the output of a rank cannot be stored.
@@ -134,6 +143,23 @@ mod tests {
         logs_of_run.begin_attempt(vec![true, true]);
         assert_eq!((logs_of_run.append_line(1, "x"), logs_of_run.append_line(1, "y")), (None, None));
         insta::assert_snapshot!("streamed_log_at_its_largest_size", read());
+    }
+
+    #[test]
+    fn output_of_ranks_beyond_the_limit_of_open_files_is_stored() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut logs_of_run = StreamedLogs::new(dir.path().join("logs"), 1 << 20);
+        let ranks = MAX_OPEN_FILES + 2;
+        logs_of_run.begin_attempt(vec![true; ranks]);
+        for text in ["first", "second"] {
+            for rank in 0..ranks as Rank {
+                assert_eq!(logs_of_run.append_line(rank, text), None);
+            }
+        }
+        for rank in 0..ranks {
+            let text = std::fs::read_to_string(dir.path().join(format!("logs/streamed-rank-{rank}.log")));
+            assert_eq!(text.expect("text"), "first\nsecond\n", "rank {rank}");
+        }
     }
 
     #[test]

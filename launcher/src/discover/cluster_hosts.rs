@@ -86,7 +86,7 @@ fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>
     for (item, text) in texts.iter().enumerate() {
         let invalid = |code, message: String| {
             let diagnostic = Diagnostic::error(code, message).with_subject(format!("cluster.hosts[{item}]"));
-            vec![diagnostic.with_help("docs/job.md describes the notation under Hosts")]
+            vec![diagnostic.with_help("docs/job.md describes the notation of `cluster.hosts`")]
         };
         let parsed = parse_hosts(text).map_err(|error| invalid(error.code(), format!("`{text}` {error}")))?;
         if hosts.len() + parsed.len() > MAX_HOSTS {

@@ -7,7 +7,7 @@ use std::{fs, io, net::IpAddr, path::Path};
 /// The limit of CPU numbers: a CPU list with a number of this value or above is rejected.
 const MAX_CPUS: u32 = 65_536;
 /// The largest number of network addresses in an inventory. Further addresses are left out.
-const MAX_ADDRESSES: usize = 256;
+const MAX_INTERFACE_ADDRESSES: usize = 256;
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.
 pub fn discover_local() -> io::Result<Inventory> {
@@ -63,7 +63,7 @@ fn list_addresses() -> Vec<InterfaceAddress> {
         };
         Some(InterfaceAddress { interface: i.interface_name, address: ip })
     };
-    up.filter_map(address).take(MAX_ADDRESSES).collect()
+    up.filter_map(address).take(MAX_INTERFACE_ADDRESSES).collect()
 }
 
 /// Reads the file `path` below `root`. The error contains the path.

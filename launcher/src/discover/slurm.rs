@@ -11,7 +11,7 @@
 //! - A heterogeneous job also has all names with the suffix `_HET_GROUP_n`. Each group is a job,
 //!   and the names without the suffix describe the first group.
 use contract::hosts;
-use diagnostic::{Diagnostic, codes::host as codes};
+use diagnostic::{Diagnostic, codes::slurm as codes};
 use std::collections::BTreeSet;
 
 /// The largest number of nodes of an allocation.

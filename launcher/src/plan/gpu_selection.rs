@@ -133,7 +133,7 @@ impl GpuSelection {
             }
             count => match slots.iter().find(|slot| **slot as usize >= count) {
                 Some(absent) => {
-                    let reason = format!("but it has no GPU {absent} for the job (GPUs: {count})");
+                    let reason = format!("but the host has no GPU {absent} for the job (GPUs: {count})");
                     reject(codes::GPU_INDEX_UNKNOWN, reason, "slots count from 0")
                 }
                 None => {
@@ -259,12 +259,12 @@ fn find_numa_node(inventory: &Inventory, name: &str) -> Option<u32> {
     by_number.or_else(by_uuid)?.numa_node
 }
 
-/// Describes the GPUs of a host for an error message, as "it has GPUs 0 to 3".
+/// Describes the GPUs of a host for an error message, as "the host has GPUs 0 to 3".
 fn describe_gpus(inventory: &Inventory) -> String {
     match inventory.gpus.len() {
         0 => "no GPU was found".to_owned(),
-        1 => "it has GPU 0".to_owned(),
-        n => format!("it has GPUs 0 to {}", n - 1),
+        1 => "the host has GPU 0".to_owned(),
+        n => format!("the host has GPUs 0 to {}", n - 1),
     }
 }
 

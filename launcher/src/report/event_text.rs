@@ -1,5 +1,5 @@
 //! Formats events as one line of text for people.
-use super::format::{format_bytes, format_count, format_duration, format_hosts, format_number};
+use super::format::{format_binary_bytes, format_count, format_duration, format_hosts, format_number};
 use contract::event::{Event, FailureReport};
 
 /// Formats an event as one line of text. Omits the output lines and the help of a failure.
@@ -36,11 +36,11 @@ pub(crate) fn format_event(event: &Event) -> String {
         }
         Event::Sample { step, prompt, text } => format!("step {step}: prompt {prompt:?} continues {text:?}"),
         Event::Checkpoint { step, path, bytes, seconds } => {
-            let size = format_bytes(*bytes);
+            let size = format_binary_bytes(*bytes);
             format!("step {step}: saved checkpoint {} ({size} in {seconds:.1} s)", path.display())
         }
         Event::Gather { step, path, bytes } => {
-            format!("step {step}: saved full weights {} ({})", path.display(), format_bytes(*bytes))
+            format!("step {step}: saved full weights {} ({})", path.display(), format_binary_bytes(*bytes))
         }
         Event::Reload { step, .. } => format!("job file reloaded, effective from step {}", step + 1),
         Event::Notice { rank: None, message, .. } => message.clone(),

@@ -33,7 +33,7 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
 }
 
 /// Formats a size in bytes with a binary unit: `512 B`, `1.5 MiB`.
-pub(super) fn format_bytes(n: u64) -> String {
+pub(crate) fn format_binary_bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let step = (n.max(1).ilog2() / 10) as usize;
     match step {
@@ -158,6 +158,12 @@ pub(crate) fn replace_control_characters(text: &str) -> String {
     out
 }
 
+/// Replaces all control characters by U+FFFD, also line breaks, tabs and color sequences. So a text
+/// from a checkpoint or another host stays on one line and cannot control the terminal.
+pub(crate) fn replace_all_control_characters(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -185,10 +191,10 @@ mod tests {
         for (x, expected) in cases {
             assert_eq!(format_number(x), expected, "{x}");
         }
-        assert_eq!(format_bytes(0), "0 B");
-        assert_eq!(format_bytes(1023), "1023 B");
-        assert_eq!(format_bytes(1536), "1.5 KiB");
-        assert_eq!(format_bytes(u64::MAX), "16.0 EiB");
+        assert_eq!(format_binary_bytes(0), "0 B");
+        assert_eq!(format_binary_bytes(1023), "1023 B");
+        assert_eq!(format_binary_bytes(1536), "1.5 KiB");
+        assert_eq!(format_binary_bytes(u64::MAX), "16.0 EiB");
         assert_eq!((format_duration(0.04), format_duration(75.0)), ("0.0 s".into(), "1:15".into()));
         assert_eq!(
             (format_clock(7.4), format_clock(3723.0), format_clock(f64::NAN)),

@@ -34,9 +34,14 @@ impl ProcessIdentity {
         Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
+    /// Returns whether the process was started on a machine with the host name of this machine.
+    pub(crate) fn is_on_this_host(&self) -> bool {
+        self.host == read_host_name()
+    }
+
     /// Returns whether the process was started on this machine after the machine's last boot.
     pub(crate) fn is_on_this_boot(&self) -> bool {
-        self.host == read_host_name() && self.boot == read_boot_id()
+        self.is_on_this_host() && self.boot == read_boot_id()
     }
 
     /// Returns whether the process runs on this machine. A zombie counts as ended.
@@ -66,6 +71,13 @@ impl ProcessIdentity {
     #[cfg(test)]
     pub(crate) fn with_other_start(&self) -> ProcessIdentity {
         ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
+    }
+
+    /// Returns the identity of a process with the same pid and start time on this machine, but
+    /// before the machine's last boot.
+    #[cfg(test)]
+    pub(crate) fn with_other_boot(&self) -> ProcessIdentity {
+        ProcessIdentity { boot: "earlier".into(), ..self.clone() }
     }
 
     /// Returns the identity of a process with the same pid and start time on another machine.
@@ -124,6 +136,8 @@ mod tests {
     fn a_process_is_not_mistaken_for_one_that_had_its_pid() {
         let this = ProcessIdentity::current().expect("this process");
         assert!(this.is_alive() && !this.with_other_start().is_alive() && !this.with_other_host().is_alive());
+        let earlier = this.with_other_boot();
+        assert!(earlier.is_on_this_host() && !earlier.is_on_this_boot() && !earlier.is_alive());
         let handle = this.open_handle().expect("pidfd").expect("alive");
         assert!(!handle.wait_for_exit(Duration::from_millis(1)));
         assert!(this.with_other_start().open_handle().expect("pidfd").is_none());

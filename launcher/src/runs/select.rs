@@ -123,7 +123,7 @@ fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ProcessIdentity, RunRecord};
+    use super::super::{LossReason, ProcessIdentity, RunRecord};
     use super::*;
     use diagnostic::Code;
 
@@ -145,8 +145,9 @@ mod tests {
             step: None,
         };
         let (active, ended) = (RunState::Running, RunState::Ended(0, 1.0));
+        let lost = RunState::Lost(LossReason::HostRebooted);
         let none: [Run; 0] = [];
-        let past = [run("2026-3", "b", ended), run("2026-2", "a", RunState::Lost), run("2025-1", "a", ended)];
+        let past = [run("2026-3", "b", ended), run("2026-2", "a", lost), run("2025-1", "a", ended)];
         let one = [run("2026-3", "b", ended), run("2026-2", "a", active), run("2025-1", "a", ended)];
         let two = [run("2026-3", "a", active), run("2026-2", "a", active), run("2025-1", "c", ended)];
         let remote = [

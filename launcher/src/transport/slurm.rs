@@ -24,7 +24,7 @@ use crate::{
     discover::slurm::SlurmAllocation,
 };
 use contract::control::ExitStatus;
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::slurm};
 use std::{
     collections::HashSet,
     io,
@@ -33,6 +33,7 @@ use std::{
     sync::Arc,
 };
 use step::SlurmStep;
+use tokio::io::AsyncReadExt as _;
 
 /// The transport that starts agents on the nodes of the allocation in which this process runs.
 pub(crate) struct SlurmTransport {
@@ -90,7 +91,7 @@ impl SlurmTransport {
     /// The `stderr` of the first agent carries the output of the whole step; the others have none.
     fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
-            Diagnostic::error(host::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
+            Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)
         };
         let (listener, port) = listener::open_listener(nodes.names.len()).map_err(cannot_listen)?;
@@ -100,6 +101,7 @@ impl SlurmTransport {
             // A cluster of one machine may have no other address.
             ips.push(IpAddr::from([127, 0, 0, 1]));
         }
+        let (ips, omitted) = listener::select_addresses(ips);
         let invitation = Invitation {
             key: HandshakeKey::generate().map_err(cannot_listen)?,
             addresses: ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect(),
@@ -110,8 +112,13 @@ impl SlurmTransport {
         let pending: Vec<_> =
             nodes.names.iter().map(|name| pending_agent::create_pending_agent(name, &step)).collect();
         let (mut agents, mut slots) = (Vec::new(), Vec::new());
+        // Only the output of the first step begins with the warning.
+        let warning = match omitted.is_empty() || self.steps.len() > 1 {
+            true => String::new(),
+            false => listener::format_omitted_addresses(&omitted),
+        };
         // The output of the whole step belongs to the first agent.
-        let mut step_output = Some(output);
+        let mut step_output = Some(io::Cursor::new(warning).chain(output));
         for (agent, slot) in pending {
             let stderr: AgentOutput = match step_output.take() {
                 Some(output) => Box::new(output),
@@ -150,7 +157,7 @@ impl Transport for SlurmTransport {
             None => {
                 let job = self.allocation.job;
                 let message = format!("host {name} is not a node of the Slurm allocation {job}");
-                Err(Diagnostic::error(host::SLURM_NODE_NOT_ALLOCATED, message).with_subject(name))
+                Err(Diagnostic::error(slurm::SLURM_NODE_NOT_ALLOCATED, message).with_subject(name))
             }
         };
         hosts.iter().map(take_result).collect()
@@ -172,10 +179,10 @@ fn build_start_error(command: &str, error: &io::Error) -> Diagnostic {
     match error.kind() {
         io::ErrorKind::NotFound => {
             let message = format!("`{command}` is not in PATH");
-            Diagnostic::error(host::SLURM_COMMAND_MISSING, message)
+            Diagnostic::error(slurm::SLURM_COMMAND_MISSING, message)
                 .with_help("run launch on a node of a Slurm cluster, with Slurm's client in PATH")
         }
-        _ => Diagnostic::error(host::SLURM_COMMAND_FAILED, format!("cannot start `{command}`"))
+        _ => Diagnostic::error(slurm::SLURM_COMMAND_FAILED, format!("cannot start `{command}`"))
             .with_cause(error),
     }
     .with_subject(command)
@@ -185,7 +192,7 @@ fn build_start_error(command: &str, error: &io::Error) -> Diagnostic {
 fn build_command_error(command: &str, status: ProcessStatus, stderr: &[u8]) -> Diagnostic {
     let stderr = join_lines(stderr);
     let separator = if stderr.is_empty() { "" } else { ": " };
-    let code = srun::classify_output(&stderr).unwrap_or(host::SLURM_COMMAND_FAILED);
+    let code = srun::classify_output(&stderr).unwrap_or(slurm::SLURM_COMMAND_FAILED);
     Diagnostic::error(code, format!("`{command}` failed ({status}){separator}{stderr}"))
         .with_subject(command)
         .with_field("output", stderr)

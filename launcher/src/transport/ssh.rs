@@ -9,6 +9,7 @@ mod bootstrap;
 mod config;
 mod connect;
 mod connection_progress;
+mod copy_failure;
 mod known_hosts;
 mod relay;
 mod target;
@@ -18,7 +19,10 @@ pub(crate) use connection_progress::{ConnectionProgress, ConnectionStage};
 use super::{AgentHandle, AgentProcess, Transport};
 use bootstrap::{Executable, RemoteAgent};
 use contract::{control::ExitStatus, hosts::HostAddress, job::SshSpec};
-use diagnostic::{Code, Diagnostic, codes::host};
+use diagnostic::{
+    Code, Diagnostic,
+    codes::{host, ssh},
+};
 use std::{
     collections::HashMap,
     io,
@@ -81,12 +85,9 @@ impl SshTransport {
             Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
         })?;
         self.spawn_connection(host).map_err(|error| {
-            Diagnostic::error(
-                host::SSH_SESSION_LIMIT,
-                format!("cannot open an SSH connection to host {name}"),
-            )
-            .with_subject(name)
-            .with_cause(&error)
+            Diagnostic::error(ssh::SSH_SESSION_LIMIT, format!("cannot open an SSH connection to host {name}"))
+                .with_subject(name)
+                .with_cause(&error)
         })
     }
 
@@ -174,7 +175,7 @@ impl SshConnection {
         relay::relay_channel(&session, agent.channel, &self.control, Some(&self.stderr), agent.leftover)
             .map_err(|error| {
                 let message = format!("the SSH connection to host {} was lost", target.name);
-                build_ssh_error(&target, host::SSH_CONNECTION_LOST, message)
+                build_ssh_error(&target, ssh::SSH_CONNECTION_LOST, message)
                     .with_cause(&error)
                     .with_help("check that the host is up and reachable")
             })

@@ -92,6 +92,18 @@ pub enum Diagnosis {
         /// Number of further subdirectories that may be checkpoints.
         more: usize,
     },
+    /// The directory has many checkpoints, and the newest of them cannot be opened.
+    #[error(
+        "the newest {tried} of {total} checkpoints in the directory cannot be opened, and older ones were not tried; the newest: {error}"
+    )]
+    NewestUnreadable {
+        /// Number of checkpoints that were tried.
+        tried: usize,
+        /// Number of checkpoints in the directory.
+        total: usize,
+        /// The message of the newest checkpoint's error.
+        error: String,
+    },
     /// The directory lacks the files by which HF Trainer's and Accelerate's checkpoints are
     /// recognized.
     #[error("the directory is of neither HF Trainer nor Accelerate: no trainer_state.json, no RNG states")]
@@ -115,6 +127,7 @@ impl Diagnosis {
         use Diagnosis::*;
         match self {
             Empty => codes::CHECKPOINT_DIRECTORY_EMPTY,
+            NewestUnreadable { .. } => codes::CHECKPOINT_NEWEST_UNREADABLE,
             ManifestMissing => codes::CHECKPOINT_MANIFEST_MISSING,
             FsdpMetadataMissing | DcpMetadataMissing => codes::DCP_METADATA_MISSING,
             PeftAdapter => codes::CHECKPOINT_IS_ADAPTER,
@@ -151,6 +164,7 @@ impl Diagnosis {
             LatestTargetEmpty { .. } => "use another checkpoint".into(),
             MetaWeights => "convert the weights to the Hugging Face format first".into(),
             Subdirectories { .. } => "give the path of one checkpoint".into(),
+            NewestUnreadable { .. } => "give the path of an older checkpoint".into(),
             _ => return None,
         })
     }

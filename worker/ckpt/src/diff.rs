@@ -175,6 +175,11 @@ fn format_tensor_label(info: &TensorInfo) -> String {
     format!("{}/{}", info.role, info.name)
 }
 
+/// Formats an alias and its target as `role/alias = role/target`.
+fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
+    format!("{} = {}", format_tensor_label(alias), format_tensor_label(target))
+}
+
 /// A tensor of `a` and the corresponding tensor of `b`, with equal shapes.
 struct TensorPair {
     a: TensorInfo,
@@ -210,11 +215,7 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
             None => report.only_a.push(format_tensor_label(info)),
             Some((other, tied)) => {
                 if tied {
-                    report.tied.push(format!(
-                        "{} = {} in b",
-                        format_tensor_label(info),
-                        format_tensor_label(other)
-                    ));
+                    report.tied.push(format!("{} in b", format_alias(info, other)));
                     covered.insert(format_tensor_label(other));
                 }
                 pairs.extend(report.pair_if_comparable(info, other));
@@ -225,11 +226,7 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
         match index_a.find_tensor(info) {
             None => report.only_b.push(format_tensor_label(info)),
             Some((other, true)) => {
-                report.tied.push(format!(
-                    "{} = {} in a",
-                    format_tensor_label(info),
-                    format_tensor_label(other)
-                ));
+                report.tied.push(format!("{} in a", format_alias(info, other)));
                 covered.insert(format_tensor_label(other));
                 pairs.extend(report.pair_if_comparable(other, info));
             }

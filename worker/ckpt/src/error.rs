@@ -118,6 +118,14 @@ pub enum CkptError {
         /// Bytes that the file system has free for this user.
         free: u64,
     },
+    /// A directory has more files than a scan checks.
+    #[error("directory {} has more than {limit} files to check", .path.display())]
+    TooManyFiles {
+        /// The scanned directory.
+        path: PathBuf,
+        /// The largest number of files that a scan checks.
+        limit: usize,
+    },
     /// Another process holds the exclusive lock of the directory in which checkpoints are saved.
     #[error("another process is writing checkpoints to {}", .path.display())]
     DirectoryBusy {
@@ -248,6 +256,7 @@ impl CkptError {
             | RangeOutsideTensor { .. }
             | Unsupported { .. } => true,
             InsufficientSpace { .. }
+            | TooManyFiles { .. }
             | DirectoryBusy { .. }
             | InvalidSave(_)
             | InvalidOption { .. }

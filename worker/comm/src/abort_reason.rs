@@ -3,7 +3,7 @@
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
 //! Both carry the bytes of [`AbortReason::encode`]: kind (u8), rank (u32), observer (u32),
 //! milliseconds (u64), all little-endian, then text in UTF-8.
-use crate::error::format_seconds;
+use crate::message_text::format_seconds;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::time::Duration;
 

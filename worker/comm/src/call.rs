@@ -1,6 +1,9 @@
 //! [`CollectiveCall`]: the description of one call of a collective. Ranks compare their
 //! descriptions to detect calls that do not match.
-use crate::error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};
+use crate::{
+    call_error::{ArgumentError, CallMismatch, CallSummary, TransferUnit},
+    collective_kind::CollectiveKind,
+};
 use std::{fmt, ops::Range};
 
 type Result<T> = std::result::Result<T, ArgumentError>;
@@ -10,65 +13,6 @@ type Result<T> = std::result::Result<T, ArgumentError>;
 pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
     pub(crate) world: usize,
-}
-
-/// Identifies a collective of [`Comm`](crate::Comm). Ranks exchange the variant's number to detect
-/// calls that do not match.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CollectiveKind {
-    /// A call of [`Comm::all_gather`](crate::Comm::all_gather).
-    AllGather = 1,
-    /// A call of [`Comm::reduce_scatter_ordered`](crate::Comm::reduce_scatter_ordered).
-    ReduceScatterOrdered,
-    /// A call of [`Comm::reduce_scatter`](crate::Comm::reduce_scatter).
-    ReduceScatter,
-    /// A call of [`Comm::all_reduce`](crate::Comm::all_reduce).
-    AllReduce,
-    /// A call of [`Comm::broadcast`](crate::Comm::broadcast).
-    Broadcast,
-    /// A call of [`Comm::all_to_all`](crate::Comm::all_to_all).
-    AllToAll,
-    /// A call of [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes).
-    AllGatherBytes,
-    /// A call of [`Comm::barrier`](crate::Comm::barrier).
-    Barrier,
-    /// A call of [`Comm::shared_window`](crate::Comm::shared_window).
-    SharedWindow,
-}
-
-impl CollectiveKind {
-    const ALL: [CollectiveKind; 9] = [
-        CollectiveKind::AllGather,
-        CollectiveKind::ReduceScatterOrdered,
-        CollectiveKind::ReduceScatter,
-        CollectiveKind::AllReduce,
-        CollectiveKind::Broadcast,
-        CollectiveKind::AllToAll,
-        CollectiveKind::AllGatherBytes,
-        CollectiveKind::Barrier,
-        CollectiveKind::SharedWindow,
-    ];
-
-    /// Returns the name of this collective's method in [`Comm`](crate::Comm), such as `all_gather`.
-    pub fn name(self) -> &'static str {
-        match self {
-            CollectiveKind::AllGather => "all_gather",
-            CollectiveKind::ReduceScatterOrdered => "reduce_scatter_ordered",
-            CollectiveKind::ReduceScatter => "reduce_scatter",
-            CollectiveKind::AllReduce => "all_reduce",
-            CollectiveKind::Broadcast => "broadcast",
-            CollectiveKind::AllToAll => "all_to_all",
-            CollectiveKind::AllGatherBytes => "all_gather_bytes",
-            CollectiveKind::Barrier => "barrier",
-            CollectiveKind::SharedWindow => "shared_window",
-        }
-    }
-}
-
-impl fmt::Display for CollectiveKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// The length and the element size of a buffer, for collectives that accept any element type.
@@ -99,6 +43,14 @@ pub(crate) struct CollectiveCall {
     elements: u64,
     /// Hash of the other arguments that must be equal on all ranks: counts, root and element size.
     digest: u64,
+}
+
+/// Writes the collective and the call number: `barrier (call 12)`. All transports name a call in
+/// this form.
+impl fmt::Display for CollectiveCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (call {})", self.kind, self.number)
+    }
 }
 
 impl CollectiveCall {

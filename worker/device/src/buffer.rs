@@ -38,6 +38,10 @@ pub(crate) trait MemoryOwner: Send + Sync {
     fn release(&self, address: u64, bytes: usize);
 }
 
+impl MemoryOwner for huge_pages::BufferMapping {
+    fn release(&self, _: u64, _: usize) {}
+}
+
 /// An owned buffer, on the host (aligned to [`BUFFER_ALIGNMENT`]) or in GPU memory.
 pub struct Buf {
     ptr: NonNull<u8>,
@@ -68,10 +72,10 @@ impl Buf {
         }
         let layout = Self::allocation_layout(len, dtype);
         if layout.size() >= huge_pages::HUGE_PAGE_BYTES {
-            let Some((owner, ptr)) = huge_pages::map_zeroed(layout.size()) else {
+            let Some((mapping, ptr)) = huge_pages::map_zeroed(layout.size()) else {
                 alloc::handle_alloc_error(layout)
             };
-            return Buf { ptr, len, dtype, on_host: true, owner: Some(owner) };
+            return Buf { ptr, len, dtype, on_host: true, owner: Some(Arc::new(mapping)) };
         }
         // SAFETY: the layout's size is not zero.
         let raw = unsafe { alloc::alloc_zeroed(layout) };

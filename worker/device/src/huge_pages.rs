@@ -3,29 +3,24 @@
 //! Matmuls of weight gradients are 5 to 8 % slower with small pages (docs/benchmarks/cpu.md).
 //! Huge pages are only requested for the part of a buffer that fills them completely, so a buffer
 //! takes no more memory than its bytes.
-use crate::buffer::MemoryOwner;
 use memmap2::{Advice, MmapMut};
-use std::{ptr::NonNull, sync::Arc};
+use std::ptr::NonNull;
 
 /// Size of a huge page in bytes. Buffers of at least this size get a separate mapping.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// The anonymous memory mapping of one host buffer. Dropping it unmaps the buffer's memory.
-struct BufferMapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
-
-impl MemoryOwner for BufferMapping {
-    fn release(&self, _: u64, _: usize) {}
-}
+pub(crate) struct BufferMapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
 
 /// Maps `bytes` zero bytes of host memory, aligned to a huge page. Returns the mapping and the
 /// address of the memory, or `None` if the system is out of memory.
-pub(crate) fn map_zeroed(bytes: usize) -> Option<(Arc<dyn MemoryOwner>, NonNull<u8>)> {
+pub(crate) fn map_zeroed(bytes: usize) -> Option<(BufferMapping, NonNull<u8>)> {
     let mut map = MmapMut::map_anon(bytes.checked_add(HUGE_PAGE_BYTES)?).ok()?;
     let skip = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
     // A kernel without huge pages rejects the advice, which is harmless.
     let _ = map.advise_range(Advice::HugePage, skip, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
     let ptr = NonNull::new(map.get_mut(skip..skip + bytes)?.as_mut_ptr())?;
-    Some((Arc::new(BufferMapping(map)), ptr))
+    Some((BufferMapping(map), ptr))
 }
 
 #[cfg(test)]

@@ -496,6 +496,12 @@ pub(crate) fn check_fp8_shapes(c: usize, a: &Fp8Operand, b: &Fp8Operand, [m, n, 
     );
     assert!((a.format, b.format) != (Fp8Format::E5M2, Fp8Format::E5M2), "fp8_matmul: both operands are E5M2");
     for (name, len, expected) in [("c", c, m * n), ("a", a.x.len(), m * k), ("b", b.x.len(), k * n)] {
-        assert!(len == expected, "fp8_matmul: {name} has {len} elements, but the shape needs {expected}");
+        expect_len("fp8_matmul", name, len, expected);
     }
+}
+
+/// Panics unless the argument `name` of the op `op` has the length that the shape requires.
+#[track_caller]
+pub(crate) fn expect_len(op: &str, name: &str, len: usize, expected: usize) {
+    assert!(len == expected, "{op}: {name} has {len} elements, but the shape needs {expected}");
 }

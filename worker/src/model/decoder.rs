@@ -8,6 +8,8 @@ mod layer_adapters;
 mod layer_layout;
 mod mlp;
 mod moe_block;
+mod norms;
+mod projection;
 
 use super::dropout_module::DropoutModule;
 use super::error::{ModelError, Result};
@@ -23,7 +25,7 @@ use crate::params::{ParamInit, ParamSpec, ParamUnit};
 use contract::job::ExpertsSpec;
 pub(super) use decoder_config::{ATTENTION_DROPOUT, DecoderConfig, build_decoder_hf_config};
 use device::{
-    Buf, Ops, View, ViewMut,
+    Ops, View, ViewMut,
     ops::{ClassifierGrads, WriteMode},
 };
 use layer_layout::{DecoderLayerSpans, build_layer_unit};
@@ -115,19 +117,6 @@ impl DecoderModel {
     /// Returns the width of the concatenated outputs of the attention heads.
     fn attention_width(&self) -> usize {
         self.config.heads * self.config.head_dim
-    }
-
-    /// Returns the factors by which a norm multiplies the normalized elements. If the family's
-    /// norms add one to their weight, writes 1 + `weight` to `buffer` in f32 and returns it.
-    /// Otherwise returns `weight`, and `buffer` does not change.
-    fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
-        if !self.config.norms_add_one {
-            return weight;
-        }
-        let n = weight.len();
-        ops.cast(buffer.view_mut().slice(0..n), weight);
-        ops.add_scalar(buffer.view_mut().slice(0..n), 1.0);
-        buffer.view().slice(0..n)
     }
 
     /// Returns the head's matrix, `[vocab, hidden]`, and the weight of the final norm. The matrix

@@ -183,6 +183,50 @@ impl ModelError {
             ModelError::LoraTargetUnknown { .. } => codes::LORA_TARGET_UNKNOWN,
         }
     }
+    /// Returns the help texts of the error's diagnostic.
+    fn build_help(&self) -> Vec<String> {
+        match self {
+            ModelError::DropoutRateInvalid { .. } => {
+                vec!["`train.model.dropout` sets all dropout rates".into()]
+            }
+            ModelError::ValueUnsupported { key, supported, .. } if supported.is_empty() => {
+                vec![format!("only models without `{key}` are supported")]
+            }
+            ModelError::ValueUnsupported { supported, .. } => {
+                vec![format!("supported: {}", supported.join(", "))]
+            }
+            ModelError::KeysContradict { key, other } => {
+                vec![format!("remove either `{key}` or `{other}` from config.json")]
+            }
+            ModelError::KeysUnknown { .. } => {
+                vec![
+                    "remove a key from config.json only if it does not change the model's computation".into(),
+                ]
+            }
+            ModelError::ArchitectureUnsupported { supported, .. }
+            | ModelError::FamilyUnknown { supported, .. } => {
+                vec![format!("supported: {}", supported.join(", "))]
+            }
+            ModelError::KeyWithoutEffect { key, .. } => vec![format!("remove `train.model.{key}`")],
+            ModelError::NoMoeLayers => {
+                vec!["a Qwen 3 model without experts has architecture Qwen3ForCausalLM".into()]
+            }
+            ModelError::Fp8MoeUnsupported | ModelError::Fp8SizeUnsupported { .. } => {
+                vec!["use `train.precision: bf16`".into()]
+            }
+            ModelError::LoraTargetUnknown { supported, has_experts, .. } => {
+                let names = format!("matrices that can have adapters: {}", supported.join(", "));
+                let experts = has_experts.then(|| "experts and routers cannot have adapters".into());
+                std::iter::once(names).chain(experts).collect()
+            }
+            ModelError::ConfigUnreadable { .. }
+            | ModelError::ConfigTooLarge { .. }
+            | ModelError::ConfigMalformed { .. }
+            | ModelError::KeyMissing { .. }
+            | ModelError::ValueInvalid { .. }
+            | ModelError::ModelTypeMismatch { .. } => Vec::new(),
+        }
+    }
 }
 
 impl From<ModelError> for Diagnostic {
@@ -191,6 +235,7 @@ impl From<ModelError> for Diagnostic {
         if let Some(source) = error.source() {
             diagnostic = diagnostic.with_cause(source);
         }
+        diagnostic = error.build_help().into_iter().fold(diagnostic, Diagnostic::with_help);
         match error {
             ModelError::ConfigUnreadable { path, .. } | ModelError::ConfigMalformed { path, .. } => {
                 diagnostic.with_field("path", path.display().to_string())
@@ -206,64 +251,39 @@ impl From<ModelError> for Diagnostic {
             ModelError::DropoutRateInvalid { key, value } => diagnostic
                 .with_field("config_key", key)
                 .with_field("value", value)
-                .with_field("expected", "a number from 0 to below 1")
-                .with_help("`train.model.dropout` sets all dropout rates"),
-            ModelError::ValueUnsupported { key, value, supported } => {
-                let help = match supported.is_empty() {
-                    true => format!("only models without `{key}` are supported"),
-                    false => format!("supported: {}", supported.join(", ")),
-                };
-                diagnostic
-                    .with_field("config_key", key)
-                    .with_field("value", value)
-                    .with_field("supported", supported)
-                    .with_help(help)
-            }
-            ModelError::KeysContradict { key, other } => diagnostic
+                .with_field("expected", "a number from 0 to below 1"),
+            ModelError::ValueUnsupported { key, value, supported } => diagnostic
                 .with_field("config_key", key)
-                .with_field("other_config_key", other)
-                .with_help(format!("remove either `{key}` or `{other}` from config.json")),
+                .with_field("value", value)
+                .with_field("supported", supported),
+            ModelError::KeysContradict { key, other } => {
+                diagnostic.with_field("config_key", key).with_field("other_config_key", other)
+            }
             ModelError::KeysUnknown { entries } => {
                 let keys: Vec<String> = entries.into_iter().map(|(key, _)| key).collect();
-                diagnostic.with_field("config_keys", keys).with_help(
-                    "remove a key from config.json only if it does not change the model's computation",
-                )
+                diagnostic.with_field("config_keys", keys)
             }
-            ModelError::ArchitectureUnsupported { architectures, supported } => diagnostic
-                .with_field("architectures", architectures)
-                .with_help(format!("supported: {}", supported.join(", ")))
-                .with_field("supported", supported),
+            ModelError::ArchitectureUnsupported { architectures, supported } => {
+                diagnostic.with_field("architectures", architectures).with_field("supported", supported)
+            }
             ModelError::ModelTypeMismatch { model_type, architecture, expected } => diagnostic
                 .with_field("model_type", model_type)
                 .with_field("architecture", architecture)
                 .with_field("expected", expected),
-            ModelError::FamilyUnknown { family, supported } => diagnostic
-                .with_field("family", family)
-                .with_help(format!("supported: {}", supported.join(", ")))
-                .with_field("supported", supported),
-            ModelError::KeyWithoutEffect { key, family } => diagnostic
-                .with_field("key", format!("train.model.{key}"))
-                .with_field("family", family)
-                .with_help(format!("remove `train.model.{key}`")),
-            ModelError::NoMoeLayers => {
-                diagnostic.with_help("a Qwen 3 model without experts has architecture Qwen3ForCausalLM")
+            ModelError::FamilyUnknown { family, supported } => {
+                diagnostic.with_field("family", family).with_field("supported", supported)
             }
-            ModelError::Fp8MoeUnsupported => diagnostic.with_help("use `train.precision: bf16`"),
+            ModelError::KeyWithoutEffect { key, family } => {
+                diagnostic.with_field("key", format!("train.model.{key}")).with_field("family", family)
+            }
             ModelError::Fp8SizeUnsupported { dimension, size, multiple } => diagnostic
                 .with_field("dimension", dimension)
                 .with_field("size", size)
-                .with_field("multiple", multiple)
-                .with_help("use `train.precision: bf16`"),
-            ModelError::LoraTargetUnknown { target, supported, has_experts } => {
-                let diagnostic = diagnostic
-                    .with_field("target", target)
-                    .with_help(format!("matrices that can have adapters: {}", supported.join(", ")))
-                    .with_field("supported", supported);
-                match has_experts {
-                    true => diagnostic.with_help("experts and routers cannot have adapters"),
-                    false => diagnostic,
-                }
+                .with_field("multiple", multiple),
+            ModelError::LoraTargetUnknown { target, supported, has_experts: _ } => {
+                diagnostic.with_field("target", target).with_field("supported", supported)
             }
+            ModelError::NoMoeLayers | ModelError::Fp8MoeUnsupported => diagnostic,
         }
     }
 }

@@ -1,8 +1,8 @@
 //! [`StateVector`]: optimizer states in device memory, in host memory, or in a mapped file.
 //!
-//! A mapped file is unlinked as soon as it is created. So no file remains however a run ends, and
-//! no other process can truncate the file. The disk space is reserved on creation, so a full disk
-//! is found before the first step.
+//! A mapped file is unlinked directly after its creation. So no file remains however a run ends,
+//! and no other process can truncate the file. The disk space is reserved on creation, so a full
+//! disk is found before the first step.
 use contract::job::OffloadTarget;
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};

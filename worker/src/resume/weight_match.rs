@@ -172,8 +172,12 @@ impl TensorMismatches {
         }
         let stored_family = source.hf_config().and_then(read_model_type).filter(|stored| *stored != family);
         if let Some(stored) = stored_family {
-            parts
-                .insert(0, format!("its config.json names the family {stored}, the job's model is {family}"));
+            parts.insert(
+                0,
+                format!(
+                    "config.json of the checkpoint names the family {stored}, but the job's model is {family}"
+                ),
+            );
         }
         let message = format!(
             "the weights of {} ({}) do not fit the job's model; {}",

@@ -51,6 +51,55 @@ pub struct UnitShard {
     grads: Mutex<MicroBatchSums>,
 }
 
+impl UnitShard {
+    /// Allocates this rank's shard of `unit`, filled with zeros. Collective: every rank must call
+    /// it with the same unit.
+    fn new(
+        unit: ParamUnit,
+        policy: ShardingPolicy,
+        weights: ParamDtypes,
+        queue: &CollectiveQueue,
+        ops: &dyn Ops,
+    ) -> Result<Self> {
+        let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world(), weights.compute);
+        let parameters = |dtype, len| with_alloc_label("the parameters", || ops.zeroed(dtype, len));
+        let part = Partition::new(&unit, world);
+        let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
+            true => {
+                let counts = part.shard_lengths().to_vec();
+                queue.run_and_wait(move |comm| comm.shared_window(dtype, &counts))?
+            }
+            false => None,
+        };
+        let (shared, whole) = shared.map_or((None, None), |window| (Some(window.owned), Some(window.view)));
+        let whole = whole.filter(|_| unit.owners.contains(rank));
+        let owned = part.range(rank).len();
+        let owner_len = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
+        let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
+        let computed = || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
+        let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
+        let (params, compute_copy) = match weights.has_masters() {
+            false => (computed(), None),
+            true if casts_on_gather(policy, weights, ops.is_host()) => (masters(), None),
+            true => (masters(), Some(RwLock::new(computed()))),
+        };
+        let params = RwLock::new(params);
+        let trained: Vec<usize> =
+            (0..world).map(|r| unit.compute_trained_range(part.range(r)).len()).collect();
+        let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
+        let grads = Mutex::new(policy.new_gradient_sums(summed));
+        Ok(UnitShard {
+            unit,
+            partition: part,
+            trained_counts: trained,
+            params,
+            compute_copy,
+            shared_view: whole,
+            grads,
+        })
+    }
+}
+
 /// The element types of parameters for computation and for updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
@@ -151,45 +200,7 @@ impl ZeroEngine {
     ) -> Result<Self> {
         let (rank, world) = (queue.comm().rank(), queue.comm().world());
         let dtype = weights.compute;
-        let parameters = |dtype, len| with_alloc_label("the parameters", || ops.zeroed(dtype, len));
-        let shards = units.into_iter().map(|unit| {
-            let part = Partition::new(&unit, world);
-            let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
-                true => {
-                    let counts = part.shard_lengths().to_vec();
-                    queue.run_and_wait(move |comm| comm.shared_window(dtype, &counts))?
-                }
-                false => None,
-            };
-            let (shared, whole) =
-                shared.map_or((None, None), |window| (Some(window.owned), Some(window.view)));
-            let whole = whole.filter(|_| unit.owners.contains(rank));
-            let owned = part.range(rank).len();
-            let owner_len = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
-            let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
-            let computed =
-                || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
-            let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
-            let (params, compute_copy) = match weights.has_masters() {
-                false => (computed(), None),
-                true if casts_on_gather(policy, weights, ops.is_host()) => (masters(), None),
-                true => (masters(), Some(RwLock::new(computed()))),
-            };
-            let params = RwLock::new(params);
-            let trained: Vec<usize> =
-                (0..world).map(|r| unit.compute_trained_range(part.range(r)).len()).collect();
-            let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
-            let grads = Mutex::new(policy.new_gradient_sums(summed));
-            Ok(UnitShard {
-                unit,
-                partition: part,
-                trained_counts: trained,
-                params,
-                compute_copy,
-                shared_view: whole,
-                grads,
-            })
-        });
+        let shards = units.into_iter().map(|unit| UnitShard::new(unit, policy, weights, &queue, &*ops));
         let shards = Arc::new(shards.collect::<Result<Vec<_>>>()?);
         let cast_buffer = Arc::new(Mutex::new(ops.zeroed(dtype, 0)));
         Ok(ZeroEngine {

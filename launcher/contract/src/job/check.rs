@@ -3,7 +3,7 @@
 //! A setting that cannot be honoured is an error. A setting without effect is an error if it would
 //! mislead the user about the result or the safety of the run. Other settings without effect are
 //! warnings.
-use super::train::GPT2;
+use super::model::GPT2;
 use super::{
     AttentionKernels, CommBackend, DeviceSelection, EvalSpec, ExpertPlacement, ExpertsSpec, JobSpec,
     ModelSpec, OffloadTarget, OptimizerName, OptimizerSpec, Precision, ResumeFrom, ScheduleName,

@@ -236,7 +236,7 @@ pub static KEYS: &[KeyInfo] = &[
     new_computed_key("train.schedule.min_lr", "number of 0 or more", "a tenth of `optimizer.lr`"),
     new_computed_key("train.schedule.decay_steps", "integer of 1 or more", "a fifth of `steps` with `wsd`"),
     new_key("train.clip_norm", "`off` or number above 0", "1.0").with_aliases(&["gradient_clipping"]),
-    new_key("train.steps", "integer of 1 or more", "200"),
+    new_key("train.steps", "integer of 1 or more, or 0 with `model.from`", "200"),
     new_key("train.seed", "integer of 0 or more", "1234"),
     new_key("train.recompute", "`none` or `block`", "none"),
     new_key("train.deterministic", "`true` or `false`", "true"),

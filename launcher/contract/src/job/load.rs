@@ -10,11 +10,14 @@ use super::{
 use diagnostic::{Code, Diagnostic, Location, codes::job as codes};
 use std::{
     io::Read as _,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
 /// The largest size of a job file, in bytes.
 pub const MAX_JOB: u64 = 1 << 20;
+/// The name by which messages refer to a job without a job file.
+const COMMAND_LINE: &str = "the command line";
 
 /// The file or text that a job is loaded from.
 #[derive(Clone, Debug)]
@@ -28,6 +31,34 @@ pub enum JobSource {
         /// The content of the job in YAML.
         text: String,
     },
+    /// A text that was made from command-line arguments. Messages show the arguments in place of
+    /// the text.
+    CommandLine {
+        /// The content of the job in YAML.
+        text: String,
+        /// The arguments from which parts of the text were made.
+        arguments: Vec<JobArgument>,
+    },
+}
+
+impl JobSource {
+    /// Returns the name by which messages refer to the job: the file name, or `the command line`.
+    pub fn name(&self) -> String {
+        match self {
+            JobSource::File(path) => path.display().to_string(),
+            JobSource::Text { name, .. } => name.clone(),
+            JobSource::CommandLine { .. } => COMMAND_LINE.to_owned(),
+        }
+    }
+}
+
+/// A command-line argument from which a part of a job was made.
+#[derive(Clone, Debug)]
+pub struct JobArgument {
+    /// The bytes of the job's text that were made from the argument.
+    pub range: Range<usize>,
+    /// The argument as messages show it, such as `--workers 4`.
+    pub argument: String,
 }
 
 /// Loads a job, and applies the `--set` arguments in `overrides` in order.
@@ -39,32 +70,37 @@ pub fn load_job(
     source: JobSource,
     overrides: &[String],
 ) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
-    let (name, text) = match source {
+    let name = source.name();
+    let (text, arguments) = match source {
         JobSource::File(path) => {
-            let name = path.display().to_string();
             let bytes = read_limited_file(&path, &name, "job file").map_err(|error| vec![error])?;
-            let text = decode_utf8(&name, bytes).map_err(|error| vec![error])?;
-            (name, text)
+            (decode_utf8(&name, bytes).map_err(|error| vec![error])?, None)
         }
-        JobSource::Text { name, text } => (name, text),
+        JobSource::Text { text, .. } => (text, None),
+        JobSource::CommandLine { text, arguments } => (text, Some(arguments)),
     };
     if text.len() as u64 > MAX_JOB {
         return Err(vec![too_large_error(&name, "job file", text.len() as u64)]);
     }
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    load_job_text(&name, text, overrides)
+    let sources = match arguments {
+        Some(arguments) => SourceMap::from_command_line(&name, text, arguments),
+        None => SourceMap::new(&name, text),
+    };
+    load_job_text(sources, &name, text, overrides)
 }
 
-/// Loads a job from `text`. Returns what [`load_job`] returns. The caller must already have checked
-/// that the text has at most [`MAX_JOB`] bytes, and removed a byte order mark.
+/// Loads a job from `text`, the first text of `sources`. Returns what [`load_job`] returns. The
+/// caller must already have checked that the text has at most [`MAX_JOB`] bytes, and removed a byte
+/// order mark.
 fn load_job_text(
+    mut sources: SourceMap,
     name: &str,
     text: &str,
     overrides: &[String],
 ) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     const SHORTEST_JOB: &str =
         "the shortest job is `run: {command: [./program]}`; docs/job.md lists the keys";
-    let mut sources = SourceMap::new(name, text);
     let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic(sources)];
     check_characters(text).map_err(|error| fail(&sources, error))?;
     let mut root = match parse_yaml(text, SourceMap::JOB, 0) {

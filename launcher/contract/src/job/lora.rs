@@ -2,9 +2,10 @@
 use super::{
     decode::{JobDecoder, JobSection},
     param_groups::share_reader,
-    readers::{ReadResult, int32_reader, list_reader, out_of_range_error, read_boolean, read_text},
+    readers::{
+        ReadResult, int32_reader, list_reader, out_of_range_error, read_boolean, read_positive, read_text,
+    },
     sections::read_path,
-    train::read_positive,
     yaml::{YamlNode, YamlValue},
 };
 use serde::{Deserialize, Serialize};

@@ -2,8 +2,7 @@
 use super::{
     decode::{JobDecoder, JobSection},
     param_groups::{self, ParamGroupSpec, read_betas, share_reader},
-    readers::{choice_reader, int_reader, list_reader, number_reader, read_text},
-    train::read_positive,
+    readers::{choice_reader, int_reader, list_reader, number_reader, read_positive, read_text},
 };
 use serde::{Deserialize, Serialize};
 

@@ -1,10 +1,9 @@
 //! Readers of `train.optimizer.groups`, and of patterns of parameter names.
 use super::{
     readers::{
-        ReadResult, find_nearest_name, list_reader, number_reader, out_of_range_error, read_text,
-        wrong_type_error,
+        ReadResult, find_nearest_name, list_reader, number_reader, out_of_range_error, read_positive,
+        read_text, wrong_type_error,
     },
-    train::read_positive,
     value_error::ValueError,
     yaml::{YamlNode, YamlValue},
 };

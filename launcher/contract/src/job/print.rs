@@ -1,6 +1,6 @@
 //! Prints a [`JobSpec`] as a job.yaml with every key, for `--dry-run`. A job that is loaded from
 //! this text equals the printed job.
-use super::train::GPT2;
+use super::model::GPT2;
 use super::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DataSource, DataSpec, DeviceSelection, EnvSource,
     EvalSpec, ExpertPlacement, ExpertsSpec, HostSelection, InterfaceSelector, JobSpec, KnownHosts, LoraSpec,

@@ -94,6 +94,11 @@ pub(crate) fn number_reader(
     }
 }
 
+/// Reads a number that is positive and finite as f32, because kernels compute with f32.
+pub(super) fn read_positive(node: &YamlNode) -> ReadResult<f64> {
+    number_reader("a number above 0", |x| x as f32 > 0.0 && (x as f32).is_finite())(node)
+}
+
 /// Reads `true` or `false`. For another spelling, such as `yes` or `0`, the error suggests the
 /// right one.
 pub(crate) fn read_boolean(node: &YamlNode) -> ReadResult<bool> {

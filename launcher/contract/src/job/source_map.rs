@@ -1,5 +1,8 @@
 //! [`SourceMap`]: the texts that a job is read from, and the position of every key in these texts.
-use super::yaml::{YamlNode, YamlValue};
+use super::{
+    load::JobArgument,
+    yaml::{YamlNode, YamlValue},
+};
 use diagnostic::{Diagnostic, Location};
 use std::collections::BTreeMap;
 
@@ -12,10 +15,12 @@ pub(crate) struct SourceSpan {
     pub(crate) end: u32,
 }
 
-/// A text that contains keys of the job: the job file, or a `--set` argument.
+/// A text that contains keys of the job: the job file, a text made from command-line arguments, or
+/// a `--set` argument.
 #[derive(Clone, Debug)]
 enum SourceText {
     File { name: String, text: String },
+    CommandLine { name: String, text: String, arguments: Vec<JobArgument> },
     Override { text: String },
 }
 
@@ -44,6 +49,13 @@ impl SourceMap {
     pub(crate) fn new(name: &str, text: &str) -> Self {
         let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
+    }
+
+    /// Creates a map without keys for a job that was made from command-line arguments. `name` is
+    /// the name of the command line in messages.
+    pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
+        let text = SourceText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
+        SourceMap { texts: vec![text], keys: BTreeMap::new() }
     }
 
     /// Adds the text of a `--set` argument to the map. Returns the index of the text.
@@ -121,13 +133,13 @@ impl SourceMap {
     /// Returns the name of the job file, which messages show.
     pub fn file(&self) -> &str {
         match &self.texts[0] {
-            SourceText::File { name, .. } => name,
+            SourceText::File { name, .. } | SourceText::CommandLine { name, .. } => name,
             SourceText::Override { .. } => "--set",
         }
     }
 
     /// Returns the location of a span. If the span has several lines, the location covers the first
-    /// line.
+    /// line. In a text made from command-line arguments, the location is the argument.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
             return Location::File { file: self.file().to_owned() };
@@ -136,6 +148,13 @@ impl SourceMap {
             SourceText::File { name, text } => {
                 let (line, column, width, line_text) = compute_position(text, span);
                 Location::Line { file: name.clone(), line, column, width, text: line_text }
+            }
+            SourceText::CommandLine { name, arguments, .. } => {
+                let start = span.start as usize;
+                match arguments.iter().find(|argument| argument.range.contains(&start)) {
+                    Some(JobArgument { argument, .. }) => Location::Argument { text: argument.clone() },
+                    None => Location::File { file: name.clone() },
+                }
             }
             SourceText::Override { text } => {
                 let (_, column, width, line_text) = compute_position(text, span);
@@ -147,7 +166,11 @@ impl SourceMap {
     /// Returns the text of a span, or an empty text if the span is not valid.
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
-            Some(SourceText::File { text, .. } | SourceText::Override { text }) => text,
+            Some(
+                SourceText::File { text, .. }
+                | SourceText::CommandLine { text, .. }
+                | SourceText::Override { text },
+            ) => text,
             None => return "",
         };
         text.get(span.start as usize..span.end as usize).unwrap_or("")

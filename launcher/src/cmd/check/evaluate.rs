@@ -2,7 +2,7 @@
 //! `launch check`.
 use super::{CheckLevel, CheckReport, CheckResult, HostReport, codes, gpus, probe::ProbeResult};
 use crate::{
-    cmd::plan::format_binary_bytes, discover::cluster_hosts::ClusterHost, transport::ssh::ConnectionStage,
+    discover::cluster_hosts::ClusterHost, report::format_binary_bytes, transport::ssh::ConnectionStage,
 };
 use contract::{JobSpec, probe::HostInspection};
 use diagnostic::codes::training;
@@ -296,8 +296,15 @@ fn check_shared_directories(job: &JobSpec, probes: &[ProbeResult]) -> Vec<CheckR
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        CheckLevel::{Fail, Skipped, Warn},
+        *,
+    };
     use contract::probe::{DirectoryInspection, GpuStatus};
+    use diagnostic::{
+        Diagnostic,
+        codes::{host, ssh},
+    };
 
     /// Returns the inspection of a host for which all checks pass.
     fn make_inspection() -> HostInspection {
@@ -350,111 +357,93 @@ mod tests {
         assert_eq!(evaluate_changed_host(|_| ()), []);
     }
 
+    /// Applies `change` to the inspection of the second of two healthy hosts and evaluates both.
+    /// Returns the name and level of each check of the second host that did not pass.
+    fn evaluate_changed_inspection(
+        change: impl FnOnce(&mut HostInspection),
+    ) -> Vec<(&'static str, CheckLevel)> {
+        evaluate_changed_host(|probe| change(probe.inspection.as_mut().expect("an inspection")))
+    }
+
+    /// Evaluates a host with these GPUs next to a healthy host. Returns the name and level of each
+    /// check of the host with GPUs that did not pass.
+    fn evaluate_gpus(gpus: Vec<GpuStatus>) -> Vec<(&'static str, CheckLevel)> {
+        evaluate_changed_inspection(|host| host.gpus.gpus = gpus)
+    }
+
+    /// Returns the error of a directory that is not writable.
+    fn make_error() -> Diagnostic {
+        Diagnostic::error(host::DIRECTORY_UNWRITABLE, "read-only")
+    }
+
+    #[test]
+    fn each_problem_of_a_connection_fails_or_warns_in_its_check() {
+        let skewed = |a: &mut ProbeResult| a.clock_skew_s = Some((-3.0, 0.1));
+        assert_eq!(evaluate_changed_host(skewed), [("clock", Warn)]);
+        let unreachable_peer = |a: &mut ProbeResult| {
+            a.peers = vec![("x".into(), Err(make_error())), ("y".into(), Ok(1.0))];
+        };
+        assert_eq!(evaluate_changed_host(unreachable_peer), [("ports", Fail)]);
+        let printing_shell = |a: &mut ProbeResult| a.shell_output = "hello".into();
+        assert_eq!(evaluate_changed_host(printing_shell), [("login shell", Warn)]);
+        let rejected_login = |a: &mut ProbeResult| {
+            (a.inspection, a.stage) = (None, ConnectionStage::Authentication);
+            a.error = Some(Diagnostic::error(ssh::SSH_LOGIN_FAILED, "no"));
+        };
+        assert_eq!(
+            evaluate_changed_host(rejected_login),
+            [("authentication", Fail), ("exec", Skipped), ("agent", Skipped)]
+        );
+    }
+
     #[test]
     fn each_problem_of_a_host_fails_or_warns_in_its_check() {
-        fn failure() -> diagnostic::Diagnostic {
-            diagnostic::Diagnostic::error(diagnostic::codes::host::DIRECTORY_UNWRITABLE, "read-only")
-        }
-        use CheckLevel::{Fail, Skipped, Warn};
-        type Change = fn(&mut ProbeResult);
-        let cases: Vec<(Change, Vec<(&str, CheckLevel)>)> = vec![
-            (|a| a.clock_skew_s = Some((-3.0, 0.1)), vec![("clock", Warn)]),
-            (|a| a.peers = vec![("x".into(), Err(failure())), ("y".into(), Ok(1.0))], vec![("ports", Fail)]),
-            (|a| a.shell_output = "hello".into(), vec![("login shell", Warn)]),
+        type Change = fn(&mut HostInspection);
+        let cases: [(Change, &[(&str, CheckLevel)]); 7] = [
+            (|host| host.shm_size_and_free = Some((64 << 20, 1)), &[("/dev/shm", Warn)]),
+            (|host| host.executable = "other".into(), &[("version", Fail)]),
+            (|host| host.arch = "aarch64".into(), &[("architecture", Fail)]),
             (
-                |a| a.inspection.as_mut().expect("an inspection").shm_size_and_free = Some((64 << 20, 1)),
-                vec![("/dev/shm", Warn)],
-            ),
-            (
-                |a| a.inspection.as_mut().expect("an inspection").executable = "other".into(),
-                vec![("version", Fail)],
-            ),
-            (
-                |a| a.inspection.as_mut().expect("an inspection").arch = "aarch64".into(),
-                vec![("architecture", Fail)],
-            ),
-            (
-                |a| {
-                    let inspection = a.inspection.as_mut().expect("an inspection");
-                    inspection
-                        .limits
-                        .extend([("nofile".to_owned(), Some(1024)), ("nproc".to_owned(), Some(64))]);
+                |host| {
+                    let low = [("nofile".to_owned(), Some(1024)), ("nproc".to_owned(), Some(64))];
+                    host.limits.extend(low);
                 },
-                vec![("open files", Warn), ("processes", Warn)],
+                &[("open files", Warn), ("processes", Warn)],
             ),
             (
-                |a| {
-                    let writable = |dir: &str| (dir.into(), Err(failure()));
-                    a.inspection.as_mut().expect("an inspection").writable =
-                        vec![writable("/root"), writable("/cache")];
+                |host| {
+                    let writable = |dir: &str| (dir.into(), Err(make_error()));
+                    host.writable = vec![writable("/root"), writable("/cache")];
                 },
-                vec![("home", Warn), ("cache", Warn)],
+                &[("home", Warn), ("cache", Warn)],
             ),
-            (
-                |a| a.inspection.as_mut().expect("an inspection").dirs[0].path = "/tmp".into(),
-                vec![("logs", Fail)],
-            ),
-            (
-                |a| a.inspection.as_mut().expect("an inspection").dirs[1].writable = Err(failure()),
-                vec![("logs", Fail)],
-            ),
-            (
-                |a| {
-                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![GpuStatus {
-                        memory: 9,
-                        memory_free: 3,
-                        processes: vec![(7, 6)],
-                        ..GpuStatus::default()
-                    }];
-                },
-                vec![("gpus", Warn), ("gpu memory", Warn)],
-            ),
-            (
-                |a| {
-                    let gpu = GpuStatus {
-                        uncorrected_ecc_errors: Some(2),
-                        remapped_rows: (true, true),
-                        throttle_reasons: vec!["too hot".into()],
-                        exclusive_compute: true,
-                        mig_enabled: true,
-                        ..GpuStatus::default()
-                    };
-                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![gpu];
-                },
-                [vec![("gpus", Warn)], vec![("gpu health", Warn); 6]].concat(),
-            ),
-            (
-                |a| {
-                    let without_access = |other| GpuStatus {
-                        no_peer_access: vec![(other, "far".into())],
-                        ..GpuStatus::default()
-                    };
-                    a.inspection.as_mut().expect("an inspection").gpus.gpus =
-                        vec![without_access(1), without_access(0)];
-                },
-                vec![("gpus", Warn), ("gpu links", Warn)],
-            ),
-            (
-                |a| {
-                    let linked = |nvlinks| GpuStatus { nvlinks, ..GpuStatus::default() };
-                    a.inspection.as_mut().expect("an inspection").gpus.gpus = vec![linked(18), linked(17)];
-                },
-                vec![("gpus", Warn), ("gpu links", Warn)],
-            ),
-            (
-                |a| {
-                    (a.inspection, a.stage) = (None, ConnectionStage::Authentication);
-                    a.error =
-                        Some(diagnostic::Diagnostic::error(diagnostic::codes::host::SSH_LOGIN_FAILED, "no"));
-                },
-                vec![("authentication", Fail), ("exec", Skipped), ("agent", Skipped)],
-            ),
+            (|host| host.dirs[0].path = "/tmp".into(), &[("workdir", Fail)]),
+            (|host| host.dirs[1].writable = Err(make_error()), &[("logs", Fail)]),
         ];
-        for (index, (change, mut expected)) in cases.into_iter().enumerate() {
-            if expected == [("logs", Fail)] && index == 8 {
-                expected = vec![("workdir", Fail)];
-            }
-            assert_eq!(evaluate_changed_host(change), expected, "case {index}");
+        for (index, (change, expected)) in cases.into_iter().enumerate() {
+            assert_eq!(evaluate_changed_inspection(change), expected, "case {index}");
         }
+    }
+
+    #[test]
+    fn each_problem_of_gpus_warns_in_its_check() {
+        let used = GpuStatus { memory: 9, memory_free: 3, processes: vec![(7, 6)], ..GpuStatus::default() };
+        assert_eq!(evaluate_gpus(vec![used]), [("gpus", Warn), ("gpu memory", Warn)]);
+        let unhealthy = GpuStatus {
+            uncorrected_ecc_errors: Some(2),
+            remapped_rows: (true, true),
+            throttle_reasons: vec!["too hot".into()],
+            exclusive_compute: true,
+            mig_enabled: true,
+            ..GpuStatus::default()
+        };
+        let expected = [vec![("gpus", Warn)], vec![("gpu health", Warn); 6]].concat();
+        assert_eq!(evaluate_gpus(vec![unhealthy]), expected);
+        let without_access =
+            |other| GpuStatus { no_peer_access: vec![(other, "far".into())], ..GpuStatus::default() };
+        let expected = [("gpus", Warn), ("gpu links", Warn)];
+        assert_eq!(evaluate_gpus(vec![without_access(1), without_access(0)]), expected);
+        let linked = |nvlinks| GpuStatus { nvlinks, ..GpuStatus::default() };
+        assert_eq!(evaluate_gpus(vec![linked(18), linked(17)]), expected);
     }
 }

@@ -1,6 +1,6 @@
 //! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
 use super::{CheckResult, codes};
-use crate::cmd::plan::format_binary_bytes;
+use crate::report::format_binary_bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
 use diagnostic::Diagnostic;
 

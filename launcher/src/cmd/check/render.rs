@@ -1,6 +1,9 @@
 //! Formats the report of `launch check` as text and JSON.
 use super::{CheckLevel, CheckReport, CheckResult, HostReport};
-use crate::cmd::plan::{format_binary_bytes, format_table};
+use crate::{
+    cmd::plan::format_table,
+    report::{format_binary_bytes, replace_all_control_characters},
+};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -29,14 +32,14 @@ pub(super) fn render_text(report: &CheckReport) -> String {
         }
         for (host, check) in selected {
             let host = host.filter(|_| !check.names_host).map_or(String::new(), |h| format!("{h}: "));
-            _ = writeln!(text, "  {}: {host}{}", check.name, replace_control_chars(&check.found));
+            _ = writeln!(text, "  {}: {host}{}", check.name, replace_all_control_characters(&check.found));
             if let Some(help) = &check.help {
-                _ = writeln!(text, "    help: {}", replace_control_chars(help));
+                _ = writeln!(text, "    help: {}", replace_all_control_characters(help));
             }
         }
     }
     for check in report.checks.iter().filter(|c| c.level == CheckLevel::Ok) {
-        _ = writeln!(text, "\n{}: {}", check.name, replace_control_chars(&check.found));
+        _ = writeln!(text, "\n{}: {}", check.name, replace_all_control_characters(&check.found));
     }
     let count = |level| checks.iter().filter(|(_, c)| c.level == level).count();
     let plural = |n: usize, noun: &str| format!("{n} {noun}{}", if n == 1 { "" } else { "s" });
@@ -79,7 +82,7 @@ fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
             [one] => one.to_owned(),
             [first, .., last] => format!("{first} … {last}"),
         };
-        rows.push(vec![name.to_owned(), counts.join(", "), replace_control_chars(&found)]);
+        rows.push(vec![name.to_owned(), counts.join(", "), replace_all_control_characters(&found)]);
     }
     rows
 }
@@ -124,12 +127,6 @@ fn format_host_row(host: &HostReport) -> Vec<String> {
     row
 }
 
-/// Replaces control characters in text from a host by U+FFFD, so that the text cannot control the
-/// terminal.
-fn replace_control_chars(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
-}
-
 /// Returns the report of `launch check` as the JSON object that `--json` prints.
 pub(super) fn render_json(report: &CheckReport) -> Value {
     let host = |h: &HostReport| {
@@ -164,7 +161,7 @@ fn check_to_json(check: &CheckResult) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use diagnostic::codes::host;
+    use diagnostic::codes::ssh;
 
     #[test]
     fn every_check_is_in_the_table() {
@@ -176,7 +173,7 @@ mod tests {
         };
         let good = || vec![CheckResult::ok("dns", ""), CheckResult::ok("driver", "550")];
         let failed =
-            CheckResult::failed("dns", host::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
+            CheckResult::failed("dns", ssh::SSH_NAME_UNRESOLVED, "cannot resolve the name", "correct it");
         let bad = vec![failed, CheckResult::skipped("driver")];
         let hosts = vec![report("n1", good()), report("n2", good()), report("n3", bad)];
         let report = CheckReport { name: "job".to_owned(), hosts, checks: Vec::new() };

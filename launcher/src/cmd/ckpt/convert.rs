@@ -1,11 +1,10 @@
 //! `launch ckpt convert`: writes a checkpoint in another format, or for another ZeRO stage or world
 //! size.
 use super::{
-    DtypeOption, ProgressLine,
-    describe::{format_bytes, replace_control_chars},
-    format_count, log_line, open_checkpoint, parse_size, print_result, run_gather,
+    DtypeOption, ProgressLine, describe::format_bytes, format_count, log_line, open_checkpoint, parse_size,
+    print_result, run_gather,
 };
-use crate::cli::OptionValueError;
+use crate::{cli::OptionValueError, report::replace_all_control_characters};
 use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
 use clap::{Args, ValueEnum};
 use contract::exit;
@@ -25,10 +24,10 @@ pub(super) struct ConvertArgs {
     /// Format to write
     #[arg(long, value_enum)]
     to: TargetFormat,
-    /// ZeRO stage to write [default: that of the source]
+    /// ZeRO stage to write; not with `--to safetensors` [default: that of the source]
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
-    /// World size to write for [default: that of the source]
+    /// World size to write for; not with `--to safetensors` [default: that of the source]
     #[arg(
         long,
         value_name = "N",
@@ -36,18 +35,19 @@ pub(super) struct ConvertArgs {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     world_size: Option<u32>,
-    /// `sub_group_size` of the configuration that will load a ZeRO-3 checkpoint [default:
-    /// 1000000000]
+    /// `sub_group_size` of the DeepSpeed configuration that will load a ZeRO-3 checkpoint; only
+    /// with `--to deepspeed` [default: 1000000000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     sub_group_size: Option<u64>,
     /// Element type of the model's copies of the weights [default: that of the source]
     #[arg(long, value_enum)]
     dtype: Option<DtypeOption>,
-    /// Assign parameters whose names match PATTERN to optimizer group N, from 0, where the
-    /// checkpoint does not record groups; parameters without a match are in group 0 (repeatable)
+    /// Assign the parameters whose names match PATTERN to optimizer group N, counted from 0, if the
+    /// checkpoint records no group for them; parameters without a match are in group 0 (repeatable)
     #[arg(long = "group", value_name = "PATTERN=N", value_parser = parse_group_rule)]
     groups: Vec<GroupRule>,
-    /// Memory limit, 64MiB or more
+    /// Memory limit, not counting the metadata of the result: 64MiB or more, or 256MB or more with
+    /// `--to safetensors`
     #[arg(long, value_name = "SIZE", default_value = "512MB", value_parser = parse_memory_limit)]
     memory: u64,
     /// Replace a directory that an earlier conversion created
@@ -137,12 +137,12 @@ fn assign_groups(
             let message = format!("the pattern `{pattern}` matches no parameter without a group");
             return reject(
                 message,
-                &format!("such parameters are for example {}", replace_control_chars(&examples)),
+                &format!("such parameters are for example {}", replace_all_control_characters(&examples)),
             );
         }
         for name in matches {
             if let Some(other) = assigned.insert(name.clone(), rule) {
-                let (other, name) = (other.pattern.glob(), replace_control_chars(name));
+                let (other, name) = (other.pattern.glob(), replace_all_control_characters(name));
                 let message = format!("the patterns `{other}` and `{pattern}` both match {name}");
                 let help = "use patterns that do not overlap, or one with alternatives: \
                             '{*norm*,*.bias}=1'";
@@ -222,7 +222,7 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
     progress.clear();
     let report = result?;
     for notice in &report.notices {
-        log_line(format_args!("note: {}", replace_control_chars(&notice.to_string())));
+        log_line(format_args!("note: {}", replace_all_control_characters(&notice.to_string())));
     }
     if json {
         print_result(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;

@@ -1,5 +1,6 @@
 //! Formats the properties and tensors of a checkpoint as text and JSON for `launch ckpt inspect`.
 use super::format_count;
+use crate::report::replace_all_control_characters;
 use ckpt::{
     Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
     rng_files::rank_files::{self, StreamDigest},
@@ -43,7 +44,10 @@ fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
         checkpoint.shard_sizes().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
     let lines: Vec<String> = absent
         .filter_map(|(i, ((name, _), _))| {
-            Some(format!("{name} on host {}", replace_control_chars(&checkpoint.shard_host(i)?.to_string())))
+            Some(format!(
+                "{name} on host {}",
+                replace_all_control_characters(&checkpoint.shard_host(i)?.to_string())
+            ))
         })
         .collect();
     (!lines.is_empty()).then(|| lines.join(", "))
@@ -157,7 +161,9 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     let rows = match read_rng_streams(checkpoint) {
         Ok(rows) if rows.is_empty() => return String::new(),
         Ok(rows) => rows,
-        Err(error) => return format!("\nRNG states: {}\n", replace_control_chars(&error.to_string())),
+        Err(error) => {
+            return format!("\nRNG states: {}\n", replace_all_control_characters(&error.to_string()));
+        }
     };
     let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
     table.extend(rows.iter().map(|s| {
@@ -165,7 +171,7 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
             s.rank.to_string(),
             s.kind.to_string(),
             s.digest.chars().take(16).collect(),
-            replace_control_chars(&s.file),
+            replace_all_control_characters(&s.file),
         ]
     }));
     format!("\n{}", align_columns(&table))
@@ -240,8 +246,10 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
 /// Formats the properties in `lines`, one per line, and appends the tables of optimizer groups and
 /// tensors.
 fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
-    let mut text: String =
-        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", replace_control_chars(value))).collect();
+    let mut text: String = lines
+        .iter()
+        .map(|(key, value)| format!("{key:<10}  {}\n", replace_all_control_characters(value)))
+        .collect();
     for table in [format_group_table(groups), format_tensor_table(tensors)] {
         if !table.is_empty() {
             text.push('\n');
@@ -268,12 +276,12 @@ fn format_group_table(groups: &Value) -> String {
     columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(s)) => replace_control_chars(s),
+        Some(Value::String(s)) => replace_all_control_characters(s),
         Some(Value::Array(items)) if items.len() > 2 => items.len().to_string(),
-        Some(other) => replace_control_chars(&other.to_string()),
+        Some(other) => replace_all_control_characters(&other.to_string()),
     };
     let head = std::iter::once("GROUP".to_owned())
-        .chain(columns.iter().map(|c| replace_control_chars(&c.to_uppercase())));
+        .chain(columns.iter().map(|c| replace_all_control_characters(&c.to_uppercase())));
     let mut rows: Vec<Vec<String>> = vec![head.collect()];
     rows.extend(groups.iter().enumerate().map(|(i, g)| {
         std::iter::once(i.to_string()).chain(columns.iter().map(|c| cell(g.get(*c)))).collect()
@@ -301,16 +309,10 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
             t.role.to_string(),
             t.dtype.to_string(),
             replace_empty(shape(t), "scalar"),
-            replace_control_chars(&t.name),
+            replace_all_control_characters(&t.name),
         ]
     }));
     align_columns(&rows)
-}
-
-/// Replaces control characters in text from a checkpoint by U+FFFD, so that the text cannot control
-/// the terminal.
-pub(super) fn replace_control_chars(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// Formats a size with a decimal unit: 1234567 as `1.23 MB`.

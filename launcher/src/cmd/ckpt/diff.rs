@@ -1,5 +1,6 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
-use super::{ProgressLine, describe::replace_control_chars, log_line, open_checkpoint, print_result};
+use super::{ProgressLine, log_line, open_checkpoint, print_result};
+use crate::report::replace_all_control_characters;
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
 use contract::exit;
 use serde_json::Value;
@@ -46,19 +47,24 @@ fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
 fn format_diff_report(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
-        lines.extend(names.iter().map(|name| format!("{what}  {}", replace_control_chars(name))));
+        lines.extend(names.iter().map(|name| format!("{what}  {}", replace_all_control_characters(name))));
     };
     list("only in a   ", &report.only_a);
     list("only in b   ", &report.only_b);
     list("tied        ", &report.tied);
     list("not compared", &report.not_compared);
     for s in &report.shapes {
-        lines.push(format!("other shape   {}  a {:?}, b {:?}", replace_control_chars(&s.tensor), s.a, s.b));
+        lines.push(format!(
+            "other shape   {}  a {:?}, b {:?}",
+            replace_all_control_characters(&s.tensor),
+            s.a,
+            s.b
+        ));
     }
     for d in &report.other_bytes {
         lines.push(format!(
             "differs       {}  {} of {} elements ({}), first {}",
-            replace_control_chars(&d.tensor),
+            replace_all_control_characters(&d.tensor),
             d.differing,
             d.shape.iter().product::<u64>(),
             d.dtype,
@@ -89,7 +95,7 @@ fn format_tensor_diff(d: &FloatTensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
         "differs       {}  {} of {} elements, first {} ({:e} / {:e})",
-        replace_control_chars(&d.tensor),
+        replace_all_control_characters(&d.tensor),
         v.differing,
         v.elements,
         format_index(v.first.element, &d.shape),

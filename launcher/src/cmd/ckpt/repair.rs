@@ -1,6 +1,7 @@
 //! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
 //! parts, and reports the remaining damage as lost.
-use super::{describe::replace_control_chars, log_line, print_result};
+use super::{log_line, print_result};
+use crate::report::replace_all_control_characters;
 use ckpt::RepairOptions;
 use clap::Args;
 use contract::exit;
@@ -32,8 +33,11 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
         report
             .rebuilt
             .iter()
-            .for_each(|line| log_line(format_args!("rebuilt: {}", replace_control_chars(line))));
-        report.lost.iter().for_each(|line| log_line(format_args!("lost: {}", replace_control_chars(line))));
+            .for_each(|line| log_line(format_args!("rebuilt: {}", replace_all_control_characters(line))));
+        report
+            .lost
+            .iter()
+            .for_each(|line| log_line(format_args!("lost: {}", replace_all_control_characters(line))));
         match (report.sound, report.rebuilt.is_empty()) {
             (true, true) => log_line(format_args!("nothing to repair")),
             (true, false) => {}
@@ -45,7 +49,10 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
             }
         }
         if let Some(newest) = &report.newest {
-            log_line(format_args!("the newest complete checkpoint is {}", replace_control_chars(newest)));
+            log_line(format_args!(
+                "the newest complete checkpoint is {}",
+                replace_all_control_characters(newest)
+            ));
         }
         if let Some(kept) = &report.kept {
             log_line(format_args!(

@@ -22,18 +22,14 @@ const RESUME_PLACEHOLDER: &str = "{resume}";
 /// Finds and prepares the directory that a program resumes from.
 ///
 /// Adds the path to the environment of each planned worker, replaces `{resume}` in each worker's
-/// command, and adds remarks to the warnings of the plan. Leaves plans of built-in training
+/// command, and adds notes to the warnings of the plan. Leaves plans of built-in training
 /// unchanged.
 pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnostic::Result<()> {
     if job.run.command.is_none() {
         return Ok(());
     }
-    let (path, remarks) = prepare_resume_directory(job, plan.world)?;
-    plan.warnings.extend(
-        remarks.into_iter().map(|message| {
-            Diagnostic::note(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from")
-        }),
-    );
+    let (path, notes) = prepare_resume_directory(job, plan.world)?;
+    plan.warnings.extend(notes);
     let text = match &path {
         Some(path) => path.to_str().ok_or_else(|| path_not_utf8_error(path))?,
         None => "",
@@ -53,18 +49,27 @@ pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnost
 /// workers.
 ///
 /// Returns the absolute path, or `None` if the program starts without a checkpoint. Also returns
-/// remarks for the user.
-fn prepare_resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Option<PathBuf>, Vec<String>)> {
+/// notes for the user. A note about the changes of the checkpoint has the fields `path`, the
+/// prepared directory, and `reused`, whether an earlier start made the directory.
+fn prepare_resume_directory(
+    job: &JobSpec,
+    world: u32,
+) -> diagnostic::Result<(Option<PathBuf>, Vec<Diagnostic>)> {
     let workdir = &job.run.workdir;
-    let (found, mut remarks) = match &job.resume.from {
+    let build_note =
+        |message: String| Diagnostic::note(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from");
+    let (found, skipped) = match &job.resume.from {
         ResumeFrom::Never => return Ok((None, Vec::new())),
         ResumeFrom::Auto => prepare::find_newest_complete(&workdir.join(&job.checkpoint.dir))?,
         ResumeFrom::Path(path) => (Some(workdir.join(path)), Vec::new()),
     };
+    let mut notes: Vec<Diagnostic> = skipped.into_iter().map(build_note).collect();
     let Some(dir) = found else {
         let checkpoints = job.checkpoint.dir.display();
-        remarks.push(format!("{checkpoints} has no checkpoint yet; the program starts from the beginning"));
-        return Ok((None, remarks));
+        notes.push(build_note(format!(
+            "{checkpoints} has no checkpoint yet; the program starts from the beginning"
+        )));
+        return Ok((None, notes));
     };
     let policy = match job.resume.rng {
         RngPolicy::Reconcile => ReconcilePolicy::Reconcile,
@@ -73,9 +78,12 @@ fn prepare_resume_directory(job: &JobSpec, world: u32) -> diagnostic::Result<(Op
     };
     let prepared = prepare::prepare_resume(&dir, &ReconcileOptions::new(world, policy))
         .map_err(|error| Diagnostic::from(error).with_field("key", "resume.from"))?;
-    remarks.extend(prepared.lines);
-    remarks.push(format!("the program resumes from {}", prepared.path.display()));
-    Ok((Some(prepared.path), remarks))
+    let path = prepared.path.display().to_string();
+    notes.extend(prepared.lines.into_iter().map(|line| {
+        build_note(line).with_field("path", path.as_str()).with_field("reused", prepared.is_reused)
+    }));
+    notes.push(build_note(format!("the program resumes from {path}")));
+    Ok((Some(prepared.path), notes))
 }
 
 /// Returns the error of a checkpoint path that cannot be passed to a program because the path is

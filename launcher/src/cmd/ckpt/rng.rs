@@ -1,5 +1,6 @@
 //! `launch ckpt rng`: reconciles the RNG streams in a program's checkpoint for another world size.
-use super::{describe::replace_control_chars, log_line, print_result};
+use super::{log_line, print_result};
+use crate::report::replace_all_control_characters;
 use ckpt::rng_files::{
     prepare::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, StreamScope},
@@ -88,7 +89,10 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     if json {
         print_result(&format!("{}\n", json!({ "path": prepared.path, "decision": prepared.decision })))?;
     } else {
-        prepared.lines.iter().for_each(|line| log_line(format_args!("{}", replace_control_chars(line))));
+        prepared
+            .lines
+            .iter()
+            .for_each(|line| log_line(format_args!("{}", replace_all_control_characters(line))));
         print_result(&format!("{}\n", prepared.path.display()))?;
     }
     Ok(exit::DONE)

@@ -1,6 +1,7 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers the
 //! checkpoint if requested.
-use super::{describe::replace_control_chars, log_line, print_result};
+use super::{log_line, print_result};
+use crate::report::replace_all_control_characters;
 use ckpt::{CheckpointWatch, CkptError, DirectoryReport, DirectoryStatus, GatherOptions, VerifyOptions};
 use clap::Args;
 use contract::exit;
@@ -130,7 +131,7 @@ fn report_new_checkpoints(
             false => print_result(&format!("{}\n", format_event_line(&event)))?,
         }
         for note in event["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-            log_line(format_args!("{}", replace_control_chars(note)));
+            log_line(format_args!("{}", replace_all_control_characters(note)));
         }
     }
     Ok(())
@@ -201,7 +202,7 @@ fn gather_weights(path: &Path, out: &Path) -> Result<(), CkptError> {
 
 /// Formats the event of a processed checkpoint as a line of text: state, path and results.
 fn format_event_line(event: &Value) -> String {
-    let text = |key: &str| event[key].as_str().map(replace_control_chars).unwrap_or_default();
+    let text = |key: &str| event[key].as_str().map(replace_all_control_characters).unwrap_or_default();
     let mut line = format!("{:10} {}", text("state"), text("path"));
     if let Some(step) = event["step"].as_u64() {
         line += &format!("  step {step}");
@@ -210,7 +211,7 @@ fn format_event_line(event: &Value) -> String {
         line += "  sound";
     }
     for problem in event["problems"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-        line += &format!("; {}", replace_control_chars(problem));
+        line += &format!("; {}", replace_all_control_characters(problem));
     }
     if !event["why"].is_null() {
         line += &format!("  {}", text("why"));

@@ -75,7 +75,7 @@ impl ControllerDriver {
             .map_err(combine_plan_errors)?;
         plan.warnings.clear();
         (self.prepare_resume)(&self.job, &mut plan)?;
-        let new = plan.warnings.iter().filter(|w| !self.plan.warnings.contains(w)).cloned();
+        let new = plan.warnings.iter().filter(|w| !is_reported(w, &self.plan.warnings)).cloned();
         for warning in new.collect::<Vec<_>>() {
             self.emit_event(Event::new_diagnostic_notice(None, format_notice(&warning), &warning));
         }
@@ -166,6 +166,16 @@ impl ControllerDriver {
     }
 }
 
+/// Returns whether `notice` repeats one of the notices `reported`. A note that a prepared
+/// checkpoint is reused repeats each note about the same directory, which this run has reported
+/// before.
+fn is_reported(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
+    let is_reuse = notice.field("reused") == Some(&true.into());
+    let has_same_path =
+        |other: &Diagnostic| other.code() == notice.code() && other.field("path") == notice.field("path");
+    reported.contains(notice) || (is_reuse && reported.iter().any(has_same_path))
+}
+
 /// Combines all problems of a plan into one error. A single problem is returned unchanged.
 fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     if problems.len() == 1 {
@@ -187,5 +197,29 @@ pub(super) fn format_notice(notice: &Diagnostic) -> String {
     match (notice.location(), notice.subject()) {
         (None, Some(subject)) => format!("{severity}[{code}]: {subject}: {notice}"),
         _ => format!("{severity}[{code}]: {notice}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diagnostic::codes::job::JOB_RESUME_NOTICE;
+
+    #[test]
+    fn a_checkpoint_that_this_run_prepared_is_reported_once() {
+        let build_note = |message: &str, path: &str, reused: bool| {
+            Diagnostic::note(JOB_RESUME_NOTICE, message).with_field("path", path).with_field("reused", reused)
+        };
+        let resharded = [build_note("resharded", "/launch-w2/checkpoint-3", false)];
+        assert!(is_reported(&resharded[0], &resharded));
+        assert!(is_reported(&build_note("reused", "/launch-w2/checkpoint-3", true), &resharded));
+        for new in [
+            build_note("reused", "/launch-w2/checkpoint-6", true),
+            build_note("resharded again", "/launch-w2/checkpoint-3", false),
+            Diagnostic::note(JOB_RESUME_NOTICE, "skipped"),
+        ] {
+            assert!(!is_reported(&new, &resharded), "{new}");
+        }
+        assert!(!is_reported(&build_note("reused", "/launch-w2/checkpoint-3", true), &[]));
     }
 }

@@ -183,7 +183,12 @@ pub(super) fn set_environment(
     let mut named = false;
     if kind == DistributedType::DeepSpeed {
         named = set_deepspeed_variables(draft, keys, precision.is_some());
-        note_unused_section(draft, keys, "dynamo_config", "with DeepSpeed Accelerate ignores it too");
+        note_unused_section(
+            draft,
+            keys,
+            "dynamo_config",
+            "Accelerate ignores the section with DeepSpeed, too",
+        );
         keys.take("dynamo_backend");
     } else {
         set_dynamo_variables(draft, keys);
@@ -199,7 +204,7 @@ pub(super) fn set_environment(
     }
     match kind {
         DistributedType::Single | DistributedType::Cpu => {
-            note_unused_section(draft, keys, "parallelism_config", "it only applies to FSDP")
+            note_unused_section(draft, keys, "parallelism_config", "the section applies only to FSDP")
         }
         _ => set_parallelism_variables(draft, keys),
     }

@@ -26,7 +26,10 @@ pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("load_universal_checkpoint", "`resume.from` detects the format of a checkpoint"),
     ("use_node_local_storage", "host-local storage is detected at the start"),
     ("aio", "files are written and read with O_DIRECT without settings"),
-    ("flops_profiler", "there is no FLOPS profiler; `launch gpu-check --profile` times kernels"),
+    (
+        "flops_profiler",
+        "there is no FLOPS profiler; `launch gpu-check --profile` measures the time of each operation",
+    ),
     ("comms_logger", "there is no log of collectives"),
     ("tensorboard", "the run directory always has TensorBoard events and metrics.jsonl"),
     ("wandb", "metrics.jsonl and TensorBoard events in the run directory have every step"),

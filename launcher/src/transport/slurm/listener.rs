@@ -2,6 +2,7 @@
 //! only agents that hold the key of the step's invitation.
 use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
+use contract::control::MAX_ADDRESSES;
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
 use std::{
     io,
@@ -96,4 +97,55 @@ pub(super) fn list_local_addresses() -> Vec<IpAddr> {
         interfaces.filter_map(|i| Some(IpAddr::V4(i.address?.as_sockaddr_in()?.ip()))).collect();
     addresses.dedup();
     addresses
+}
+
+/// Sorts addresses of this machine by how likely agents on other nodes reach them, and removes
+/// duplicates: first global and private addresses, then link-local ones, then loopback. IPv4 comes
+/// before IPv6.
+///
+/// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
+pub(super) fn select_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {
+    let mut selected: Vec<IpAddr> = Vec::new();
+    for address in addresses {
+        if !selected.contains(&address) {
+            selected.push(address);
+        }
+    }
+    let is_link_local = |address: &IpAddr| match address {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    selected.sort_by_key(|address| (address.is_loopback(), is_link_local(address), address.is_ipv6()));
+    let omitted = selected.split_off(selected.len().min(MAX_ADDRESSES));
+    (selected, omitted)
+}
+
+/// Formats the warning that the agents do not try the addresses `omitted`.
+pub(super) fn format_omitted_addresses(omitted: &[IpAddr]) -> String {
+    let list: Vec<String> = omitted.iter().map(IpAddr::to_string).collect();
+    format!(
+        "launch: this machine has {} addresses; agents try {MAX_ADDRESSES} of them, and do not try {}\n",
+        MAX_ADDRESSES + omitted.len(),
+        list.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_other_nodes_reach_come_first() {
+        let parse = |texts: &[&str]| -> Vec<IpAddr> {
+            texts.iter().map(|text| text.parse().expect("an address")).collect()
+        };
+        let addresses = parse(&["127.0.0.1", "fe80::1", "169.254.3.4", "fd00::1", "10.0.0.1", "10.0.0.1"]);
+        let sorted = parse(&["10.0.0.1", "fd00::1", "169.254.3.4", "fe80::1", "127.0.0.1"]);
+        assert_eq!(select_addresses(addresses), (sorted, Vec::new()));
+        let link_local = parse(&["169.254.3.4"]);
+        let global: Vec<IpAddr> = (1..=MAX_ADDRESSES as u8).map(|i| IpAddr::from([10, 0, 0, i])).collect();
+        let addresses = [link_local.clone(), global.clone()].concat();
+        assert_eq!(select_addresses(addresses), (global, link_local.clone()));
+        insta::assert_snapshot!("omitted_addresses", format_omitted_addresses(&link_local));
+    }
 }

@@ -3,7 +3,7 @@
 use super::{srun, step::SlurmStep};
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::slurm};
 use std::{
     fmt,
     future::Future,
@@ -141,15 +141,15 @@ impl RemoteConnection for SlurmConnection {
         let (default_code, message) = match self.step.exit_status() {
             Some(ExitStatus::Code(0)) | None if was_connected => return None,
             Some(ExitStatus::Code(code)) => (
-                host::SLURM_STEP_FAILED,
+                slurm::SLURM_STEP_FAILED,
                 format!("srun, which runs the agent of host {name}, ended with exit code {code}"),
             ),
             Some(ExitStatus::Signal(number, _)) => (
-                host::SLURM_STEP_FAILED,
+                slurm::SLURM_STEP_FAILED,
                 format!("srun, which runs the agent of host {name}, was killed by signal {number}"),
             ),
             None => (
-                host::SLURM_AGENT_FAILED,
+                slurm::SLURM_AGENT_FAILED,
                 format!("the agent of host {name} ended before it connected to the controller"),
             ),
         };

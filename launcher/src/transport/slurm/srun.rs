@@ -1,7 +1,10 @@
 //! The command line of `srun`, the executable that srun starts on the nodes, and the parsing of
 //! srun's output.
 use crate::discover::slurm::expand_node_list;
-use diagnostic::{Code, Diagnostic, codes::host};
+use diagnostic::{
+    Code, Diagnostic,
+    codes::{host, slurm},
+};
 use std::path::PathBuf;
 
 /// The nodes of one Slurm step, with the GPUs to request on them.
@@ -163,15 +166,15 @@ pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
 pub(super) fn classify_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);
     if has("execve()") && has("No such file") {
-        return Some(host::SLURM_EXECUTABLE_MISSING);
+        return Some(slurm::SLURM_EXECUTABLE_MISSING);
     }
     if has("execve()") && has("Permission denied") {
-        return Some(host::SLURM_EXECUTABLE_NOT_ALLOWED);
+        return Some(slurm::SLURM_EXECUTABLE_NOT_ALLOWED);
     }
     if has("Socket timed out") || has("Unable to contact slurm controller") {
-        return Some(host::SLURM_CONTROLLER_UNREACHABLE);
+        return Some(slurm::SLURM_CONTROLLER_UNREACHABLE);
     }
-    (has("Job/step already completing") || has("Invalid job id")).then_some(host::SLURM_ALLOCATION_ENDED)
+    (has("Job/step already completing") || has("Invalid job id")).then_some(slurm::SLURM_ALLOCATION_ENDED)
 }
 
 #[cfg(test)]
@@ -221,15 +224,15 @@ mod tests {
         for (output, code) in [
             (
                 "slurmstepd-h1: error: execve(): /nowhere/launch: No such file or directory",
-                Some(host::SLURM_EXECUTABLE_MISSING),
+                Some(slurm::SLURM_EXECUTABLE_MISSING),
             ),
             (
                 "slurmstepd-h1: error: execve(): /x/launch: Permission denied",
-                Some(host::SLURM_EXECUTABLE_NOT_ALLOWED),
+                Some(slurm::SLURM_EXECUTABLE_NOT_ALLOWED),
             ),
             (
                 "srun: error: Unable to confirm allocation for job 7: Invalid job id specified",
-                Some(host::SLURM_ALLOCATION_ENDED),
+                Some(slurm::SLURM_ALLOCATION_ENDED),
             ),
             ("srun: error: h1: task 0: Killed", None),
         ] {

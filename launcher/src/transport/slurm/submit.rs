@@ -1,6 +1,6 @@
 //! Submits a batch script to Slurm.
 use super::{build_start_error, check_output};
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::slurm};
 use std::{
     io::Write as _,
     process::{Command, Stdio},
@@ -25,5 +25,5 @@ pub(crate) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
         return Ok(job.to_owned());
     }
     let message = format!("`sbatch` printed `{}`; expected the id of the job", text.trim());
-    Err(Diagnostic::error(host::SLURM_COMMAND_FAILED, message).with_subject("sbatch"))
+    Err(Diagnostic::error(slurm::SLURM_COMMAND_FAILED, message).with_subject("sbatch"))
 }

@@ -2,7 +2,7 @@
 //!
 //! Passwords and passphrases are not supported, because launch never prompts while a job starts.
 use super::{build_ssh_error, known_hosts, target::SshTarget};
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::ssh};
 use ssh2::{Agent, ErrorCode, PublicKey, Session};
 use std::{
     fs::File,
@@ -110,18 +110,18 @@ impl LoginAttempts {
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
         let (code, help) = match &self.locked_key {
             Some(key) => (
-                host::SSH_KEY_LOCKED,
+                ssh::SSH_KEY_LOCKED,
                 format!("add the key to the SSH agent first: `ssh-add {}`", key.display()),
             ),
             None if no_publickey => (
-                host::SSH_PUBLICKEY_UNSUPPORTED,
+                ssh::SSH_PUBLICKEY_UNSUPPORTED,
                 format!(
                     "the server accepts {methods}, and launch logs in with public keys only; \
                      enable `PubkeyAuthentication` in its sshd_config"
                 ),
             ),
             None => (
-                host::SSH_LOGIN_FAILED,
+                ssh::SSH_LOGIN_FAILED,
                 format!(
                     "make `ssh -p {} {}@{}` work without a password, for example with `ssh-copy-id`; \
                      `cluster.ssh.user` and `cluster.ssh.key` select the user and the key",

@@ -7,9 +7,13 @@
 use super::{
     build_ssh_error,
     connection_progress::{ConnectionProgress, ConnectionStage},
+    copy_failure::classify_copy_failure,
     target::SshTarget,
 };
-use diagnostic::{Code, Diagnostic, codes::host};
+use diagnostic::{
+    Code, Diagnostic,
+    codes::{host, ssh},
+};
 use ssh2::{Channel, Session};
 use std::{
     fs::File,
@@ -28,8 +32,6 @@ const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
 const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The number of bytes of the executable that one write to the channel contains.
 const CHUNK_BYTES: usize = 256 << 10;
-/// Advice that is added to the help of errors about the cache directory.
-const OTHER_CACHE_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
 /// The executable of this process, which is copied to hosts that do not have it.
 #[derive(Debug)]
@@ -82,7 +84,7 @@ pub(super) fn start_remote_agent(
     progress.set_stage(ConnectionStage::Exec);
     let marker = generate_marker().map_err(|error| {
         let message = format!("cannot read random numbers for the connection to host {}", target.name);
-        build_ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(&error)
+        build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
     })?;
     let mut bootstrap = AgentBootstrap { target, session, executable, progress, marker };
     if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
@@ -143,7 +145,7 @@ impl AgentBootstrap<'_> {
         });
         let channel = open.map_err(|error| {
             self.build_error(
-                host::SSH_COMMAND_REJECTED,
+                ssh::SSH_COMMAND_REJECTED,
                 format!("the host runs no commands: {}", error.message()),
             )
             .with_help(
@@ -174,7 +176,7 @@ impl AgentBootstrap<'_> {
                 Ok(AgentStartResult::Missing)
             }
             _ => Err(self.build_error(
-                host::SSH_ANSWER_INVALID,
+                ssh::SSH_ANSWER_INVALID,
                 format!("unexpected answer to a command: `{}`", make_printable_excerpt(&answer)),
             )),
         }
@@ -206,7 +208,7 @@ impl AgentBootstrap<'_> {
                     quote_tail(&shell_output)
                 );
                 return Err(self
-                    .build_error(host::SSH_SHELL_OUTPUT_TOO_LONG, message)
+                    .build_error(ssh::SSH_SHELL_OUTPUT_TOO_LONG, message)
                     .with_help("let its start-up files print nothing when there is no terminal"));
             }
         }
@@ -221,10 +223,10 @@ impl AgentBootstrap<'_> {
                     ANSWER_TIMEOUT_MS / 1000,
                     quote_tail(shell_output)
                 );
-                self.build_error(host::SSH_SHELL_TIMEOUT, message)
+                self.build_error(ssh::SSH_SHELL_TIMEOUT, message)
                     .with_help("check whether the login shell of this user waits for something")
             }
-            _ => self.build_error(host::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
+            _ => self.build_error(ssh::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
         }
     }
 
@@ -245,7 +247,7 @@ impl AgentBootstrap<'_> {
                 )),
             _ => self
                 .build_error(
-                    host::SSH_SHELL_EXITED,
+                    ssh::SSH_SHELL_EXITED,
                     format!("the login shell exited (exit code {code}) before a command ran{tail}"),
                 )
                 .with_help("try `ssh HOST true`; the login shell or its start-up files exit at once"),
@@ -331,97 +333,6 @@ enum ExecutableSendError {
     Local(io::Error),
 }
 
-/// The reason why the executable could not be copied, as code, message and help of an error.
-struct ExecutableCopyFailure {
-    code: Code,
-    message: String,
-    help: Option<String>,
-}
-
-/// Translates an answer `fail STEP CODE` of the copy script into an error. The reason of the
-/// failure is recognized in the messages that the host's programs printed to stderr, in the C
-/// locale.
-fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
-    let mut words = answer.split(' ');
-    let (step, exit_code) = match words.next() {
-        Some("fail") => (words.next().unwrap_or(""), words.next().unwrap_or("")),
-        _ => ("", ""),
-    };
-    let stderr = stderr.to_lowercase();
-    let has = |part: &str| stderr.contains(part);
-    let failure = |code, message: &str, help: &str| ExecutableCopyFailure {
-        code,
-        message: message.to_owned(),
-        help: Some(help.to_owned()),
-    };
-    match step {
-        _ if has("no space left") => failure(
-            host::EXECUTABLE_DISK_FULL,
-            "the disk is full, so the executable cannot be copied",
-            &format!("free some space in the home directory, {OTHER_CACHE_HELP}"),
-        ),
-        _ if has("quota exceeded") => failure(
-            host::EXECUTABLE_QUOTA_EXCEEDED,
-            "the disk quota of the user is exceeded, so the executable cannot be copied",
-            &format!("free some space in the home directory, {OTHER_CACHE_HELP}"),
-        ),
-        "directory" | "write" if has("read-only file system") => failure(
-            host::EXECUTABLE_CACHE_UNWRITABLE,
-            "the cache directory is on a read-only file system",
-            &format!("make ~/.cache writable, {OTHER_CACHE_HELP}"),
-        ),
-        "directory" | "write" if has("permission denied") => failure(
-            host::EXECUTABLE_CACHE_UNWRITABLE,
-            "no permission to write to the cache directory",
-            &format!("make the user the owner of ~/.cache, {OTHER_CACHE_HELP}"),
-        ),
-        "directory" | "write" | "place" => failure(
-            host::EXECUTABLE_CACHE_UNWRITABLE,
-            "the executable cannot be written to the cache directory",
-            &format!("make ~/.cache/launch writable, {OTHER_CACHE_HELP}"),
-        ),
-        "size" => failure(
-            host::EXECUTABLE_COPY_DAMAGED,
-            "the copy of the executable is incomplete",
-            "run the command again; if the error persists, check the disk of the host",
-        ),
-        "hash" => failure(
-            host::EXECUTABLE_COPY_DAMAGED,
-            "the copy of the executable differs from the original",
-            "run the command again; if the error persists, check the disk and the memory of the host",
-        ),
-        "run" if exit_code == "126" && has("exec format error") => failure(
-            host::EXECUTABLE_ARCHITECTURE_MISMATCH,
-            "the executable is for another kind of machine",
-            "all hosts of a job must have the same architecture",
-        ),
-        "run" if exit_code == "126" => failure(
-            host::EXECUTABLE_NOT_ALLOWED,
-            "programs may not run from the cache directory: its file system is mounted with noexec, \
-             or a policy forbids it",
-            &format!("mount it with exec, {OTHER_CACHE_HELP}"),
-        ),
-        "run" if has("glibc_") => failure(
-            host::EXECUTABLE_LIBC_TOO_OLD,
-            "the C library of the host is older than launch requires",
-            "build launch on, or for, the oldest system of the cluster",
-        ),
-        "run" => failure(
-            host::EXECUTABLE_NOT_RUNNABLE,
-            &format!("the executable does not run (exit code {exit_code})"),
-            "copy the executable to the host by hand, and run it there",
-        ),
-        _ => ExecutableCopyFailure {
-            code: host::EXECUTABLE_COPY_FAILED,
-            message: format!(
-                "unexpected answer while the executable was copied: `{}`",
-                make_printable_excerpt(answer)
-            ),
-            help: None,
-        },
-    }
-}
-
 /// Formats the last three nonempty lines of a command's output as `; its output: "…"`, for the end
 /// of an error message. Returns an empty text if the output is empty.
 fn quote_tail(output: &[u8]) -> String {
@@ -438,7 +349,7 @@ fn join_last_lines(output: &[u8]) -> String {
 }
 
 /// Returns the first 300 characters of a text, with each control character replaced by U+FFFD.
-fn make_printable_excerpt(text: &str) -> String {
+pub(super) fn make_printable_excerpt(text: &str) -> String {
     text.chars().take(300).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
@@ -574,35 +485,5 @@ mod tests {
         std::fs::write(home.path().join("file"), "").expect("a file");
         let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
         assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);
-    }
-
-    #[test]
-    fn failures_of_the_copy_script_are_classified() {
-        for (answer, stderr, code) in [
-            ("fail write 1", "cat: write error: No space left on device", host::EXECUTABLE_DISK_FULL),
-            ("fail write 1", "cat: write error: Disk quota exceeded", host::EXECUTABLE_QUOTA_EXCEEDED),
-            (
-                "fail directory 1",
-                "mkdir: cannot create directory: Permission denied",
-                host::EXECUTABLE_CACHE_UNWRITABLE,
-            ),
-            (
-                "fail directory 1",
-                "mkdir: cannot create directory: Read-only file system",
-                host::EXECUTABLE_CACHE_UNWRITABLE,
-            ),
-            ("fail run 126", "sh: 1: x: Permission denied", host::EXECUTABLE_NOT_ALLOWED),
-            ("fail run 126", "sh: 1: x: Exec format error", host::EXECUTABLE_ARCHITECTURE_MISMATCH),
-            (
-                "fail run 1",
-                "x: /lib/libc.so.6: version `GLIBC_2.38' not found",
-                host::EXECUTABLE_LIBC_TOO_OLD,
-            ),
-            ("fail run 1", "", host::EXECUTABLE_NOT_RUNNABLE),
-            ("fail hash 1", "", host::EXECUTABLE_COPY_DAMAGED),
-            ("hello", "", host::EXECUTABLE_COPY_FAILED),
-        ] {
-            assert_eq!(classify_copy_failure(answer, stderr).code, code, "{answer}: {stderr}");
-        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
 //! -G` if a file contains them.
-use diagnostic::{Diagnostic, Location, codes::host};
+use diagnostic::{Diagnostic, Location, codes::ssh};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -82,7 +82,7 @@ impl ConfigSyntaxError {
     /// the line's content.
     fn into_diagnostic(self, file: &Path, line: usize, text: &str) -> Diagnostic {
         let file = file.display().to_string();
-        Diagnostic::error(host::SSH_CONFIG_INVALID, format!("the SSH configuration is not valid: {self}"))
+        Diagnostic::error(ssh::SSH_CONFIG_INVALID, format!("the SSH configuration is not valid: {self}"))
             .with_subject(file.clone())
             .with_location(Location::Line {
                 file,
@@ -120,7 +120,7 @@ impl SshConfigLines {
             Err(e) if !required && e.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => {
                 let message = format!("cannot read the SSH configuration {name}");
-                return Err(Diagnostic::error(host::SSH_CONFIG_UNREADABLE, message)
+                return Err(Diagnostic::error(ssh::SSH_CONFIG_UNREADABLE, message)
                     .with_subject(name)
                     .with_cause(&error));
             }
@@ -426,13 +426,13 @@ mod tests {
             fs::write(&file, text).expect("a file");
             let error =
                 SshConfigLines::read_files(std::slice::from_ref(&file), true, home.path()).expect_err(text);
-            assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
+            assert_eq!(error.code(), ssh::SSH_CONFIG_INVALID);
             assert_eq!(error.location().map(Location::line), Some(expected_line), "{error:?}");
         }
         fs::write(&file, format!("Include {}", file.display())).expect("a file");
         let error =
             SshConfigLines::read_files(std::slice::from_ref(&file), true, home.path()).expect_err("a cycle");
-        assert_eq!(error.code(), host::SSH_CONFIG_INVALID);
+        assert_eq!(error.code(), ssh::SSH_CONFIG_INVALID);
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use super::{
     target::SshTarget,
 };
 use contract::job::KnownHosts as KnownHostsPolicy;
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{setsockopt, sockopt};
 use ssh2::{ErrorCode, HashType, HostKeyType, MethodType, Session};
 use std::{
@@ -114,7 +114,7 @@ fn connect_hop(
 /// descriptor or a thread.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
-    build_ssh_error(target, host::SSH_SESSION_LIMIT, message).with_cause(error)
+    build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
 /// Resolves the host's name and opens a TCP connection to the first of its addresses that accepts
@@ -152,7 +152,7 @@ fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic:
 fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
     let SshTarget { name, hostname, .. } = target;
     let message = format!("cannot resolve the name `{hostname}` of host {name}: {reason}");
-    build_ssh_error(target, host::SSH_NAME_UNRESOLVED, message)
+    build_ssh_error(target, ssh::SSH_NAME_UNRESOLVED, message)
         .with_field("hostname", hostname.as_str())
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
@@ -170,28 +170,28 @@ fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAdd
     let name = &target.name;
     let (code, message, help) = match error.kind() {
         io::ErrorKind::ConnectionRefused => (
-            host::SSH_CONNECT_REFUSED,
+            ssh::SSH_CONNECT_REFUSED,
             format!("cannot connect to host {name}: connection refused (TCP, {address})"),
             "the host is up, but no SSH server listens there; check that sshd runs and that the port is right",
         ),
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
             let seconds = target.timeout.as_secs_f64();
             (
-                host::SSH_CONNECT_TIMEOUT,
+                ssh::SSH_CONNECT_TIMEOUT,
                 format!("host {name} did not answer within {seconds} s (TCP, {address})"),
                 "check that the host is up and that no firewall drops the packets; \
                  `cluster.ssh.connect_timeout` sets the limit",
             )
         }
         io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => (
-            host::SSH_NO_ROUTE,
+            ssh::SSH_NO_ROUTE,
             format!("cannot connect to host {name}: no route to the host (TCP, {address})"),
             "check that the host is up and in a network that this machine reaches",
         ),
         _ => {
             let reason = format_system_error(error);
             (
-                host::SSH_CONNECT_FAILED,
+                ssh::SSH_CONNECT_FAILED,
                 format!("cannot connect to host {name}: {reason} (TCP, {address})"),
                 "try `ssh` to the host from this machine",
             )
@@ -210,7 +210,7 @@ fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnosti
             jump.name,
             error.message()
         );
-        build_ssh_error(hop, host::SSH_JUMP_FAILED, message)
+        build_ssh_error(hop, ssh::SSH_JUMP_FAILED, message)
             .with_field("jump_host", jump.name.as_str())
             .with_help("check that the jump host reaches it and allows TCP forwarding (`AllowTcpForwarding`)")
     })?;
@@ -253,11 +253,11 @@ impl SshHandshakeFailure {
         let name = &target.name;
         let (code, message) = match &self {
             SshHandshakeFailure::Timeout => (
-                host::SSH_HANDSHAKE_TIMEOUT,
+                ssh::SSH_HANDSHAKE_TIMEOUT,
                 format!("host {name} sent no SSH banner within {} s", target.timeout.as_secs_f64()),
             ),
             SshHandshakeFailure::ClosedBeforeBanner | SshHandshakeFailure::Protocol(_) => {
-                (host::SSH_HANDSHAKE_FAILED, format!("the SSH handshake with host {name} failed: {self}"))
+                (ssh::SSH_HANDSHAKE_FAILED, format!("the SSH handshake with host {name} failed: {self}"))
             }
         };
         build_ssh_error(target, code, message).with_help(
@@ -312,7 +312,7 @@ fn verify_host_key(
     let key = session.host_key().zip(session.host_key_hash(HashType::Sha256));
     let ((blob, key_type), hash) = key.ok_or_else(|| {
         let message = format!("the SSH handshake with host {} failed: it presents no host key", target.name);
-        build_ssh_error(target, host::SSH_HANDSHAKE_FAILED, message)
+        build_ssh_error(target, ssh::SSH_HANDSHAKE_FAILED, message)
     })?;
     let (key_type, print, key) = (to_key_type_name(key_type), format_fingerprint(hash), encode_base64(blob));
     let known_name = &target.known_hosts_name;
@@ -324,7 +324,7 @@ fn verify_host_key(
         return known_hosts::append_key(&target.new_keys_file, known_name, key_type, &key).map_err(|error| {
             let file = target.new_keys_file.display().to_string();
             let message = format!("cannot store the new key of host {} in {file}", target.name);
-            build_ssh_error(target, host::SSH_KNOWN_HOSTS_UNWRITABLE, message)
+            build_ssh_error(target, ssh::SSH_KNOWN_HOSTS_UNWRITABLE, message)
                 .with_field("file", file)
                 .with_cause(&error)
                 .with_help("make the file writable, or add the key yourself and use `strict`")
@@ -348,7 +348,7 @@ fn build_host_key_error(
         .map_or_else(|| "known_hosts".to_owned(), |f| f.display().to_string());
     let (code, message, help) = match status {
         HostKeyStatus::Known | HostKeyStatus::Unknown => (
-            host::SSH_HOST_KEY_UNKNOWN,
+            ssh::SSH_HOST_KEY_UNKNOWN,
             format!(
                 "the key of host {name} is unknown: it presents the {key_type} key {fingerprint}, \
                  and {file} has no key of `{known_name}`"
@@ -361,7 +361,7 @@ fn build_host_key_error(
             ),
         ),
         HostKeyStatus::Changed => (
-            host::SSH_HOST_KEY_CHANGED,
+            ssh::SSH_HOST_KEY_CHANGED,
             format!(
                 "the key of host {name} has changed: it presents the {key_type} key {fingerprint}, \
                  and {file} has another one of `{known_name}`"
@@ -372,7 +372,7 @@ fn build_host_key_error(
             ),
         ),
         HostKeyStatus::OtherTypes => (
-            host::SSH_HOST_KEY_TYPE_UNKNOWN,
+            ssh::SSH_HOST_KEY_TYPE_UNKNOWN,
             format!(
                 "host {name} presents the {key_type} key {fingerprint}, and {file} has only keys of \
                  other types of `{known_name}`"
@@ -383,7 +383,7 @@ fn build_host_key_error(
             ),
         ),
         HostKeyStatus::Revoked => (
-            host::SSH_HOST_KEY_REVOKED,
+            ssh::SSH_HOST_KEY_REVOKED,
             format!("the {key_type} key {fingerprint} of host {name} is marked as revoked in {file}"),
             "another machine that has the key may answer in its place; give the host a new key".to_owned(),
         ),

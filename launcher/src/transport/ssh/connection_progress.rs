@@ -2,7 +2,7 @@
 //! connection's thread and the controller.
 use crate::transport::RemoteConnection;
 use contract::control::ExitStatus;
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
 use std::{
     fmt,
@@ -95,7 +95,7 @@ impl ConnectionProgress {
             return Ok(());
         }
         let message = format!("the SSH connection to host {name} was aborted before its agent was running");
-        Err(Diagnostic::error(host::SSH_CONNECTION_ABORTED, message).with_subject(name))
+        Err(Diagnostic::error(ssh::SSH_CONNECTION_ABORTED, message).with_subject(name))
     }
 
     /// Records the failure that ended the connection, or the agent's exit status. Closes the

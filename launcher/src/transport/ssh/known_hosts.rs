@@ -1,7 +1,7 @@
 //! [`KnownHosts`]: the keys that hosts may present, read from known_hosts files (sshd(8),
 //! "SSH_KNOWN_HOSTS FILE FORMAT").
 use super::config::matches_patterns;
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::ssh};
 use sha1::{Digest, Sha1};
 use std::{
     collections::HashMap,
@@ -111,7 +111,7 @@ impl KnownHosts {
                 Err(error) => {
                     let file = file.display().to_string();
                     let message = format!("cannot read the known_hosts file {file}");
-                    return Err(Diagnostic::error(host::SSH_KNOWN_HOSTS_UNREADABLE, message)
+                    return Err(Diagnostic::error(ssh::SSH_KNOWN_HOSTS_UNREADABLE, message)
                         .with_subject(file)
                         .with_cause(&error));
                 }

@@ -8,7 +8,7 @@ use contract::{
     hosts::{HostAddress, parse_hosts},
     job::{KnownHosts as KnownHostsPolicy, SshConfig, SshSpec},
 };
-use diagnostic::{Diagnostic, codes::host};
+use diagnostic::{Diagnostic, codes::ssh};
 use nix::unistd::{Uid, User};
 use std::{
     path::{Path, PathBuf},
@@ -103,7 +103,7 @@ impl TargetResolver {
                 "the SSH configuration reaches host {host} through `ProxyCommand {command}`, \
                  which is not supported"
             );
-            return Err(Diagnostic::error(host::SSH_PROXY_UNSUPPORTED, message)
+            return Err(Diagnostic::error(ssh::SSH_PROXY_UNSUPPORTED, message)
                 .with_subject(host.name_with_port())
                 .with_field("proxy_command", command)
                 .with_help(
@@ -124,7 +124,7 @@ impl TargetResolver {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
             let message = format!("the jump hosts `{text}` of host {} are not valid: {reason}", target.name);
-            Diagnostic::error(host::SSH_JUMP_INVALID, message).with_subject(&target.name)
+            Diagnostic::error(ssh::SSH_JUMP_INVALID, message).with_subject(&target.name)
         };
         let hosts = parse_hosts(text).map_err(|error| invalid(error.to_string()))?;
         if hosts.len() > MAX_JUMPS {
@@ -167,7 +167,7 @@ impl TargetResolver {
         let path = |text: &String| {
             self.expand_path(text, &tokens).map_err(|error| {
                 let message = format!("the path `{text}` in the SSH configuration of host {host}: {error}");
-                Diagnostic::error(host::SSH_CONFIG_TOKEN_UNKNOWN, message)
+                Diagnostic::error(ssh::SSH_CONFIG_TOKEN_UNKNOWN, message)
                     .with_subject(host.name_with_port())
                     .with_field("path", text.as_str())
                     .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`")
@@ -294,7 +294,7 @@ fn query_openssh(
         "the SSH configuration of host {host} uses `{keyword}` ({file}:{line}), which only `ssh -G` \
          evaluates: {reason}"
     );
-    Err(Diagnostic::error(host::SSH_CONFIG_UNSUPPORTED, message)
+    Err(Diagnostic::error(ssh::SSH_CONFIG_UNSUPPORTED, message)
         .with_subject(host.name_with_port())
         .with_field("keyword", keyword.as_str())
         .with_help("install OpenSSH's client on this machine, or set `cluster.ssh.config` to another file"))
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!((shown[1].1, shown[1].2), ("d", 7));
         assert!(resolver.resolve_target(&parse_host("q")).expect("a target").jumps.is_empty());
         let error = resolver.resolve_target(&parse_host("p")).expect_err("a command");
-        assert_eq!(error.code(), host::SSH_PROXY_UNSUPPORTED);
+        assert_eq!(error.code(), ssh::SSH_PROXY_UNSUPPORTED);
         assert_eq!(error.field("proxy_command"), Some(&"nc %h %p".into()));
     }
 
@@ -363,7 +363,7 @@ mod tests {
         match resolver.resolve_target(&parse_host("a")) {
             Ok(target) => assert_eq!((target.user.as_str(), target.port), ("matched", 5)),
             // OpenSSH's client is not installed.
-            Err(error) => assert_eq!(error.code(), host::SSH_CONFIG_UNSUPPORTED),
+            Err(error) => assert_eq!(error.code(), ssh::SSH_CONFIG_UNSUPPORTED),
         }
     }
 
@@ -372,7 +372,7 @@ mod tests {
         for text in ["IdentityFile /%Z", "IdentityFile ${X}/k", "UserKnownHostsFile /%"] {
             let (_dir, resolver) = create_resolver(text, |_| ());
             let error = resolver.resolve_target(&parse_host("a")).expect_err(text);
-            assert_eq!(error.code(), host::SSH_CONFIG_TOKEN_UNKNOWN);
+            assert_eq!(error.code(), ssh::SSH_CONFIG_TOKEN_UNKNOWN);
         }
     }
 }

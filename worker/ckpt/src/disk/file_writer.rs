@@ -9,7 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 /// Whether writes use the page cache.
@@ -281,7 +281,7 @@ impl FileWriter {
 /// reuse.
 fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
     let (full, inbox) = sync_channel::<(AlignedBuffer, usize)>(WINDOWS_PER_FILE);
-    let (outbox, empty): (Sender<AlignedBuffer>, _) = channel();
+    let (outbox, empty) = sync_channel(WINDOWS_PER_FILE);
     let write = move || {
         for (mut window, len) in inbox {
             output.append_window(&mut window, len)?;

@@ -106,9 +106,7 @@ pub enum DamageReason {
     #[error("the content does not match its BLAKE3 hash")]
     HashMismatch,
     /// A block that was just written reads back differently.
-    #[error(
-        "block {block} reads back differently from what was just written; the disk or file system is faulty"
-    )]
+    #[error("block {block} differs from the bytes that were just written; the disk or file system is faulty")]
     ReadBackMismatch {
         /// Index of the block in the file.
         block: u64,

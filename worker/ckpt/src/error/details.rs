@@ -3,7 +3,6 @@
 use crate::catalog::TensorRole;
 use crate::convert::ConvertError;
 use crate::dtype::Dtype;
-use crate::error::format_bytes;
 use crate::formats::safetensors::SafetensorsError;
 use crate::manifest_error::ManifestError;
 use crate::peft::AdapterConfigError;
@@ -241,7 +240,7 @@ pub enum OptionProblem {
     #[error("a ZeRO-3 sub-group needs at least 1 element")]
     EmptySubGroup,
     /// The requested limit on host memory is too low for a conversion.
-    #[error("a conversion needs at least {} of memory, but the limit is {}", format_bytes(*needed), format_bytes(*limit))]
+    #[error("a conversion needs at least {} of memory, but the limit is {}", format_mebibytes(*needed), format_mebibytes(*limit))]
     Memory {
         /// The least memory that works, in bytes.
         needed: u64,
@@ -448,5 +447,26 @@ pub(super) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     match shards.len().saturating_sub(LISTED) {
         0 => list.join(", "),
         more => format!("{} and {more} more", list.join(", ")),
+    }
+}
+
+/// Formats a size of memory in MiB: `64 MiB`, `0.5 MiB`. Rounds down, so that a size below a limit
+/// is shown as less than the limit.
+fn format_mebibytes(bytes: u64) -> String {
+    let tenths = (bytes as f64 * 10.0 / f64::from(1 << 20)).floor();
+    format!("{} MiB", tenths / 10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_shown_in_binary_units() {
+        let show = |limit| OptionProblem::Memory { needed: 64 << 20, limit }.to_string();
+        let expected =
+            |limit| format!("a conversion needs at least 64 MiB of memory, but the limit is {limit}");
+        assert_eq!(show(1 << 20), expected("1 MiB"));
+        assert_eq!(show((64 << 20) - 1), expected("63.9 MiB"));
     }
 }

@@ -22,6 +22,7 @@ impl CkptError {
             RangeOutsideTensor { .. } => codes::CHECKPOINT_TENSOR_TOO_SHORT,
             Unsupported { feature, .. } => feature.code(),
             InsufficientSpace { .. } => codes::CHECKPOINT_SPACE_INSUFFICIENT,
+            TooManyFiles { .. } => codes::CHECKPOINT_FILES_TOO_MANY,
             DirectoryBusy { .. } => codes::CHECKPOINT_DIRECTORY_BUSY,
             InvalidSave(_) => codes::CHECKPOINT_SAVE_INVALID,
             InvalidOption { .. } => codes::CHECKPOINT_OPTION_INVALID,
@@ -57,6 +58,7 @@ impl CkptError {
                  the weights at its end")
             }
             InsufficientSpace { .. } => one("free space, or write to another disk"),
+            TooManyFiles { .. } => one("remove other files, or give the path of one checkpoint"),
             DirectoryBusy { .. } => one("wait for the other process, end it, or use another directory"),
             OutputRejected { problem, .. } => problem.help().map(str::to_owned).into_iter().collect(),
             InvalidOption { problem: OptionProblem::NoAdapters { .. } } => one("omit `--merge-lora`"),
@@ -201,6 +203,7 @@ impl From<&CkptError> for Diagnostic {
             | RangeOutsideTensor { path, .. }
             | Unsupported { path, .. }
             | InsufficientSpace { path, .. }
+            | TooManyFiles { path, .. }
             | DirectoryBusy { path }
             | OutputRejected { path, .. }
             | Io { path, .. } => {
@@ -229,6 +232,7 @@ impl From<&CkptError> for Diagnostic {
             InsufficientSpace { needed, free, .. } => {
                 diagnostic.with_field("needed_bytes", *needed).with_field("free_bytes", *free)
             }
+            TooManyFiles { limit, .. } => diagnostic.with_field("limit", *limit),
             ValueOverflow { tensor, element, value, dtype } => diagnostic
                 .with_field("tensor", tensor.as_str())
                 .with_field("element", *element)

@@ -14,7 +14,8 @@ const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Names of the optimizer files of HF Trainer and Accelerate.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
 /// Limit on the number of checkpoints in one directory that are tried, newest first, until one can
-/// be opened. Opening the directory fails if all of these attempts fail.
+/// be opened. If all of these attempts fail, opening the directory fails, and the error states how
+/// many checkpoints were not tried.
 const ATTEMPTS_MAX: usize = 16;
 
 /// Opens the checkpoint of another program at `path`, which is a file of weights, a checkpoint
@@ -252,8 +253,9 @@ fn parse_step_in_name(name: &str) -> Option<u64> {
 ///
 /// # Errors
 ///
-/// Fails with the error of the newest subdirectory if no checkpoint can be opened in the newest
-/// [`ATTEMPTS_MAX`] subdirectories. Older subdirectories are not tried.
+/// Fails with the error of the newest subdirectory if no subdirectory can be opened. Fails with
+/// [`Diagnosis::NewestUnreadable`] if the newest [`ATTEMPTS_MAX`] subdirectories cannot be opened
+/// and there are older ones, which are not tried.
 fn open_newest_readable(
     path: &Path,
     names: &[String],
@@ -289,5 +291,12 @@ fn open_newest_readable(
             }
         }
     }
-    Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::Empty)))
+    Err(match first {
+        Some(error) if names.len() > ATTEMPTS_MAX => {
+            let (tried, total, error) = (ATTEMPTS_MAX, names.len(), error.to_string());
+            CkptError::not_a_checkpoint(path, Diagnosis::NewestUnreadable { tried, total, error })
+        }
+        Some(error) => error,
+        None => CkptError::not_a_checkpoint(path, Diagnosis::Empty),
+    })
 }

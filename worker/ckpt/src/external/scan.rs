@@ -10,7 +10,8 @@ use std::path::Path;
 
 /// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
-/// Limit on the number of files in a scan. Further files are not checked.
+/// Limit on the number of files in a scan. A scan of more files fails, because a check of only some
+/// files would report damaged checkpoints as intact.
 const FILES_MAX: usize = 1 << 20;
 /// Number of bytes of a zip member that are read and hashed at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -32,12 +33,12 @@ pub(crate) struct ScanReport {
 /// subdirectories. Skips the files in `known`, whose names are relative to `path`.
 ///
 /// # Errors
-/// Fails if a directory cannot be listed. A file that cannot be read is a problem in the report.
+/// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
+/// known suffix. A file that cannot be read is a problem in the report.
 pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth: u32) -> Result<ScanReport> {
     let directory = Directory::open(path)?;
     let mut report = ScanReport::default();
-    let mut files = Vec::new();
-    list_checkable_files(&directory, "", depth, &mut files)?;
+    let files = list_checkable_files(&directory, depth, FILES_MAX)?;
     for name in files.iter().filter(|n| !known.contains(*n)) {
         let problem = match check_and_count_file(&directory, name, &mut report) {
             Ok(problem) => problem,
@@ -49,30 +50,40 @@ pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth
     Ok(report)
 }
 
-/// Appends the files with a known suffix to `files`, with names relative to `directory`. `inside`
-/// is the subdirectory to list, and is empty for the directory itself. Also lists `depth` levels of
-/// subdirectories, except subdirectories that are DeepSpeed checkpoints. Stops without an error
-/// when `files` has [`FILES_MAX`] names.
-fn list_checkable_files(
+/// Lists the files with a known suffix in `directory` and in `depth` levels of subdirectories, with
+/// names relative to `directory`. Skips subdirectories that are DeepSpeed checkpoints.
+///
+/// # Errors
+/// Fails if a directory cannot be listed, or if there are more than `limit` files.
+fn list_checkable_files(directory: &Directory, depth: u32, limit: usize) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    append_checkable_files(directory, "", depth, limit, &mut files)?;
+    Ok(files)
+}
+
+/// Appends the files of the subdirectory `inside` of `directory` to `files`. `inside` is empty for
+/// the directory itself. The other parameters and errors are those of [`list_checkable_files`].
+fn append_checkable_files(
     directory: &Directory,
     inside: &str,
     depth: u32,
+    limit: usize,
     files: &mut Vec<String>,
 ) -> Result<()> {
     let names =
         if inside.is_empty() { directory.list_names()? } else { directory.list_subdirectory(inside)? };
     for name in names {
         let name = if inside.is_empty() { name } else { format!("{inside}/{name}") };
-        if files.len() >= FILES_MAX {
-            return Ok(());
-        }
         if directory.has_directory(&name)? {
             // another checkpoint in the same directory is verified separately
             let is_checkpoint = exists(&directory.path().join(&name).join("latest"));
             if depth > 0 && !is_checkpoint {
-                list_checkable_files(directory, &name, depth - 1, files)?;
+                append_checkable_files(directory, &name, depth - 1, limit, files)?;
             }
         } else if name.ends_with(".safetensors") || TORCH_SUFFIXES.iter().any(|end| name.ends_with(end)) {
+            if files.len() >= limit {
+                return Err(CkptError::TooManyFiles { path: directory.path().to_owned(), limit });
+            }
             files.push(name);
         }
     }
@@ -139,4 +150,27 @@ fn matches_crc(file: &File, member: &zip::ZipMember, buffer: &mut [u8]) -> std::
         at += len as u64;
     }
     Ok(member.crc.is_none_or(|crc| hasher.finalize() == crc))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diagnostic::{Category, Diagnostic, codes::checkpoint as codes};
+    use std::fs;
+
+    #[test]
+    fn a_directory_with_more_files_than_the_limit_is_an_error() {
+        let dir = tempfile::tempdir().expect("a directory");
+        fs::create_dir(dir.path().join("inner")).expect("a directory");
+        for name in ["a.bin", "inner/b.pt", "notes.txt"] {
+            fs::write(dir.path().join(name), "x").expect("a file");
+        }
+        let directory = Directory::open(dir.path()).expect("a directory");
+        let names = list_checkable_files(&directory, 1, 2).expect("two files");
+        assert_eq!(names, ["a.bin", "inner/b.pt"]);
+        let error = Diagnostic::from(list_checkable_files(&directory, 1, 1).expect_err("two files"));
+        assert_eq!((error.code(), error.category()), (codes::CHECKPOINT_FILES_TOO_MANY, Category::Failed));
+        assert_eq!(error.field("limit"), Some(&1.into()));
+        assert_eq!(error.help().len(), 1);
+    }
 }

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, channel, sync_channel};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Number of windows that circulate between the reading threads and the converting thread.
@@ -60,7 +60,7 @@ pub(super) fn write_weights(
         Mutex::new((0..plan.files.len()).flat_map(|file| plan.divide_into_windows(file)).enumerate());
     std::thread::scope(|scope| {
         let (full, inbox) = sync_channel::<WindowResult>(WINDOW_COUNT);
-        let (outbox, empty) = channel::<Vec<f32>>();
+        let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOW_COUNT);
         for _ in 0..WINDOW_COUNT {
             let _ = outbox.send(Vec::new());
         }

@@ -38,7 +38,7 @@ fn link_or_copy_subtree(
 ) -> Result<()> {
     let unusable = |why: &str| CkptError::unsupported(from, why);
     if depth == 0 {
-        return Err(unusable("its directories are nested too deep"));
+        return Err(unusable("the directories in the checkpoint are nested too deep"));
     }
     disk::make_dir(to)?;
     for entry in fs::read_dir(from).map_err(CkptError::io("list", from))? {
@@ -47,7 +47,7 @@ fn link_or_copy_subtree(
         if skip(&entry.file_name().to_string_lossy()) {
             continue;
         }
-        *left = left.checked_sub(1).ok_or_else(|| unusable("it has too many files"))?;
+        *left = left.checked_sub(1).ok_or_else(|| unusable("the checkpoint has too many files"))?;
         let kind = entry.file_type().map_err(CkptError::io("look at", &source))?;
         match () {
             () if kind.is_dir() => link_or_copy_subtree(&source, &target, &|_| false, depth - 1, left)?,

@@ -9,9 +9,10 @@ use crate::error::{CkptError, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the ranks of a checkpoint. A file name may claim any rank, and the states of all ranks
-/// are in memory at once (10 kB each).
-const RANKS_MAX: u32 = 1 << 14;
+/// Limit on the ranks of a checkpoint whose lost files are created. One file name may claim any
+/// rank, and the states of all ranks below it are created in memory (10 kB each). So the limit is
+/// lower than the limit for reading, which requires a file of every rank.
+const CREATED_RANKS_MAX: u32 = 1 << 14;
 
 /// The RNG state files that were created.
 pub(crate) struct FilledRngFiles {
@@ -31,10 +32,11 @@ pub(crate) struct FilledRngFiles {
 /// two ranks draw equal numbers.
 ///
 /// # Errors
-/// Fails if `world` exceeds [`RANKS_MAX`], the files of two programs are mixed, or I/O fails.
+/// Fails if `world` exceeds [`CREATED_RANKS_MAX`], the files of two programs are mixed, or I/O
+/// fails.
 pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Result<Option<FilledRngFiles>> {
-    if world > RANKS_MAX {
-        let error = RngFilesError::TooManyRanks { world, limit: RANKS_MAX };
+    if world > CREATED_RANKS_MAX {
+        let error = RngFilesError::TooManyRanks { world, limit: CREATED_RANKS_MAX };
         return Err(CkptError::damaged(path, "RNG state files", error));
     }
     let directory = Directory::open(path)?;

@@ -51,6 +51,15 @@ pub struct PreparedCheckpoint {
     pub decision: Option<RngDecision>,
     /// Messages for the user about the changes.
     pub lines: Vec<String>,
+    /// Whether an earlier start made the directory, and this one reuses it.
+    pub is_reused: bool,
+}
+
+impl PreparedCheckpoint {
+    /// Returns the original checkpoint in `dir`, which fits unchanged.
+    fn unchanged(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
+        PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
+    }
 }
 
 /// Writes a copy of a checkpoint whose RNG states are assigned to exactly `options.world` ranks.
@@ -79,7 +88,7 @@ pub fn prepare_rng(
         &|name| rank_files::is_rng_file(name),
         &mut |staged| rank_files::write_all_ranks(staged, stored.writer, &ranks, &record),
     )?;
-    Ok(PreparedCheckpoint { path, decision: Some(decision), lines })
+    Ok(PreparedCheckpoint { path, decision: Some(decision), lines, is_reused: false })
 }
 
 /// Makes a directory from which an unmodified script of HF Trainer or Accelerate resumes with
@@ -96,11 +105,11 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
         if options.policy == ReconcilePolicy::Strict {
             return Err(CkptError::missing(dir, MissingPart::AllRngFiles));
         }
-        return Ok(PreparedCheckpoint { path: dir.to_owned(), decision: None, lines });
+        return Ok(PreparedCheckpoint::unchanged(dir, lines));
     };
     let resharded = checkpoint.state.as_ref().filter(|s| reshard::needs_reshard(s, options.world));
     if resharded.is_none() && old_world == options.world && options.policy != ReconcilePolicy::Reseed {
-        return Ok(PreparedCheckpoint { path: dir.to_owned(), decision: None, lines: Vec::new() });
+        return Ok(PreparedCheckpoint::unchanged(dir, Vec::new()));
     }
     let record = reshard::PreparedRecord::new(
         dir,
@@ -116,7 +125,7 @@ pub fn prepare_resume(dir: &Path, options: &ReconcileOptions) -> Result<Prepared
         {
             let lines = vec![format!("{} (prepared at an earlier start)", earlier.summary)];
             let decision = RngRecord::read(&path)?.map(|r| r.decision);
-            return Ok(PreparedCheckpoint { path, decision, lines });
+            return Ok(PreparedCheckpoint { path, decision, lines, is_reused: true });
         }
     }
     rewrite_for_world(dir, &checkpoint, old_world, options, resharded, record)
@@ -182,7 +191,7 @@ fn rewrite_for_world(
         fill,
     )?;
     let decision = reconciled.map(|(_, _, decision)| decision);
-    Ok(PreparedCheckpoint { path, decision, lines: vec![record.summary] })
+    Ok(PreparedCheckpoint { path, decision, lines: vec![record.summary], is_reused: false })
 }
 
 /// Finds the newest complete `checkpoint-N` in an output directory of HF Trainer. Also returns a

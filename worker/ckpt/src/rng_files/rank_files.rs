@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the number of ranks of a checkpoint.
-const RANKS_MAX: u32 = 1 << 16;
+/// Limit on the ranks of a checkpoint whose files are read. Every rank must have a file, so the
+/// files on disk bound the memory. The limit rejects an absurd rank in a file name.
+const READ_RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` made the RNG state files of a directory.
 pub const RECORD_FILE: &str = "launch_rng.json";
 /// Limit on the size of a record, in bytes.
@@ -130,8 +131,8 @@ pub fn read_all_ranks(path: &Path, world: Option<u32>) -> Result<Option<StoredRn
     let lone = files.len() == 1 && files.get(&0).is_some_and(|n| n == "rng_state.pth");
     let found = files.keys().next_back().map_or(0, |last| last.saturating_add(1));
     let world = world.unwrap_or(found).max(found);
-    if world > RANKS_MAX {
-        let error = RngFilesError::TooManyRanks { world, limit: RANKS_MAX };
+    if world > READ_RANKS_MAX {
+        let error = RngFilesError::TooManyRanks { world, limit: READ_RANKS_MAX };
         return Err(CkptError::damaged(path, "RNG state files", error));
     }
     if let Some(rank) = (0..world).find(|r| !files.contains_key(r)) {

@@ -94,7 +94,7 @@ pub(super) fn check_loadable(dir: &Path, state: &ExternalCheckpoint) -> Result<(
         true => Ok(()),
         false => {
             let what = format!(
-                "it is the directory of tag {}; resume from its parent, which has `{LATEST_FILE}`",
+                "the directory is that of tag {}; resume from the parent directory, which has `{LATEST_FILE}`",
                 state.facts().tag
             );
             Err(CkptError::unsupported(dir, what))

@@ -134,9 +134,9 @@ fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
 fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<u8>> {
     let damaged = |why: &str| CkptError::damaged(directory.path(), SCHEDULER_FILE, why);
     let pickle = file.members.iter().find(|m| m.name == format!("{}/data.pkl", file.root));
-    let range = pickle.map(|m| m.data.clone()).ok_or_else(|| damaged("it has no member data.pkl"))?;
+    let range = pickle.map(|m| m.data.clone()).ok_or_else(|| damaged("the file has no member data.pkl"))?;
     if file.members.iter().any(|m| m.name.starts_with(&format!("{}/data/", file.root))) {
-        return Err(damaged("it contains tensors, but a scheduler has none"));
+        return Err(damaged("the file contains tensors, but a scheduler has none"));
     }
     let whole = directory.read_file(SCHEDULER_FILE, SCHEDULER_MAX)?;
     let bytes = whole.get(range.start as usize..range.end as usize);

@@ -1,10 +1,10 @@
-//! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, reuse
-//! finished files after a kill, and use bounded memory.
+//! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, and
+//! use bounded memory.
 use super::{list_entry_names, make_memory_dir, read_tree};
 use crate::catalog::TensorRole;
 use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
 use crate::convert::{ConvertError, ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::error::{CkptError, OutputProblem, Result, UnsupportedFeature};
+use crate::error::{CkptError, Result, UnsupportedFeature};
 use crate::passthrough::{ParamGroup, PassthroughState};
 use crate::pickle::PythonObject;
 use crate::tensor_source::{ReadRequest, TensorSource};
@@ -95,12 +95,13 @@ fn make_memory_source(path: &Path, groups: &[Vec<Vec<u64>>], frozen: &[Vec<u64>]
     made
 }
 
-fn make_convert_options(to: ConvertTarget, stage: u8, world: u32) -> ConvertOptions {
+/// Makes options for a conversion to `to` with this stage and number of ranks.
+pub(super) fn make_convert_options(to: ConvertTarget, stage: u8, world: u32) -> ConvertOptions {
     ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) }
 }
 
 /// Opens the checkpoint at `path`, of any format. Panics if opening fails.
-fn open_source(path: &Path) -> Box<dyn TensorSource> {
+pub(super) fn open_source(path: &Path) -> Box<dyn TensorSource> {
     match open_checkpoint(path).expect("a checkpoint") {
         OpenedCheckpoint::Native(newest) => Box::new(newest.checkpoint),
         OpenedCheckpoint::External(checkpoint) => checkpoint,
@@ -194,7 +195,8 @@ pub(super) fn expect_convert_error(error: &CkptError) -> &ConvertError {
     }
 }
 
-fn golden_path(name: &str) -> PathBuf {
+/// Returns the path of a golden checkpoint.
+pub(super) fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
@@ -353,38 +355,6 @@ fn the_loss_scale_and_skipped_steps_are_kept() {
 }
 
 #[test]
-fn a_conversion_detects_damage_of_its_source() {
-    for task in [
-        make_convert_options(ConvertTarget::DeepSpeed, 3, 2),
-        make_convert_options(ConvertTarget::Universal, 2, 1),
-        make_convert_options(ConvertTarget::Native, 2, 3),
-    ] {
-        let dir = make_memory_dir();
-        let from = dir.path().join("from");
-        super::copy_tree(&golden_path("z2_padded"), &from);
-        for (path, bytes) in read_tree(&from) {
-            if !path.to_string_lossy().ends_with("optim_states.pt") {
-                continue;
-            }
-            for at in [bytes.len() / 3, bytes.len() / 2] {
-                let mut flipped = bytes.clone();
-                flipped[at] ^= 0x10;
-                fs::write(&path, flipped).expect("written");
-                let result = open_checkpoint(&from).and_then(|found| match found {
-                    OpenedCheckpoint::External(source) => {
-                        convert_checkpoint(&*source, &dir.path().join("out"), &task, |_, _| {})
-                    }
-                    OpenedCheckpoint::Native(_) => Err(CkptError::internal("native")),
-                });
-                assert!(matches!(result, Err(CkptError::Damaged { .. })), "byte {at}: {result:?}");
-                assert!(!dir.path().join("out").exists());
-            }
-            fs::write(&path, bytes).expect("written");
-        }
-    }
-}
-
-#[test]
 fn integer_buffers_keep_their_bits_in_deepspeed_layouts() {
     let source = open_source(&golden_path("z3_buffers"));
     let dir = make_memory_dir();
@@ -407,135 +377,14 @@ fn integer_buffers_keep_their_bits_in_deepspeed_layouts() {
     assert!(report.notices.contains(&expected), "{:?}", report.notices);
 }
 
-#[test]
-fn files_finished_before_a_kill_are_verified_and_reused() {
-    let dir = make_memory_dir();
-    let source = open_source(&golden_path("z2_padded"));
-    let (expected, out) = (dir.path().join("expected"), dir.path().join("out"));
-    let task = make_convert_options(ConvertTarget::DeepSpeed, 3, 3);
-    convert_checkpoint(&*source, &expected, &task, |_, _| {}).expect("converted");
-    let first = convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted");
-    assert_eq!(first.reused, 0);
-    let hidden = dir.path().join(".out.converting");
-    let convert_after_kill = |damage: bool| {
-        fs::remove_dir_all(&out).expect("removed");
-        let child = super::run_child_test(
-            "tests::convert::child_process_that_is_killed_before_publishing",
-            &format!("{}", dir.path().display()),
-        );
-        assert!(!child.status.success() && hidden.join(".done").exists(), "{child:?}");
-        if damage {
-            let tag = hidden.join("global_step3");
-            let file = tag.join("zero_pp_rank_1_mp_rank_00_optim_states.pt");
-            let mut bytes = fs::read(&file).expect("there");
-            let middle = bytes.len() / 2;
-            bytes[middle] ^= 1;
-            fs::write(&file, bytes).expect("written");
-        }
-        let report = convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted after the kill");
-        assert!(!hidden.exists());
-        for ((_, a), (path, b)) in read_tree(&expected).into_iter().zip(read_tree(&out)) {
-            assert!(a == b, "{}", path.display());
-        }
-        report.reused
-    };
-    assert_eq!(convert_after_kill(false), 6, "two files of each of three ranks");
-    assert_eq!(convert_after_kill(true), 5, "the damaged file is written again");
-    // a conversion with other options reuses no file
-    let child = super::run_child_test(
-        "tests::convert::child_process_that_is_killed_before_publishing",
-        &format!("{}", dir.path().display()),
-    );
-    assert!(!child.status.success() && !out.exists());
-    let other =
-        convert_checkpoint(&*source, &out, &make_convert_options(ConvertTarget::DeepSpeed, 2, 3), |_, _| {})
-            .expect("converted");
-    assert_eq!(other.reused, 0);
-}
-
-/// The child process of `files_finished_before_a_kill_are_verified_and_reused`. Kills itself before
-/// the conversion publishes its directory. Does nothing outside of a child process.
-#[test]
-fn child_process_that_is_killed_before_publishing() {
-    let Some(dir) = super::read_child_argument() else { return };
-    let source = open_source(&golden_path("z2_padded"));
-    let out = Path::new(&dir).join("out");
-    let _ = fs::remove_dir_all(&out);
-    let record = Path::new(&dir).join(".out.converting/.done");
-    convert_checkpoint(&*source, &out, &make_convert_options(ConvertTarget::DeepSpeed, 3, 3), |_, _| {
-        let recorded = fs::read_to_string(&record).unwrap_or_default();
-        // two files of each of three ranks, and `latest`
-        if recorded.lines().filter(|l| !l.is_empty()).count() >= 7 {
-            let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
-        }
-    })
-    .expect("converted");
-}
-
-#[test]
-fn an_output_directory_with_other_files_is_not_replaced() {
-    let dir = make_memory_dir();
-    let source = open_source(&golden_path("z1_tied"));
-    let out = dir.path().join("out");
-    let task = make_convert_options(ConvertTarget::Universal, 2, 1);
-    let force = ConvertOptions { force: true, ..task.clone() };
-    convert_checkpoint(&*source, &out, &task, |_, _| {}).expect("converted");
-    assert!(matches!(
-        convert_checkpoint(&*source, &out, &task, |_, _| {}),
-        Err(CkptError::OutputRejected { .. })
-    ));
-    convert_checkpoint(&*source, &out, &force, |_, _| {}).expect("replaced");
-    fs::write(out.join("mine"), "mine").expect("written");
-    let error = convert_checkpoint(&*source, &out, &force, |_, _| {}).expect_err("rejected");
-    let CkptError::OutputRejected { problem: OutputProblem::OtherFile { file, .. }, .. } = &error else {
-        panic!("{error}")
-    };
-    assert_eq!(file, "mine");
-    assert_eq!(list_entry_names(dir.path()), ["out"], "no temporary files remain");
-}
-
-#[test]
-fn a_damaged_source_gives_an_error_and_no_output() {
-    let dir = make_memory_dir();
-    let from = dir.path().join("from");
-    super::copy_tree(&golden_path("z2_padded"), &from);
-    let file = from.join("global_step3/zero_pp_rank_2_mp_rank_00_optim_states.pt");
-    let mut bytes = fs::read(&file).expect("there");
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 4;
-    fs::write(&file, bytes).expect("written");
-    let why = convert_checkpoint(
-        &*open_source(&from),
-        &dir.path().join("out"),
-        &make_convert_options(ConvertTarget::DeepSpeed, 3, 2),
-        |_, _| {},
-    );
-    assert!(matches!(why, Err(CkptError::Damaged { .. })), "{why:?}");
-    assert_eq!(list_entry_names(dir.path()), ["from"]);
-}
-
 /// Copies `model.safetensors` of a golden checkpoint, and no other file, to the new directory
 /// `weights` in `dir`. Returns the path of the new directory.
-fn copy_golden_weights(dir: &Path, golden_name: &str) -> PathBuf {
+pub(super) fn copy_golden_weights(dir: &Path, golden_name: &str) -> PathBuf {
     let weights = dir.join("weights");
     fs::create_dir(&weights).expect("made");
     fs::copy(golden_path(golden_name).join("model.safetensors"), weights.join("model.safetensors"))
         .expect("copied");
     weights
-}
-
-#[test]
-fn weights_only_are_rejected_by_deepspeed_targets() {
-    let dir = make_memory_dir();
-    let weights = copy_golden_weights(dir.path(), "hf_ddp/checkpoint-3");
-    for to in [ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
-        let out = dir.path().join("out");
-        let error =
-            convert_checkpoint(&*open_source(&weights), &out, &make_convert_options(to, 2, 1), |_, _| {})
-                .expect_err("rejected");
-        assert_eq!(expect_convert_error(&error), &ConvertError::WeightsOnly);
-        assert!(!out.exists());
-    }
 }
 
 /// Converts weights to a native checkpoint and reshards the result. Both checkpoints must have only
@@ -587,45 +436,6 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
     )
     .expect("copied");
     assert!(!open_source(&weights).has_only_weights());
-}
-
-/// Checks for every target that a conversion fails if it can't read the optimizer states, instead
-/// of silently leaving out these states.
-#[test]
-fn an_unreadable_optimizer_is_an_error() {
-    let dir = make_memory_dir();
-    let from = dir.path().join("from");
-    super::copy_tree(&golden_path("hf_ddp").join("checkpoint-3"), &from);
-    let path = from.join("model.safetensors");
-    let mut text = fs::read(&path).expect("there");
-    let at = text.windows(9).position(|w| w == b"q_proj.we").expect("a name");
-    text[at] = b'x';
-    fs::write(&path, text).expect("written");
-    for to in [ConvertTarget::Native, ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
-        let out = dir.path().join("out");
-        let error =
-            convert_checkpoint(&*open_source(&from), &out, &make_convert_options(to, 2, 1), |_, _| {})
-                .expect_err("rejected");
-        assert!(matches!(expect_convert_error(&error), ConvertError::StatesUnreadable { .. }), "{error}");
-        assert!(!out.exists());
-    }
-}
-
-#[test]
-fn invalid_options_are_rejected() {
-    let dir = make_memory_dir();
-    let source = open_source(&golden_path("z1_tied"));
-    for wrong in [
-        make_convert_options(ConvertTarget::DeepSpeed, 0, 1),
-        make_convert_options(ConvertTarget::DeepSpeed, 4, 1),
-        make_convert_options(ConvertTarget::DeepSpeed, 2, 0),
-        ConvertOptions { memory: 1 << 20, ..make_convert_options(ConvertTarget::DeepSpeed, 2, 1) },
-        ConvertOptions { sub_group_size: 0, ..make_convert_options(ConvertTarget::DeepSpeed, 3, 1) },
-        ConvertOptions { dtype: Some(Dtype::I64), ..make_convert_options(ConvertTarget::DeepSpeed, 3, 1) },
-    ] {
-        let result = convert_checkpoint(&*source, &dir.path().join("out"), &wrong, |_, _| {});
-        assert!(matches!(result, Err(CkptError::InvalidOption { .. })), "{wrong:?}");
-    }
 }
 
 /// A source of one weight and its Adam moments. Every element is 1.5, so that even a large source

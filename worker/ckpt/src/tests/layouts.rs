@@ -76,6 +76,19 @@ fn the_newest_complete_checkpoint_of_several_is_opened() {
 }
 
 #[test]
+fn an_error_states_how_many_checkpoints_were_not_tried() {
+    let dir = make_memory_dir();
+    for step in 1..=16 {
+        fs::create_dir(dir.path().join(format!("checkpoint-{step}"))).expect("made");
+    }
+    // without older checkpoints, the error is that of the newest one
+    let error = open_external(dir.path()).expect_err("empty directories");
+    assert_eq!(error.code(), diagnostic::codes::checkpoint::CHECKPOINT_DIRECTORY_EMPTY);
+    copy_tree(&golden_subdirectory("hf_ddp", "checkpoint-3"), &dir.path().join("checkpoint-0"));
+    insta::assert_snapshot!("layouts_newest_unreadable", expect_open_error(dir.path()));
+}
+
+#[test]
 fn an_optimizer_that_does_not_match_the_weights_is_left_out_with_a_notice() {
     let dir = make_memory_dir();
     copy_tree(&golden_subdirectory("hf_ddp", "checkpoint-3"), dir.path());

@@ -1,6 +1,7 @@
 //! Tests of several modules together, and helpers that make small checkpoints.
 mod bf16_weights;
 mod convert;
+mod convert_failures;
 mod damage;
 mod diff;
 mod experts;

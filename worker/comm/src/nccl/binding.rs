@@ -1,10 +1,12 @@
 //! The NCCL functions that this crate calls, declared as in nccl.h since version 2.18. Status codes
 //! are numbers, because a newer library may return codes that this crate does not know.
-use super::ID_BYTES;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// An opaque pointer of NCCL or CUDA: an `ncclComm_t` or a `cudaStream_t`.
 pub(super) type OpaqueHandle = *mut c_void;
+
+/// Size in bytes of NCCL's unique id, with which the ranks of a group find each other.
+pub const ID_BYTES: usize = 128;
 
 /// The status code `ncclSuccess`.
 pub(super) const SUCCESS: c_int = 0;

@@ -7,7 +7,9 @@
 //! they are done, and they run in order with the operations around them. Only pieces are
 //! transferred; the caller sums them in the same fixed order as on every other transport. NCCL's
 //! own sums would add in an order that depends on the number of ranks.
-use super::{CudaStream, DataType, NcclGroup, NcclLibrary, PeerBuffer};
+use super::binding::DataType;
+use super::group::{CudaStream, NcclGroup, PeerBuffer};
+use super::library::NcclLibrary;
 use crate::{
     AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, PartialSink, Result,
     call::compute_offsets, local::DEFAULT_TIMEOUT, staged::StagedComm,
@@ -42,7 +44,7 @@ impl NcclComm {
         cuda: Arc<Cuda>,
         host_comm: Arc<dyn Comm>,
         timeout: Duration,
-    ) -> super::Result<NcclComm> {
+    ) -> crate::nccl_error::Result<NcclComm> {
         cuda.make_current()?;
         let mut group = NcclGroup::connect(nccl, host_comm.as_ref(), timeout)?;
         group.set_timeout(DEFAULT_TIMEOUT);

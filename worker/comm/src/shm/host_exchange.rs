@@ -4,7 +4,8 @@
 //! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
 //! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of
 //! the host.
-use super::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range, store_words};
+use super::communicator::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range};
+use super::wait::store_words;
 use crate::{
     CallMismatch, Result, TransferUnit,
     call::{self, CollectiveCall},

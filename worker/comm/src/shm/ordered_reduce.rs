@@ -10,7 +10,8 @@
 //! in a private buffer before it passes them to the sink. A window is as long as possible while the
 //! buffer of every rank stays within 8 × staging or twice the largest piece, whichever is more. In
 //! a longer window more ranks send at the same time.
-use super::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range, streaming_copy};
+use super::communicator::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range};
+use super::streaming_copy;
 use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall};
 use device::Buf;
 use std::ops::Range;

@@ -11,7 +11,7 @@
 //! ```
 //! All offsets follow from this rank's own `world` and `staging`. A number that a peer wrote is
 //! never used as an offset. The file is sparse: pages take memory only after they are touched.
-use super::ShmLimits;
+use super::limits::ShmLimits;
 use crate::{
     AbortReason, GroupError, Result, SharedMemoryError, abort_reason::FIXED_BYTES,
     shared_window::WindowMemory,

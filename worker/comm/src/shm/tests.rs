@@ -1,11 +1,14 @@
 //! Tests of [`ShmComm`] with ranks that are threads, each with a separate mapping: segments that
 //! are rejected, and peers that break the protocol.
 use super::*;
-use crate::{SharedMemoryError, abort_reason::FIXED_BYTES};
+use crate::{CommError, GroupError, SharedMemoryError, abort_reason::FIXED_BYTES, call::GroupPosition};
+use device::Buf;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{
+    os::fd::OwnedFd,
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
     thread,
+    time::Duration,
 };
 
 fn create_memfd() -> OwnedFd {

@@ -1,6 +1,6 @@
 //! The all-reduce and the reduce-scatter of [`ShmComm`]. Each rank sums the values in the peers'
 //! staging slots in the fixed order of a binary tree over ranks.
-use super::{MAX_CHUNK_BYTES, ShmCallState, ShmComm, compute_chunk_range};
+use super::communicator::{MAX_CHUNK_BYTES, ShmCallState, ShmComm, compute_chunk_range};
 use crate::{
     Result,
     call::{self, CollectiveCall},

@@ -200,15 +200,14 @@ impl NetworkStep<'_> {
             Ok(()) => Ok(transfer.sent_bytes - sent + transfer.received_bytes - received),
             Err(TransferError::Mismatch(mismatch)) => Err(CommError::Mismatch(mismatch)),
             Err(TransferError::Closed) => {
-                let collective = format!("{} (call {})", self.call.kind, self.call.number);
-                let reason = self.health.wait_for_end_reason(transfer.peer, &collective);
+                let reason = self.health.wait_for_end_reason(transfer.peer, self.call);
                 Err(CommError::Aborted(reason))
             }
         }
     }
 
-    /// Receives as many bytes of one message as possible without blocking, and checks the header as
-    /// soon as it is complete.
+    /// Receives as many bytes of one message as possible without blocking. Checks the header when
+    /// all its bytes have arrived.
     fn receive_available_bytes(
         &self,
         connection: &mut DataConnection,

@@ -5,7 +5,7 @@
 //! (u16, little-endian, at most [`MAX_REASON_BYTES`]) and that many bytes. One thread per rank
 //! reads the frames of all peers. A thread that aborts the group writes the abort frames itself and
 //! does not wait for the thread that reads.
-use crate::{AbortReason, Comm, shm::ShmComm};
+use crate::{AbortReason, Comm, call::CollectiveCall, shm::ShmComm};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::eventfd::{EfdFlags, EventFd},
@@ -147,10 +147,10 @@ impl GroupHealth {
         self.start.elapsed().as_millis() as u64 + 1
     }
 
-    /// Determines why the connection to `rank` ended during a call of `collective`. Waits up to
+    /// Determines why the connection to `rank` ended during the collective `call`. Waits up to
     /// [`FAREWELL_DELAY`] for a farewell or an abort, because it may arrive later than the end of
     /// the data.
-    pub(super) fn wait_for_end_reason(&self, rank: usize, collective: &str) -> AbortReason {
+    pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_DELAY;
         loop {
             let has_left = self.has_left[rank].load(SeqCst);
@@ -159,7 +159,7 @@ impl GroupHealth {
                 return reason;
             }
             if has_left {
-                return AbortReason::PeerLeft { rank, collective: collective.to_owned() };
+                return AbortReason::PeerLeft { rank, collective: call.to_string() };
             }
             if Instant::now() >= deadline {
                 return AbortReason::PeerLost { rank };

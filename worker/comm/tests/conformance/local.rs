@@ -92,7 +92,7 @@ fn a_rank_that_panics_or_leaves_unblocks_the_others() {
         1 => None,
         _ => Some(c.barrier().unwrap_err()),
     });
-    let left = AbortReason::PeerLeft { rank: 1, collective: "barrier".into() };
+    let left = AbortReason::PeerLeft { rank: 1, collective: "barrier (call 0)".into() };
     assert_eq!(errors[2], Some(Some(to_aborted_error(left))));
     // inside a sink: memory that peers still read is not freed before they have finished
     let errors = run_ranks(local::create_group(3), |c| {

@@ -1,9 +1,9 @@
 //! The conformance cases of each family of ops except experts and fp8: every op with its backward
 //! pass on one shape, compared with the CPU.
-use super::{
-    Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
-    make_typed_buffer,
+use super::comparison::{
+    Backends, CaseBuffer, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
+use super::error::ConformanceError;
 use crate::Dtype;
 use crate::ops::{
     AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL,

@@ -1,8 +1,7 @@
 //! Conformance cases of experts: the router, row ops and grouped matmuls on one shape, compared
 //! with the CPU.
-use super::{
-    Backends, CaseResult, CaseRng, ConformanceError, make_f32_buffer, make_nan_values, make_typed_buffer,
-};
+use super::comparison::{Backends, CaseResult, CaseRng, make_f32_buffer, make_nan_values, make_typed_buffer};
+use super::error::ConformanceError;
 use crate::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
 use std::cell::RefCell;
 

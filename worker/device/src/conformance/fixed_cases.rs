@@ -1,5 +1,6 @@
 //! Conformance cases of fixed shapes, which select the special cases of kernels.
-use super::{Backends, CaseResult, cases, expert_cases};
+use super::comparison::{Backends, CaseResult};
+use super::{cases, expert_cases};
 use crate::ops::AttentionShape;
 
 /// Function that runs a conformance case of one shape.

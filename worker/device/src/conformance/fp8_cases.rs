@@ -1,9 +1,9 @@
 //! Conformance cases of fp8: matmuls, and the rounding of every operand bit by bit, compared with
 //! the CPU.
-use super::{
-    Backends, CaseBuffer, CaseResult, CaseRng, ConformanceError, MaxErrors, make_f32_buffer, make_nan_values,
-    make_typed_buffer,
+use super::comparison::{
+    Backends, CaseBuffer, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
+use super::error::ConformanceError;
 use crate::Buf;
 use crate::fp8::Fp8Format;
 use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};

@@ -1,5 +1,6 @@
 //! Conformance cases of random shapes: one function for each family of ops.
-use super::{Backends, CaseResult, CaseRng, cases, expert_cases, fp8_cases};
+use super::comparison::{Backends, CaseResult, CaseRng};
+use super::{cases, expert_cases, fp8_cases};
 use crate::ops::AttentionShape;
 
 /// Function that compares a family of ops on the GPU with the CPU, for one random shape.

@@ -4,16 +4,17 @@
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
 //! tiles of keys, but not on the other queries of its tile.
-use super::attention_dropout::{HeadDropout, multiply_row};
+use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
-use super::micro_kernel::{MicroTile, multiply_small_matrices};
-use super::simd::{LANES, Simd, exp, load_array, load_lanes, multiversion, store_array, store_lanes, tanh};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::micro_kernel::multiply_small_matrices;
+use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes, tanh};
 use crate::ops::AttentionShape;
+use crate::ops::expect_len;
 use std::ops::Range;
 
-/// Number of keys in a tile.
-pub(crate) const KEY_TILE: usize = 64;
 /// Number of queries in a tile.
 pub(crate) const QUERY_TILE: usize = 64;
 /// Number of elements past the end of a scratch matrix that the micro-kernel may read if the number

@@ -5,15 +5,18 @@
 //! in rising order, so every sum has one order. Probabilities are recomputed from the scores and
 //! `lse`, one tile at a time.
 use super::attention::{
-    AttentionLayout, HeadSlice, KEY_TILE, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows,
-    find_visible_keys, softcap_scores, transpose_rows,
+    AttentionLayout, HeadSlice, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows, find_visible_keys,
+    softcap_scores, transpose_rows,
 };
-use super::attention_dropout::{HeadDropout, multiply_row};
+use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
-use super::micro_kernel::{MicroTile, multiply_small_matrices};
-use super::simd::{LANES, Simd, exp, load_array, load_lanes, multiversion, store_array, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::micro_kernel::multiply_small_matrices;
+use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
 use crate::ops::AttentionShape;
+use crate::ops::expect_len;
 
 /// Inputs of [`crate::Ops::attention_backward`], with elements of any type.
 #[derive(Clone, Copy)]

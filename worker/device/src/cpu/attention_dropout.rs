@@ -2,9 +2,11 @@
 //!
 //! The factors of one query and one tile of keys are not stored. The forward and the backward pass
 //! recompute them.
-use super::attention::KEY_TILE;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
+
+/// Number of keys in a tile of attention.
+pub(crate) const KEY_TILE: usize = 64;
 
 /// Dropout of the probabilities of one query head of one sequence.
 #[derive(Clone, Copy)]

@@ -1,9 +1,12 @@
 //! Bias: a vector that is added to every row, and its gradient.
 //!
 //! The gradient is summed over chunks of rows, and the chunks' sums are added in order.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
+use crate::ops::expect_len;
 
 /// Number of rows whose gradients are summed first, before the sums are added in order.
 const ROWS_PER_PARTIAL_SUM: usize = 32;

@@ -5,11 +5,14 @@
 //! row. The backward pass replaces a block by its gradients and multiplies them by weight and
 //! input.
 use super::attention_backward::compute_softcap_gradient;
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
+use super::instruction_set::multiversion;
 use super::matmul::{MatmulShape, matmul_f32};
 use super::packing::Operand;
-use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes, tanh};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::simd::{LANES, Simd, exp, load_lanes, store_lanes, tanh};
+use crate::ops::expect_len;
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 

@@ -7,10 +7,13 @@
 //! Conversions consist of integer and `f32` arithmetic that compilers vectorise, and give the same
 //! bits on every machine. Instructions that multiply 16-bit numbers are not used, because they sum
 //! in a different order.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::instruction_set::{InstructionSet, multiversion};
 use super::scratch::ScratchBuf;
-use super::simd::{InstructionSet, LANES, Simd, load_array, load_lanes, multiversion};
-use super::{Cpu, DisjointSlices};
+use super::simd::{LANES, Simd, load_array, load_lanes};
 use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::expect_len;
 use std::ops::{Deref, DerefMut, Range};
 
 /// A 16-bit floating-point format of buffers.
@@ -457,13 +460,20 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
 
 /// Implements [`crate::Ops::cast`]: converts the elements of `from` to the type of `to`.
 pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: InputElements) {
-    super::expect_len("cast", "from", from.len(), to.len());
+    expect_len("cast", "from", from.len(), to.len());
     let to = OutputElements::new(cpu, to);
     cpu.run_over_elements(from.len(), |r| {
         let from = from.to_f32(cpu, r.clone());
         // SAFETY: each task writes a different range.
         unsafe { to.slice_as_f32(r, PriorContents::Ignored) }.copy_from_slice(&from);
     });
+}
+
+impl Cpu {
+    /// Wraps `v`, of any element type, as an output that this backend's tasks write.
+    pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
+        OutputElements::new(self, v)
+    }
 }
 
 #[cfg(test)]

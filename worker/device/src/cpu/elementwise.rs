@@ -1,7 +1,10 @@
 //! Elementwise ops on vectors, dropout and matrix transposition.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
+use crate::ops::expect_len;
 use crate::{ops::SampleDropout, philox::compute_random_words};
 
 /// Implements [`crate::Ops::add`].

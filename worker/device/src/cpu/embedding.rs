@@ -1,6 +1,8 @@
 //! Token embedding: looks up rows of the weight, and sums their gradient.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::expect_len;
 
 /// Number of columns of the weight's gradient that one task of the backward pass sums.
 const TASK_COLUMNS: usize = 128;

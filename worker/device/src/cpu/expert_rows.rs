@@ -1,9 +1,12 @@
 //! Ops on rows that are sent to experts and return: gather, weighted sums, scaling and dot
 //! products.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::ops::WriteMode;
+use crate::ops::expect_len;
 
 /// Implements [`crate::Ops::gather_rows`].
 pub(crate) fn gather_rows(cpu: &Cpu, y: OutputElements, x: InputElements, rows: &[u32], d: usize) {

@@ -4,10 +4,12 @@
 //! An fp8 number times its scale is exactly a bfloat16, because it has at most four significant
 //! bits and scales are at least 2⁻⁶⁰. (Values from 2¹²⁸·15/16 on, which round to 2¹²⁸, become
 //! infinite.)
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::elements::OutputElements;
 use super::elements::{HalfFormat, InputElements, f32_to_bf16};
 use super::matmul::{MatmulShape, matmul};
 use super::packing::Operand;
-use super::{Cpu, DisjointSlices, OutputElements};
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
 

@@ -1,10 +1,12 @@
 //! GELU (Hendrycks and Gimpel, 2016) in its tanh approximation, alone and as a gate (GeGLU).
 //!
 //! `½·x·(1 + tanh u)` is computed as `x·σ(2u)`, which loses no accuracy where tanh is close to −1.
+use super::backend::Cpu;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use super::swiglu::sigmoid;
-use super::{Cpu, expect_len};
+use crate::ops::expect_len;
 
 /// Cost of computing one element, as a multiple of the cost of copying an element.
 const GELU_COST: usize = 8;

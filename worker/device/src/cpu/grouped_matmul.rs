@@ -4,10 +4,12 @@
 //! Every group is a separate matmul, so its result does not depend on the other groups. Each group
 //! is one task, unless one group is most of the work. In that case, the groups run one after
 //! another on all threads.
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements};
 use super::matmul::{MatmulShape, matmul_at_offset, matmul_f32};
 use super::packing::Operand;
-use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::expect_len;
 use crate::ops::{RowGroup, WriteMode};
 
 /// Implements [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.

@@ -2,12 +2,15 @@
 //!
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. Gradients of
 //! weight and bias are summed over chunks of rows, and the chunks' sums are added in order.
+use super::backend::Cpu;
 use super::bias::add_partial_sums;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::elementwise::add_slices;
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::ops::WriteMode;
+use crate::ops::expect_len;
 
 /// Number of rows whose contributions to the gradients of weight and bias are summed first, before
 /// the sums are added in order.

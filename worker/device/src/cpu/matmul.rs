@@ -8,12 +8,13 @@
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
 //! task packs its block of the larger operand right before using it. A left operand with contiguous
 //! rows, or a right operand with contiguous columns, is not packed.
+use super::backend::Cpu;
 use super::bias::add_bias_to_rows;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::micro_kernel::MicroTile;
+use super::instruction_set::{InstructionSet, multiversion};
 use super::packing::{Operand, PackBlock, pack};
-use super::simd::{InstructionSet, LANES, MAX_TILE_LEN, Simd, multiversion};
-use super::{Cpu, DisjointSlices};
+use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
 use crate::ops::WriteMode;
 use std::ops::Range;
 
@@ -51,7 +52,9 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
         InstructionSet::Avx512 => (super::x86::Avx512::TILE_ROWS, super::x86::Avx512::TILE_COLUMNS),
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => (super::x86::Avx2::TILE_ROWS, super::x86::Avx2::TILE_COLUMNS),
-        InstructionSet::Portable => (super::simd::Portable::TILE_ROWS, super::simd::Portable::TILE_COLUMNS),
+        InstructionSet::Portable => {
+            (super::portable::Portable::TILE_ROWS, super::portable::Portable::TILE_COLUMNS)
+        }
     }
 }
 

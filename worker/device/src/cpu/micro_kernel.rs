@@ -4,30 +4,7 @@
 //! Each element of the result is one chain `acc = a·b + acc` over the depth in rising order, which
 //! starts from zero. The chain is then stored, or added to the previous element. The value depends
 //! on nothing else, so a matmul may be divided into tiles in any way.
-use super::simd::{LANES, Simd};
-
-/// Operands of one micro tile. The micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p
-/// a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
-pub(crate) struct MicroTile {
-    /// Number of terms in the sum of each element.
-    pub(crate) depth: usize,
-    /// Address of the first element of the left operand.
-    pub(crate) a: *const f32,
-    /// Number of elements from one row of `a` to the next.
-    pub(crate) a_row_stride: usize,
-    /// Number of elements from one term of a row of `a` to the next.
-    pub(crate) a_depth_stride: usize,
-    /// Address of the first element of the right operand.
-    pub(crate) b: *const f32,
-    /// Number of elements from one row of `b` to the next.
-    pub(crate) b_row_stride: usize,
-    /// Address of the first element of the result.
-    pub(crate) c: *mut f32,
-    /// Number of elements from one row of `c` to the next.
-    pub(crate) c_row_stride: usize,
-    /// True if the sums are added to `c`, false if they overwrite `c`.
-    pub(crate) accumulate: bool,
-}
+use super::simd::{LANES, MicroTile, Simd};
 
 /// Computes a micro tile of `MR` rows × `NV` vectors.
 ///

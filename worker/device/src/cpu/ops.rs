@@ -1,12 +1,14 @@
 //! Implementation of [`Ops`] on the CPU.
+use super::backend::Cpu;
 use super::matmul::{MatmulShape, matmul, matmul_with_bias};
 use super::packing::Operand;
 use super::{
-    Cpu, attention, attention_backward, bias, classifier, elements, elementwise, embedding, expect_len,
-    expert_rows, fp8_matmul, gelu, grouped_matmul, layer_norm, optimizers, reductions, rms_norm,
-    rms_norm_heads, rope, router, stochastic_rounding, swiglu,
+    attention, attention_backward, bias, classifier, elements, elementwise, embedding, expert_rows,
+    fp8_matmul, gelu, grouped_matmul, layer_norm, optimizers, reductions, rms_norm, rms_norm_heads, rope,
+    router, stochastic_rounding, swiglu,
 };
 use crate::buffer::{View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{
     AdamWHyperparams, AttentionShape, ClassifierGrads, Fp8Operand, HeadLayout, LayerNormParams,
     LionHyperparams, Ops, RouterBackwardInputs, RouterShape, RowGroup, SampleDropout, SgdHyperparams,

@@ -2,8 +2,11 @@
 //!
 //! The updates use no fused multiply-add, so every machine computes the same bits. This costs no
 //! time, because updates are limited by memory bandwidth.
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
+use crate::ops::expect_len;
 use crate::ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams};
 
 /// Implements [`crate::Ops::adamw`].

@@ -3,7 +3,8 @@
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
 use super::elements::{Element, InputElements, with_elements};
-use super::simd::{LANES, Simd, multiversion};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd};
 use std::ops::Range;
 
 /// Operand of a matmul. Element (i, p) is at `data[i·row_stride + p·depth_stride]`. i counts rows

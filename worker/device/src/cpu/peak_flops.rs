@@ -1,6 +1,7 @@
 //! Measures the peak rate of multiply-adds, to which benchmarks compare matmuls.
-use super::Cpu;
-use super::simd::{LANES, Simd, multiversion};
+use super::backend::Cpu;
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd};
 use std::time::{Duration, Instant};
 
 /// Number of multiply-adds that each chain computes in one measurement.

@@ -1,7 +1,10 @@
 //! Sums of squares, for the gradient norm and for Muon.
-use super::simd::{LANES, Simd, multiversion};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd};
 use crate::ops::NORM_BLOCK_LEN;
+use crate::ops::expect_len;
 
 /// Implements [`crate::Ops::sum_squares_by_block`].
 pub(crate) fn sum_squares_by_block(cpu: &Cpu, out: &mut [f64], x: &[f32]) {

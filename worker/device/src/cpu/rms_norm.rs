@@ -2,12 +2,15 @@
 //!
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. The gradient
 //! of the weight is summed over chunks of rows, and the chunks' sums are added in order.
+use super::backend::Cpu;
 use super::bias::add_partial_sums;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, InputElements, OutputElements, PriorContents};
 use super::elementwise::add_slices;
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::ops::WriteMode;
+use crate::ops::expect_len;
 
 /// Number of rows whose contributions to the weight's gradient are summed first, before the sums
 /// are added in order.

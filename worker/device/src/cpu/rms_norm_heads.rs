@@ -1,9 +1,11 @@
 //! RMSNorm of each head inside wider rows, with one weight for all heads, as Qwen3 applies it to
 //! queries and keys.
+use super::backend::Cpu;
 use super::bias::add_partial_sums;
+use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::rms_norm::{RmsNormBackwardRows, differentiate, normalize};
-use super::{Cpu, DisjointSlices, expect_len};
+use crate::ops::expect_len;
 use crate::ops::{HeadLayout, WriteMode};
 
 /// Number of rows whose contributions to the weight's gradient are summed first, before the sums

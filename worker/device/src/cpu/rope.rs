@@ -1,8 +1,10 @@
 //! Rotary position embedding (Su et al., 2021): the elements (i, i + head_dim/2) of a head are
 //! rotated by angle i of the position.
+use super::backend::Cpu;
 use super::elements::{OutputElements, PriorContents};
-use super::simd::{LANES, Simd, load_lanes, multiversion, store_lanes};
-use super::{Cpu, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, load_lanes, store_lanes};
+use crate::ops::expect_len;
 
 /// Shape of the matrix whose heads RoPE rotates. The matrix has `b·t` rows.
 #[derive(Clone, Copy)]

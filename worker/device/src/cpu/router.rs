@@ -1,7 +1,10 @@
 //! The router of a layer with experts: softmax over the experts, the selection for each row, and
 //! the gradients of both.
-use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
+use crate::ops::expect_len;
 use crate::ops::{RouterBackwardInputs, RouterShape};
 
 /// Cost of computing an exponential, as a multiple of the cost of copying an element.

@@ -3,17 +3,38 @@
 //! The vector is one zmm register with AVX-512, two ymm registers with AVX2, and an array
 //! elsewhere.
 //!
-//! Kernels are written once over [`Simd`] and compiled for each instruction set ([`multiversion`]).
-//! An [`InstructionSet`] is chosen at run time. Every instruction set has the same 16 lanes, so
+//! Kernels are written once over [`Simd`] and compiled for each instruction set ([`super::instruction_set::multiversion`]).
+//! An [`InstructionSet`](super::instruction_set::InstructionSet) is chosen at run time. Every instruction set has the same 16 lanes, so
 //! AVX2 and AVX-512 give the same bits. The portable version gives other bits only where it has no
 //! fused multiply-add.
-use super::micro_kernel::{self, MicroTile};
-
 /// Number of lanes of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
 /// Number of elements of the largest micro tile of any instruction set: rows × vectors × lanes.
 pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
+
+/// Operands of one micro tile. The micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p
+/// a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+pub(crate) struct MicroTile {
+    /// Number of terms in the sum of each element.
+    pub(crate) depth: usize,
+    /// Address of the first element of the left operand.
+    pub(crate) a: *const f32,
+    /// Number of elements from one row of `a` to the next.
+    pub(crate) a_row_stride: usize,
+    /// Number of elements from one term of a row of `a` to the next.
+    pub(crate) a_depth_stride: usize,
+    /// Address of the first element of the right operand.
+    pub(crate) b: *const f32,
+    /// Number of elements from one row of `b` to the next.
+    pub(crate) b_row_stride: usize,
+    /// Address of the first element of the result.
+    pub(crate) c: *mut f32,
+    /// Number of elements from one row of `c` to the next.
+    pub(crate) c_row_stride: usize,
+    /// True if the sums are added to `c`, false if they overwrite `c`.
+    pub(crate) accumulate: bool,
+}
 
 /// Operations on vectors of 16 `f32` lanes. A value of an implementing type exists only on machines
 /// that have the instructions.
@@ -87,7 +108,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// The caller must meet the requirements of [`micro_kernel::compute_tile`].
+    /// The caller must meet the requirements of [`super::micro_kernel::compute_tile`].
     unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile);
     /// Transposes 8 × 8 elements: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8. The rows
     /// of `dst` are stored in rising order, each with all eight elements. If `ldd < 8`, each row
@@ -185,221 +206,10 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     double(double(s.div(numerator, denominator)))
 }
 
-/// Implementation of [`Simd`] with arrays, which the compiler vectorises for the target's baseline
-/// instructions: SSE2 on x86-64, NEON on aarch64.
-#[derive(Clone, Copy)]
-pub(crate) struct Portable;
-
-/// True if every CPU of the target has a fused multiply-add, such as aarch64. On other targets
-/// `f32::mul_add` would be a slow library call.
-const HAS_FMA: bool = cfg!(target_arch = "aarch64");
-
-/// Returns an array with `f(i)` in lane `i`.
-#[inline(always)]
-fn build_lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
-    core::array::from_fn(f)
-}
-
-impl Simd for Portable {
-    type V = [f32; LANES];
-    const TILE_ROWS: usize = if HAS_FMA { 6 } else { 2 };
-    const TILE_VECTORS: usize = 1;
-
-    #[inline(always)]
-    fn splat(self, x: f32) -> Self::V {
-        [x; LANES]
-    }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> Self::V {
-        // SAFETY: the caller guarantees 16 elements.
-        unsafe { p.cast::<Self::V>().read_unaligned() }
-    }
-    #[inline(always)]
-    unsafe fn load_part(self, p: *const f32, n: usize) -> Self::V {
-        // SAFETY: the caller guarantees n elements.
-        build_lanes(|i| if i < n { unsafe { *p.add(i) } } else { 0.0 })
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, v: Self::V) {
-        // SAFETY: the caller guarantees 16 elements.
-        unsafe { p.cast::<Self::V>().write_unaligned(v) }
-    }
-    #[inline(always)]
-    unsafe fn store_part(self, p: *mut f32, n: usize, v: Self::V) {
-        for (i, x) in v.iter().take(n).enumerate() {
-            // SAFETY: the caller guarantees n elements.
-            unsafe { *p.add(i) = *x }
-        }
-    }
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] + b[i])
-    }
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] - b[i])
-    }
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] * b[i])
-    }
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] / b[i])
-    }
-    #[inline(always)]
-    fn sqrt(self, a: Self::V) -> Self::V {
-        build_lanes(|i| a[i].sqrt())
-    }
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
-    }
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| if a[i] < b[i] { a[i] } else { b[i] })
-    }
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        build_lanes(|i| if HAS_FMA { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
-    }
-    #[inline(always)]
-    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        build_lanes(|i| if HAS_FMA { (-a[i]).mul_add(b[i], c[i]) } else { c[i] - a[i] * b[i] })
-    }
-    #[inline(always)]
-    fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
-        build_lanes(|i| {
-            // Two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of f32.
-            let n = n[i] as i32;
-            let high = n >> 1;
-            let pow2 = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
-            v[i] * pow2(high) * pow2(n - high)
-        })
-    }
-    #[inline(always)]
-    fn sum(self, v: Self::V) -> f32 {
-        reduce_lanes(v, |a, b| a + b)
-    }
-    #[inline(always)]
-    fn max_lane(self, v: Self::V) -> f32 {
-        reduce_lanes(v, |a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    fn prefetch(self, _: *const f32) {}
-    unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile) {
-        debug_assert_eq!(nv, 1);
-        // SAFETY: guaranteed by the caller.
-        unsafe { micro_kernel::compute_tile::<Self, { Self::TILE_ROWS }, 1>(self, t) }
-    }
-    #[inline(always)]
-    unsafe fn transpose8(self, src: *const f32, lds: usize, dst: *mut f32, ldd: usize) {
-        for p in 0..8 {
-            for i in 0..8 {
-                // SAFETY: guaranteed by the caller.
-                unsafe { *dst.add(p * ldd + i) = *src.add(i * lds + p) }
-            }
-        }
-    }
-}
-
-/// Combines all lanes by `f`, in the order of [`Simd::sum`], and returns the result.
-#[inline(always)]
-fn reduce_lanes(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
-    for w in [8, 4, 2, 1] {
-        for i in 0..w {
-            v[i] = f(v[i], v[i + w]);
-        }
-    }
-    v[0]
-}
-
-/// An instruction set for the CPU's kernels that this machine supports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum InstructionSet {
-    /// AVX-512 F, BW, DQ and VL.
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    /// AVX2 and FMA.
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    /// The baseline instructions of the compilation target.
-    Portable,
-}
-
-impl InstructionSet {
-    /// Returns the best instruction set of this machine.
-    pub(crate) fn detect() -> Self {
-        Self::list_available()[0]
-    }
-
-    /// Returns the instruction sets that this machine supports, best first.
-    pub(crate) fn list_available() -> Vec<Self> {
-        let mut sets = Vec::new();
-        #[cfg(target_arch = "x86_64")]
-        {
-            if super::x86::has_avx512() {
-                sets.push(InstructionSet::Avx512);
-            }
-            if super::x86::has_avx2() {
-                sets.push(InstructionSet::Avx2);
-            }
-        }
-        sets.push(InstructionSet::Portable);
-        sets
-    }
-
-    /// Returns the name of the instruction set for the log.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx512 => "avx512",
-            #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx2 => "avx2",
-            InstructionSet::Portable if cfg!(target_arch = "aarch64") => "neon",
-            InstructionSet::Portable => "baseline",
-        }
-    }
-}
-
-/// Compiles a generic kernel for every instruction set.
-///
-/// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
-/// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the
-/// instruction set.
-macro_rules! multiversion {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
-        $(#[$doc])*
-        $vis fn $name(instruction_set: $crate::cpu::simd::InstructionSet, $($arg: $ty),*) $(-> $out)? {
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            fn avx512($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: only machines with these features call this function.
-                $body(unsafe { $crate::cpu::x86::Avx512::assume() }, $($arg),*)
-            }
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma")]
-            fn avx2($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: only machines with these features call this function.
-                $body(unsafe { $crate::cpu::x86::Avx2::assume() }, $($arg),*)
-            }
-            match instruction_set {
-                #[cfg(target_arch = "x86_64")]
-                // SAFETY: an InstructionSet exists only on machines that have it.
-                $crate::cpu::simd::InstructionSet::Avx512 => unsafe { avx512($($arg),*) },
-                #[cfg(target_arch = "x86_64")]
-                // SAFETY: an InstructionSet exists only on machines that have it.
-                $crate::cpu::simd::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
-                $crate::cpu::simd::InstructionSet::Portable => $body($crate::cpu::simd::Portable, $($arg),*),
-            }
-        }
-    };
-}
-pub(crate) use multiversion;
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::instruction_set::{InstructionSet, multiversion};
 
     multiversion! {
         fn exp_all = exp_each(x: &mut [f32])

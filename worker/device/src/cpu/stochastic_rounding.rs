@@ -1,7 +1,10 @@
 //! Stochastic rounding from `f32` to bf16.
-use super::simd::{Simd, multiversion};
-use super::{Cpu, DisjointSlices, expect_len};
+use super::backend::Cpu;
+use super::disjoint_slices::DisjointSlices;
+use super::instruction_set::multiversion;
+use super::simd::Simd;
 use crate::ops::StochasticRounding;
+use crate::ops::expect_len;
 use crate::philox::compute_random_words_of_16_blocks;
 
 /// Number of elements whose random numbers come from the same 16 Philox blocks.

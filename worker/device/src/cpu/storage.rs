@@ -1,5 +1,5 @@
 //! [`Storage`] of the CPU backend, whose memory is the host's.
-use super::Cpu;
+use super::backend::Cpu;
 use crate::{
     buffer::{Buf, Dtype, View, ViewMut},
     storage::Storage,

@@ -1,7 +1,9 @@
 //! SwiGLU (Shazeer, 2020): `silu(gate)·up`, where silu(g) = g·σ(g).
+use super::backend::Cpu;
 use super::elements::{InputElements, OutputElements, PriorContents};
-use super::simd::{LANES, Simd, exp, load_lanes, multiversion, store_lanes};
-use super::{Cpu, expect_len};
+use super::instruction_set::multiversion;
+use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
+use crate::ops::expect_len;
 
 /// Cost of computing an exponential, as a multiple of the cost of copying an element.
 const EXP_COST: usize = 4;

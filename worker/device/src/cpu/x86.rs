@@ -1,6 +1,6 @@
 //! [`Simd`] for x86-64: [`Avx512`] and [`Avx2`].
-use super::micro_kernel::{self, MicroTile};
-use super::simd::{LANES, Simd};
+use super::micro_kernel;
+use super::simd::{LANES, MicroTile, Simd};
 use core::arch::x86_64::*;
 
 /// Returns true if this machine has the instructions of [`Avx512`].

@@ -1,8 +1,10 @@
 //! Rotary position embedding and activation functions on a GPU.
+use super::backend::{Cuda, THREADS_PER_BLOCK};
 use super::compile::ACTIVATION;
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Cuda, THREADS_PER_BLOCK, TensorArg, are_vectorizable, expect_len, f32_gpu_address};
+use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::expect_len;
 use std::ffi::CStr;
 
 /// Activation function of a gated linear unit: SiLU in SwiGLU, GELU in GeGLU.

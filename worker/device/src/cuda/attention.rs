@@ -1,12 +1,14 @@
 //! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
+use super::backend::{Cuda, unwrap_or_panic};
 use super::compile::{ATTENTION, FLASH};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
+use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::AttentionShape;
+use crate::ops::expect_len;
 use std::ffi::CStr;
 
 /// Number of queries or keys per block of a kernel of attention.cu. This is `TILE` of attention.cu.
@@ -304,7 +306,7 @@ fn try_run_on_cudnn(
 ) -> bool {
     let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
     let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
-    unwrap_or_panic(cudnn.try_enqueue(cuda, pass, operands, run_built_in))
+    unwrap_or_panic(cudnn.try_enqueue((&cuda.gpu, &cuda.profile), pass, operands, run_built_in))
 }
 
 #[cfg(test)]

@@ -3,8 +3,9 @@
 //!
 //! Status codes stay plain integers, because a newer library may return codes that are unknown
 //! here.
+use super::error::CudaError;
+use super::library::CudaLibrary;
 use super::library_search::OpenLibrary;
-use super::{CudaError, library_search::CudaLibrary};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Defines a struct with the functions of a library, and a function `load` that looks them up by

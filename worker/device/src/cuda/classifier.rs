@@ -1,10 +1,12 @@
 //! The classifier: logits, cross-entropy and their gradients, one chunk of rows at a time, so that
 //! the full logits are never in memory.
+use super::backend::Cuda;
 use super::compile::CLASSIFIER;
 use super::launch::KernelArg;
 use super::matmul_operand::{MatmulOperand, matmul};
-use super::{Cuda, dtype_code, expect_len, f32_gpu_address};
+use super::tensor_arg::{dtype_code, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
 use crate::storage::Storage;
 

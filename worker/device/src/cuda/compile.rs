@@ -5,7 +5,8 @@ use super::context::GpuContext;
 use super::disk_cache;
 use super::error::{CudaError, Result};
 use super::launch::{KernelFunction, KernelModule};
-use super::library_search::{CudaLibrary, LibrarySearchPaths};
+use super::library::CudaLibrary;
+use super::library_search::LibrarySearchPaths;
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_int},

@@ -1,9 +1,12 @@
 //! Ops on vectors on a GPU: elementwise ops, dropout, stochastic rounding, sums of squares by
 //! block, and optimizers.
+use super::backend::{Cuda, unwrap_or_panic};
+use super::bindings::Address;
 use super::compile::ELEMENTWISE;
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Address, Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
+use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{
     AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, SampleDropout, SgdHyperparams, StochasticRounding,
 };

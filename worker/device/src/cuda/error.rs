@@ -1,5 +1,5 @@
 //! [`CudaError`]: errors of opening a GPU and its libraries, and of work on the GPU.
-use super::library_search::{CudaLibrary, RejectedLibrary};
+use super::library::{CudaLibrary, RejectedLibrary};
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 

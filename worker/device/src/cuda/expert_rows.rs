@@ -1,9 +1,11 @@
 //! Ops on rows on a GPU: the embedding, gathering and combining the rows of experts, and the
 //! router.
+use super::backend::{Cuda, unwrap_or_panic};
 use super::compile::EXPERT_ROWS;
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Cuda, TensorArg, expect_len, f32_gpu_address, unwrap_or_panic};
+use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{RouterBackwardInputs, RouterShape, WriteMode};
 
 /// Maximum number of experts of a router. A warp of the router kernel holds the scores of all

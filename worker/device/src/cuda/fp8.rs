@@ -1,11 +1,12 @@
 //! Matmuls in fp8 on a GPU. Operands are quantized by kernels. The quantized operands are
 //! contiguous along the summed dimension, as cuBLASLt requires, and their scales stay on the GPU.
+use super::backend::Cuda;
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::matmul_operand::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::memory::DeviceMemory;
-use super::{Cuda, TensorArg};
+use super::tensor_arg::TensorArg;
 use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};

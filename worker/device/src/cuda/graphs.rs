@@ -13,26 +13,19 @@ mod autotune;
 mod call_batch;
 mod executable;
 
-use super::bindings::Handle;
+use super::bindings::{Address, OUT_OF_MEMORY};
 use super::context::GpuContext;
-use super::cudnn::CudnnAttention;
 use super::error::{CudaError, Result};
-use super::{Cuda, unwrap_or_panic};
-use crate::storage::BackendNotice;
-pub(super) use arena::PoolBlock;
-use arena::ScratchArena;
-pub(super) use autotune::GraphAutotuner;
-use autotune::GraphTuningDecision;
+use arena::{PoolBlock, ScratchArena};
+pub(super) use autotune::{GraphAutotuner, GraphTuningDecision};
 pub(super) use call_batch::CallBatch;
-use diagnostic::{Diagnostic, codes::device::CUDA_GRAPHS_DISABLED};
 use executable::ExecutableGraph;
 use std::{
     collections::{HashMap, HashSet},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    time::Duration,
 };
 
 /// Minimum number of calls of a batch that becomes a graph. Shorter batches are issued call by
@@ -71,10 +64,9 @@ pub struct GraphStats {
 }
 
 /// Recorded calls of the main stream, and the graphs that replace them.
-#[derive(Default)]
 pub(super) struct Graphs {
-    /// True if CUDA graphs are on for the main stream.
-    on: AtomicBool,
+    /// True if CUDA graphs are on for the main stream. The graph state has the same flag.
+    on: Arc<AtomicBool>,
     /// Number of calls that were enqueued on any stream so far, in graphs or one by one.
     calls: AtomicU64,
     state: Mutex<GraphState>,
@@ -93,7 +85,7 @@ struct CachedGraph {
 /// State of [`Graphs`] that is protected by its lock.
 #[derive(Default)]
 pub(super) struct GraphState {
-    on: bool,
+    on: Arc<AtomicBool>,
     /// Recorded calls that are not issued yet.
     pub(super) batch: CallBatch,
     /// Graphs by the hash of their batch.
@@ -106,7 +98,7 @@ pub(super) struct GraphState {
     /// batch with this structure.
     graph_by_structure: HashMap<u64, u64>,
     /// Allocator of the main stream's scratch memory.
-    pub(super) arena: ScratchArena,
+    arena: ScratchArena,
     /// Error that could not be returned where it occurred. The next flush returns it.
     deferred_error: Option<CudaError>,
     /// Error because of which graphs were turned off, until it is reported to the user.
@@ -118,7 +110,31 @@ pub(super) struct GraphState {
 // SAFETY: handles are only passed to the driver, which accepts them from any thread.
 unsafe impl Send for GraphState {}
 
+impl Default for Graphs {
+    fn default() -> Self {
+        let on = Arc::<AtomicBool>::default();
+        let state = Mutex::new(GraphState { on: on.clone(), ..GraphState::default() });
+        Graphs { on, calls: AtomicU64::new(0), state }
+    }
+}
+
 impl Graphs {
+    /// Returns true if CUDA graphs are on for the main stream.
+    pub(super) fn is_on(&self) -> bool {
+        self.on.load(Relaxed)
+    }
+
+    /// Returns the number of calls that were enqueued on any stream so far, in graphs or one by
+    /// one.
+    pub(super) fn count_calls(&self) -> u64 {
+        self.calls.load(Relaxed)
+    }
+
+    /// Counts a call that is being enqueued.
+    pub(super) fn add_call(&self) {
+        self.calls.fetch_add(1, Relaxed);
+    }
+
     /// Locks the graph state. A panic of another thread may leave the batch incomplete, but then
     /// the worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
@@ -126,133 +142,37 @@ impl Graphs {
     }
 }
 
-impl GpuContext {
-    /// Locks the graph state if this thread's calls are recorded. Returns `None` if they are issued
-    /// immediately.
-    pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
-        (self.graphs.on.load(Relaxed) && self.stream() == self.main_stream).then(|| self.graphs.lock())
-    }
-
-    /// Issues every recorded call, and then runs `f` with this thread's stream. With graphs on, no
-    /// other thread uses the main stream meanwhile.
-    pub(super) fn with_stream<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
-        self.make_current()?;
-        let mut recording = self.lock_if_recording();
-        recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
-        Ok(f(self.stream()))
-    }
-
-    /// Enqueues a call on this thread's stream: records the call with `record`, or issues it
-    /// immediately with `issue`.
-    pub(super) fn enqueue(
-        &self,
-        record: impl FnOnce(&mut CallBatch),
-        issue: impl FnOnce(Handle) -> Result<()>,
-    ) -> Result<()> {
-        self.make_current()?;
-        self.graphs.calls.fetch_add(1, Relaxed);
-        match self.lock_if_recording() {
-            Some(mut state) => {
-                record(&mut state.batch);
-                state.flush_full_batch(self)
-            }
-            None => issue(self.stream()),
-        }
-    }
-
-    /// Turns graphs on or off for the main stream, and issues the recorded calls. No other thread
-    /// may use the stream meanwhile.
-    fn set_graphs_enabled(&self, on: bool) -> Result<()> {
-        self.make_current()?;
-        let mut state = self.graphs.lock();
-        let flushed = state.flush_batch(self);
-        state.on = on;
-        self.graphs.on.store(on, Relaxed);
+impl GraphState {
+    /// Turns graphs on or off for the main stream, and issues the recorded calls.
+    pub(super) fn set_enabled(&mut self, gpu: &GpuContext, on: bool) -> Result<()> {
+        let flushed = self.flush_batch(gpu);
+        self.on.store(on, Relaxed);
         if !on {
-            state.destroy_graphs(self);
-            state.release_idle_blocks(self);
+            self.destroy_graphs(gpu);
+            self.release_idle_blocks(gpu);
         }
         flushed
     }
 
-    /// Returns the error because of which graphs were turned off, once. Returns `None` at later
-    /// calls and if there was no error.
-    fn take_disable_reason(&self) -> Option<CudaError> {
-        self.graphs.lock().disable_reason.take()
-    }
-
     /// Drops recorded calls and graphs when the GPU is closed. Recorded calls are not issued,
     /// because the memory to which they would write has been freed.
-    pub(super) fn discard_graphs(&self) {
-        let mut state = self.graphs.lock();
-        state.batch.clear();
-        state.destroy_graphs(self);
-        state.release_idle_blocks(self);
-    }
-}
-
-impl Cuda {
-    /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
-    /// meanwhile.
-    pub fn set_graphs_enabled(&self, on: bool) {
-        unwrap_or_panic(self.gpu.set_graphs_enabled(on));
+    pub(super) fn discard(&mut self, gpu: &GpuContext) {
+        self.batch.clear();
+        self.destroy_graphs(gpu);
+        self.release_idle_blocks(gpu);
     }
 
-    /// Starts to measure whether CUDA graphs are faster. The next steps run without graphs, the
-    /// following steps with graphs.
-    pub fn start_graph_autotuning(&self) {
-        *self.lock_graph_tuner() = Some(GraphAutotuner::default());
+    /// Returns the error because of which graphs were turned off, once. Returns `None` at later
+    /// calls and if there was no error.
+    pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
+        self.disable_reason.take()
     }
 
     /// Returns counts of graph launches and of calls that were issued one by one, so far.
-    pub fn graph_stats(&self) -> GraphStats {
-        let state = self.gpu.graphs.lock();
-        GraphStats { enabled: state.on, cached_graphs: state.graphs.len(), ..state.stats }
+    pub(super) fn stats(&self) -> GraphStats {
+        GraphStats { enabled: self.is_on(), cached_graphs: self.graphs.len(), ..self.stats }
     }
 
-    /// Locks the graph autotuner. It is `None` if nothing is measured.
-    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
-        self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Implements [`crate::Storage::record_step_duration`]. Returns the next notice of the graph
-    /// autotuner or of cuDNN.
-    pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
-        let mut tuner = self.lock_graph_tuner();
-        if let Some(error) = self.gpu.take_disable_reason() {
-            *tuner = None;
-            let message = "CUDA graphs are off and training continues without them";
-            let mut warning = Diagnostic::warning(CUDA_GRAPHS_DISABLED, message).with_cause(&error);
-            if let CudaError::Call { function, .. } = error {
-                warning = warning.with_field("function", function);
-            }
-            return Some(BackendNotice::Degraded(warning));
-        }
-        if let Some(notice) = self.cudnn.get().and_then(CudnnAttention::take_notice) {
-            return Some(notice);
-        }
-        let calls = self.gpu.graphs.calls.load(Relaxed);
-        match tuner.as_mut()?.record_step(duration, calls) {
-            GraphTuningDecision::Continue => None,
-            GraphTuningDecision::NotNeeded { seconds_per_call } => {
-                *tuner = None;
-                Some(BackendNotice::GraphsNotNeeded { seconds_per_call })
-            }
-            GraphTuningDecision::EnableGraphs => {
-                self.set_graphs_enabled(true);
-                None
-            }
-            GraphTuningDecision::Measured { step_seconds_without, step_seconds_with } => {
-                *tuner = None;
-                let enabled = step_seconds_with < step_seconds_without;
-                self.set_graphs_enabled(enabled);
-                Some(BackendNotice::GraphsMeasured { enabled, step_seconds_with, step_seconds_without })
-            }
-        }
-    }
-}
-
-impl GraphState {
     /// Issues every recorded call to the main stream. Fails with the error of a call, or with an
     /// error that an earlier flush deferred.
     pub(super) fn flush_batch(&mut self, gpu: &GpuContext) -> Result<()> {
@@ -262,7 +182,7 @@ impl GraphState {
             None => self.issue_batch(gpu),
         };
         self.batch.clear();
-        if !self.on {
+        if !self.is_on() {
             self.release_idle_blocks(gpu);
         }
         issued
@@ -277,13 +197,13 @@ impl GraphState {
     }
 
     /// Issues the recorded calls if the batch is full or graphs are off.
-    fn flush_full_batch(&mut self, gpu: &GpuContext) -> Result<()> {
-        if self.batch.len() >= MAX_BATCH_CALLS || !self.on { self.flush_batch(gpu) } else { Ok(()) }
+    pub(super) fn flush_full_batch(&mut self, gpu: &GpuContext) -> Result<()> {
+        if self.batch.len() >= MAX_BATCH_CALLS || !self.is_on() { self.flush_batch(gpu) } else { Ok(()) }
     }
 
     /// Issues the recorded calls as a graph if one exists or can be built, otherwise call by call.
     fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
-        if !self.on || self.batch.len() < MIN_BATCH_CALLS {
+        if !self.is_on() || self.batch.len() < MIN_BATCH_CALLS {
             return self.issue_directly(gpu);
         }
         let hash = self.batch.compute_hash();
@@ -413,17 +333,57 @@ impl GraphState {
         }
     }
 
+    /// Allocates a range of scratch memory, and a new block if no block has enough space. Returns
+    /// `None` if the GPU has no memory left for another block.
+    pub(super) fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
+        if let Some(at) = self.arena.allocate(bytes) {
+            return Ok(Some(at));
+        }
+        let (replaced, block_bytes) = self.arena.plan_growth(bytes);
+        if !replaced.is_empty() {
+            self.flush_batch(gpu)?; // recorded calls use the replaced blocks
+        }
+        for block in replaced {
+            gpu.free_to_pool(block.at, block.bytes, gpu.main_stream);
+        }
+        match gpu.allocate_from_pool(block_bytes, gpu.main_stream) {
+            Ok(at) => self.arena.add_block(PoolBlock { at, bytes: block_bytes }),
+            Err(OUT_OF_MEMORY) => return Ok(None),
+            Err(status) => return gpu.driver.check_status("cuMemAllocAsync", status).map(|()| None),
+        }
+        Ok(self.arena.allocate(bytes))
+    }
+
+    /// Frees a range of scratch memory. With graphs off, also returns unused blocks to the driver's
+    /// pool.
+    pub(super) fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
+        self.arena.free_range(at);
+        if !self.is_on() {
+            self.release_idle_blocks(gpu);
+        }
+    }
+
+    /// Returns the blocks of scratch memory that are not in use to the driver's pool.
+    pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
+        let idle = self.arena.take_idle_blocks();
+        if !idle.is_empty() {
+            self.flush_deferring_error(gpu);
+        }
+        for block in idle {
+            gpu.free_to_pool(block.at, block.bytes, gpu.main_stream);
+        }
+    }
+
     /// Returns true if graphs are on.
     pub(super) fn is_on(&self) -> bool {
-        self.on
+        self.on.load(Relaxed)
     }
 
     /// Turns graphs off for good because of `error`. The scratch memory stays, because recorded
     /// calls use it.
     fn disable_graphs(&mut self, gpu: &GpuContext, error: CudaError) {
         self.disable_reason = Some(error);
-        self.on = false;
-        gpu.graphs.on.store(false, Relaxed);
+        self.on.store(false, Relaxed);
         self.destroy_graphs(gpu);
     }
 

@@ -6,8 +6,8 @@
 //! An input that is already on the GPU is not sent again, because every layer reads the same few
 //! inputs.
 use super::bindings::Address;
-use super::context::GpuContext;
 use super::error::Result;
+use super::gpu::Gpu;
 use super::memory::DeviceMemory;
 use std::{
     collections::{HashMap, VecDeque},
@@ -55,7 +55,7 @@ impl HostInputCache {
     /// address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,
-        gpu: &Arc<GpuContext>,
+        gpu: &Arc<Gpu>,
         name: &'static str,
         input: &[u8],
     ) -> Result<Address> {

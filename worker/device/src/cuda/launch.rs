@@ -1,8 +1,7 @@
-//! Loading compiled kernels and launching them.
+//! Kernels of the GPU: loading them, their launch configuration and arguments, and their launch.
 use super::bindings::{Address, Handle, MAX_DYNAMIC_SHARED_BYTES};
 use super::context::GpuContext;
 use super::error::Result;
-use super::graphs::CallBatch;
 use std::{
     ffi::{CStr, c_int, c_void},
     ptr,
@@ -75,31 +74,6 @@ impl GpuContext {
         let status =
             unsafe { (self.driver.cuFuncSetAttribute)(function.0, MAX_DYNAMIC_SHARED_BYTES, bytes as c_int) };
         self.driver.check_status("cuFuncSetAttribute", status)
-    }
-
-    /// Enqueues a kernel launch on this thread's stream.
-    ///
-    /// # Safety
-    ///
-    /// `arguments` must match the kernel's parameters in number, type and order. Each address among
-    /// them must point to all memory that the kernel accesses through it. That memory must stay
-    /// allocated until the kernel is complete. Freeing it afterwards in the order of the same
-    /// stream is allowed.
-    pub(super) unsafe fn launch(
-        &self,
-        name: &'static CStr,
-        function: KernelFunction,
-        config: LaunchConfig,
-        arguments: &[&dyn KernelArg],
-    ) -> Result<()> {
-        // SAFETY: promised by the caller.
-        let record = |batch: &mut CallBatch| unsafe { batch.push_kernel(name, function, config, arguments) };
-        self.enqueue(record, |stream| {
-            let pointer = |a: &&dyn KernelArg| ptr::from_ref::<dyn KernelArg>(*a).cast_mut().cast();
-            let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
-            // SAFETY: promised by the caller.
-            unsafe { self.issue_launch(name, function, config, &mut pointers, stream) }
-        })
     }
 
     /// Launches a kernel on `stream` immediately.

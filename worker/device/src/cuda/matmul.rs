@@ -6,20 +6,19 @@
 mod algorithm_search;
 mod descriptors;
 mod prepared;
+mod request;
 
-use super::bindings::{
-    Address, Algorithm, CublasLtApi, Handle, Heuristic, MAX_WORKSPACE, MIN_ALIGNMENT, NOT_SUPPORTED, R_BF16,
-    R_E4M3, R_E5M2, R_F16, R_F32,
-};
-use super::context::GpuContext;
+use super::bindings::{Algorithm, CublasLtApi, Heuristic, MAX_WORKSPACE, MIN_ALIGNMENT, NOT_SUPPORTED};
 use super::error::{CudaError, Result};
-use super::library_search::{CudaLibrary, LibrarySearchPaths};
-use crate::buffer::Dtype;
-use crate::fp8::Fp8Format;
+use super::gpu::Gpu;
+use super::library::CudaLibrary;
+use super::library_search::LibrarySearchPaths;
 use algorithm_search::AlgorithmSearch;
-use descriptors::{AlgorithmPreference, CallPointers, MatmulDescriptor, check_status};
-use prepared::LtHandle;
+use descriptors::{AlgorithmPreference, MatmulDescriptor, check_status};
 pub(super) use prepared::PreparedMatmul;
+use prepared::{LtHandle, MatmulPlan};
+use request::Key;
+pub(super) use request::{InputFormat, Matmul, MatrixRef};
 use std::{
     collections::HashMap,
     ffi::c_int,
@@ -30,148 +29,6 @@ use std::{
 
 /// Maximum size in bytes of the workspace of a matmul.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
-/// Largest alignment in bytes that algorithms are distinguished by. A larger alignment makes no
-/// algorithm faster.
-const MAX_ALIGNMENT: u64 = 256;
-
-/// Address and layout of a matrix in GPU memory that a matmul reads or writes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct MatrixRef {
-    pub(super) at: Address,
-    /// Number of elements from row to row in memory.
-    pub(super) stride: usize,
-    /// True if the matrix is stored transposed.
-    pub(super) transposed: bool,
-}
-
-/// A matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`. Matrices are row-major unless they are
-/// transposed.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Matmul {
-    pub(super) m: usize,
-    pub(super) n: usize,
-    pub(super) k: usize,
-    pub(super) a: MatrixRef,
-    pub(super) b: MatrixRef,
-    pub(super) c: MatrixRef,
-    pub(super) inputs: InputFormat,
-    pub(super) output: Dtype,
-    /// True if the matmul is added to `c`, false if it overwrites `c`.
-    pub(super) add: bool,
-    /// GPU address of the bias, a vector of the output's type. `None` if no bias is added.
-    pub(super) bias: Option<Address>,
-}
-
-/// Element types of the two operands of a matmul.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum InputFormat {
-    /// Both operands have this type.
-    Same(Dtype),
-    /// fp8 format and GPU address of the scale, for each operand. Both operands must be contiguous
-    /// along `k`: `a` is not transposed, and `b` is.
-    Fp8([(Fp8Format, Address); 2]),
-}
-
-impl Matmul {
-    /// Returns the key under which the plan of this matmul is stored.
-    fn plan_key(&self) -> Key {
-        let [a, b] = self.inputs.cuda_types();
-        Key {
-            sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
-            transposed: [self.a.transposed, self.b.transposed],
-            types: [a, b, cuda_type(self.output)],
-            add: self.add,
-            alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
-            bias: self.bias.map(compute_alignment),
-        }
-    }
-
-    /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16
-    /// → f32)`.
-    pub(super) fn describe(&self) -> String {
-        let name = |which| match which {
-            R_F16 => "f16",
-            R_BF16 => "bf16",
-            R_E4M3 => "e4m3",
-            R_E5M2 => "e5m2",
-            _ => "f32",
-        };
-        let ([a, b], c) = (self.inputs.cuda_types().map(name), name(cuda_type(self.output)));
-        let accumulate = if self.add { ", accumulating" } else { "" };
-        format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
-    }
-
-    /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
-    fn call_pointers(&self) -> CallPointers {
-        CallPointers { scales: self.inputs.scales(), bias: self.bias }
-    }
-}
-
-impl InputFormat {
-    /// Returns CUDA's numbers of the operands' types.
-    fn cuda_types(self) -> [c_int; 2] {
-        match self {
-            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
-            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
-                Fp8Format::E4M3 => R_E4M3,
-                Fp8Format::E5M2 => R_E5M2,
-            }),
-        }
-    }
-
-    /// Returns the addresses of the fp8 operands' scales. Returns `None` for other operands.
-    fn scales(self) -> Option<[Address; 2]> {
-        match self {
-            InputFormat::Same(_) => None,
-            InputFormat::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
-        }
-    }
-}
-
-/// Everything that decides which algorithm is best for a matmul.
-///
-/// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
-/// field would discard all stored choices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    /// m, n, k, and the strides of `a`, `b` and `c`.
-    sizes: [usize; 6],
-    transposed: [bool; 2],
-    /// Types of `a`, `b` and `c`.
-    types: [c_int; 3],
-    add: bool,
-    /// Alignments of `a`, `b` and `c`, bytes.
-    alignments: [u32; 3],
-    /// Alignment of the bias, bytes, if there is one.
-    bias: Option<u32>,
-}
-
-/// Execution plan of matmuls: descriptors and the chosen algorithm, which all matmuls of one key
-/// share.
-struct MatmulPlan {
-    library: Arc<CublasLtApi>,
-    descriptor: MatmulDescriptor,
-    /// Layouts of cuBLASLt's first and second operand and of the result.
-    layouts: [Handle; 3],
-    algorithm: Algorithm,
-    /// Size in bytes of the workspace that the algorithm needs.
-    workspace: usize,
-}
-
-// SAFETY: descriptors are only read after they are complete.
-unsafe impl Send for MatmulPlan {}
-// SAFETY: as for Send.
-unsafe impl Sync for MatmulPlan {}
-
-impl Drop for MatmulPlan {
-    fn drop(&mut self) {
-        for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
-            // SAFETY: created by this library, destroyed once.
-            let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
-        }
-    }
-}
-
 /// The opened cuBLASLt library, and the plans created so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
@@ -181,20 +38,6 @@ pub(super) struct CublasLt {
     plans: Mutex<HashMap<Key, Option<Arc<MatmulPlan>>>>,
     /// The search for the fastest algorithms; set once autotuning is enabled.
     search: OnceLock<AlgorithmSearch>,
-}
-
-/// Returns CUDA's number of an element type (`CUDA_R_…`).
-fn cuda_type(dtype: Dtype) -> c_int {
-    match dtype {
-        Dtype::F32 => R_F32,
-        Dtype::F16 => R_F16,
-        Dtype::Bf16 => R_BF16,
-    }
-}
-
-/// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
-fn compute_alignment(at: Address) -> u32 {
-    (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
 }
 
 /// Returns the library's version, such as `13.1.0`, and path. Does not use a GPU.
@@ -224,13 +67,13 @@ impl CublasLt {
 
     /// Enables the timing of algorithms: from now on, the algorithms for each new matmul are timed,
     /// and the fastest is used. Choices are stored in `directory` for other processes.
-    pub(super) fn enable_autotuning(&self, gpu: &GpuContext, directory: Option<PathBuf>) {
+    pub(super) fn enable_autotuning(&self, gpu: &Gpu, directory: Option<PathBuf>) {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
 
     /// Enqueues a matmul on this thread's stream. `m`, `n` and `k` must be above 0. Fails if the
     /// library has no algorithm for the matmul.
-    pub(super) fn enqueue(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<()> {
+    pub(super) fn enqueue(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<()> {
         gpu.make_current()?; // the heuristic answers for the current GPU
         let plan = self.get_or_create_plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
             function: "cublasLtMatmulAlgoGetHeuristic".to_owned(),
@@ -246,14 +89,14 @@ impl CublasLt {
     }
 
     /// Returns true if the library has an algorithm for this matmul.
-    pub(super) fn has_algorithm(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<bool> {
+    pub(super) fn has_algorithm(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<bool> {
         gpu.make_current()?;
         Ok(self.get_or_create_plan(gpu, matmul)?.is_some())
     }
 
     /// Returns the stored plan for a matmul, or creates and stores a plan. Returns `None` if the
     /// library has no algorithm.
-    fn get_or_create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
+    fn get_or_create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<Option<Arc<MatmulPlan>>> {
         let key = matmul.plan_key();
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plan) = plans.get(&key) {
@@ -266,7 +109,7 @@ impl CublasLt {
 
     /// Creates the plan for a matmul. Times the algorithms if autotuning is enabled. Returns `None`
     /// if the library has no algorithm.
-    fn create_plan(&self, gpu: &Arc<GpuContext>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
+    fn create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
         let mut plan = MatmulPlan {
             library: lt.clone(),
@@ -345,7 +188,7 @@ impl CublasLt {
     /// Otherwise they overwrite `c`, whose content is unspecified afterwards.
     fn time_candidate(
         &self,
-        gpu: &Arc<GpuContext>,
+        gpu: &Arc<Gpu>,
         matmul: &Matmul,
         plan: &MatmulPlan,
         candidate: &Heuristic,

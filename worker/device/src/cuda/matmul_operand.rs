@@ -1,12 +1,14 @@
 //! [`MatmulOperand`], and matmuls of operands with any element types: the choice of the type that
 //! cuBLASLt computes with, and the conversion of operands and results.
+use super::backend::{Cuda, unwrap_or_panic};
+use super::bindings::Address;
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::memory::DeviceMemory;
-use super::{
-    Address, Cuda, TensorArg, dtype_code, elementwise, expect_len, gpu_address, norm, unwrap_or_panic,
-};
+use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
+use super::{elementwise, norm};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::WriteMode;
+use crate::ops::expect_len;
 
 /// Operand or result of a matmul: its address, element type and layout.
 #[derive(Clone, Copy)]

@@ -1,9 +1,12 @@
 //! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and
 //! bias.
+use super::backend::{Cuda, choose_row_threads};
+use super::bindings::Address;
 use super::compile::NORM;
 use super::launch::{KernelArg, LaunchConfig};
-use super::{Address, Cuda, TensorArg, are_vectorizable, choose_row_threads, expect_len, f32_gpu_address};
+use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{HeadLayout, LayerNormParams, WriteMode};
 use std::ffi::CStr;
 

@@ -1,8 +1,10 @@
 //! Implementation of [`Ops`] on a GPU.
 use super::activation::{self, GateActivation, RopeShape};
+use super::backend::Cuda;
 use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias};
-use super::{Cuda, attention, classifier, elementwise, expect_len, expert_rows, fp8, norm};
+use super::{attention, classifier, elementwise, expert_rows, fp8, norm};
 use crate::buffer::{Buf, Dtype, View, ViewMut};
+use crate::ops::expect_len;
 use crate::ops::{
     AdamWHyperparams, AttentionShape, ClassifierGrads, Fp8Operand, HeadLayout, LayerNormParams,
     LionHyperparams, NORM_BLOCK_LEN, Ops, RouterBackwardInputs, RouterShape, RowGroup, SampleDropout,

@@ -1,11 +1,11 @@
 //! Profiling: GPU time between two timed events around each call, summed by the call's name.
 use super::error::Result;
+use super::gpu::Gpu;
 use super::streams::CudaEvent;
-use super::{Cuda, unwrap_or_panic};
 use std::{
     collections::HashMap,
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
 };
@@ -28,16 +28,16 @@ pub(super) struct Profile {
     calls: Mutex<Vec<(String, [CudaEvent; 2])>>,
 }
 
-impl Cuda {
+impl Profile {
     /// Starts to measure the GPU time of every call.
-    pub fn start_profiling(&self) {
-        self.profile.is_on.store(true, Relaxed);
+    pub(super) fn start(&self) {
+        self.is_on.store(true, Relaxed);
     }
 
     /// Stops measuring, waits for the measured calls, and returns their times, longest first.
-    pub fn stop_profiling(&self) -> Result<Vec<ProfileEntry>> {
-        self.profile.is_on.store(false, Relaxed);
-        let calls = std::mem::take(&mut *self.profile.calls.lock().unwrap_or_else(PoisonError::into_inner));
+    pub(super) fn stop(&self) -> Result<Vec<ProfileEntry>> {
+        self.is_on.store(false, Relaxed);
+        let calls = std::mem::take(&mut *self.calls.lock().unwrap_or_else(PoisonError::into_inner));
         let mut by_name: HashMap<String, ProfileEntry> = HashMap::new();
         for (name, [begin, end]) in calls {
             end.synchronize()?;
@@ -51,16 +51,20 @@ impl Cuda {
         Ok(entries)
     }
 
-    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on. Panics with
-    /// a [`crate::storage::DeviceError`] if the call fails.
-    #[track_caller]
-    pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
-        if !self.profile.is_on.load(Relaxed) {
-            return unwrap_or_panic(call());
+    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on.
+    pub(super) fn run(
+        &self,
+        gpu: &Arc<Gpu>,
+        name: impl FnOnce() -> String,
+        call: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        if !self.is_on.load(Relaxed) {
+            return call();
         }
-        let begin = unwrap_or_panic(self.gpu.record_timed_event());
-        unwrap_or_panic(call());
-        let end = unwrap_or_panic(self.gpu.record_timed_event());
-        self.profile.calls.lock().unwrap_or_else(PoisonError::into_inner).push((name(), [begin, end]));
+        let begin = gpu.record_timed_event()?;
+        call()?;
+        let end = gpu.record_timed_event()?;
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push((name(), [begin, end]));
+        Ok(())
     }
 }

@@ -4,7 +4,8 @@ use super::bindings::{
     CAPABILITY_MAJOR, CAPABILITY_MINOR, DriverApi, L2_CACHE, MULTIPROCESSORS, SHARED_PER_BLOCK,
 };
 use super::error::{CudaError, Result};
-use super::library_search::{CudaLibrary, LibrarySearchPaths};
+use super::library::CudaLibrary;
+use super::library_search::LibrarySearchPaths;
 use std::{
     ffi::{CStr, c_char, c_int},
     path::PathBuf,

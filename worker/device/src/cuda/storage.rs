@@ -1,5 +1,7 @@
 //! Implementation of [`Storage`] on a GPU.
-use super::{Cuda, PinnedOwner, gpu_address, streams, unwrap_or_panic};
+use super::backend::{Cuda, PinnedOwner, unwrap_or_panic};
+use super::streams;
+use super::tensor_arg::gpu_address;
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::storage::{BackendEvent, BackendNotice, DeviceError, Event, Storage};
 use std::{

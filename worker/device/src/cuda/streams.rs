@@ -1,10 +1,10 @@
 //! Separate CUDA streams of threads, and the events with which streams wait for each other.
-use super::bindings::{Address, DriverApi, Handle, NO_TIMING, NON_BLOCKING, NOT_READY};
-use super::context::GpuContext;
+use super::bindings::{Address, Handle, NO_TIMING, NOT_READY};
+use super::current_stream::{ThreadStreamSetting, restore_thread_stream};
 use super::error::Result;
+use super::gpu::Gpu;
 use std::{
-    cell::Cell,
-    ffi::{c_int, c_uint},
+    ffi::c_uint,
     marker::PhantomData,
     ptr::{self, NonNull},
     sync::Arc,
@@ -13,20 +13,7 @@ use std::{
 /// Operation name in errors for work that failed after it was enqueued.
 const GPU_WORK: &str = "work on the GPU";
 
-thread_local! {
-    /// The separate stream of this thread, and the main stream of the GPU to which it belongs.
-    static THREAD_STREAM: Cell<Option<(Handle, Handle)>> = const { Cell::new(None) };
-}
-
-impl GpuContext {
-    /// Returns the stream to which this thread's calls are issued.
-    pub(super) fn stream(&self) -> Handle {
-        match THREAD_STREAM.get() {
-            Some((stream, main)) if main == self.main_stream => stream,
-            _ => self.main_stream,
-        }
-    }
-
+impl Gpu {
     /// Creates a stream of the highest priority. Until the returned value is dropped, this thread's
     /// calls are issued to that stream. The stream is meant for short work for which other streams
     /// wait.
@@ -37,7 +24,7 @@ impl GpuContext {
         let status = unsafe { (self.driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
         self.driver.check_status("cuCtxGetStreamPriorityRange", status)?;
         let stream = self.driver.create_stream(greatest)?;
-        let previous = THREAD_STREAM.replace(Some((stream, self.main_stream)));
+        let previous = self.set_thread_stream(stream);
         Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
 
@@ -66,19 +53,6 @@ impl GpuContext {
         Ok(event)
     }
 
-    /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
-    /// previous stream afterwards.
-    pub(super) fn run_on_stream<T>(&self, stream: Handle, f: impl FnOnce() -> T) -> T {
-        struct Restore(Option<(Handle, Handle)>);
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                THREAD_STREAM.set(self.0);
-            }
-        }
-        let _restore = Restore(THREAD_STREAM.replace(Some((stream, self.main_stream))));
-        f()
-    }
-
     /// Enqueues a copy from the GPU to the host on this thread's stream.
     ///
     /// # Safety
@@ -97,23 +71,12 @@ impl GpuContext {
     }
 }
 
-impl DriverApi {
-    /// Creates a CUDA stream of this priority that runs concurrently with the others.
-    pub(super) fn create_stream(&self, priority: c_int) -> Result<Handle> {
-        let mut stream = ptr::null_mut();
-        // SAFETY: writes one handle.
-        let status = unsafe { (self.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, priority) };
-        self.check_status("cuStreamCreateWithPriority", status)?;
-        Ok(stream)
-    }
-}
-
 /// Separate stream of a thread. Dropping it waits for the stream's work and restores the thread's
 /// previous stream.
 pub(super) struct ThreadStream {
-    gpu: Arc<GpuContext>,
+    gpu: Arc<Gpu>,
     stream: Handle,
-    previous: Option<(Handle, Handle)>,
+    previous: ThreadStreamSetting,
     /// Prevents the value from being sent to another thread. It must be dropped in the thread that
     /// created it.
     not_send: PhantomData<*const ()>,
@@ -127,7 +90,7 @@ impl ThreadStream {
 
 impl Drop for ThreadStream {
     fn drop(&mut self) {
-        THREAD_STREAM.set(self.previous);
+        restore_thread_stream(self.previous);
         if self.gpu.make_current().is_ok() {
             // SAFETY: released once. Errors cannot be handled here.
             unsafe {
@@ -140,7 +103,7 @@ impl Drop for ThreadStream {
 
 /// A CUDA event that was recorded on a stream. Dropping it destroys the event.
 pub(super) struct CudaEvent {
-    gpu: Arc<GpuContext>,
+    gpu: Arc<Gpu>,
     handle: Handle,
 }
 

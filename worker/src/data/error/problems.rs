@@ -448,7 +448,7 @@ pub enum TokenizerProblem {
     #[error("the file is not valid JSON: {0}")]
     InvalidCompanionJson(serde_json::Error),
     /// A companion file names an end-of-sequence token that the tokenizer does not have.
-    #[error("its eos_token `{eos_token}` is not a token of {}", .tokenizer.display())]
+    #[error("the file names the eos_token `{eos_token}`, which is not a token of {}", .tokenizer.display())]
     EosTokenUnknown {
         /// The token's text.
         eos_token: String,
@@ -456,7 +456,7 @@ pub enum TokenizerProblem {
         tokenizer: PathBuf,
     },
     /// No special token of the tokenizer is known to end documents.
-    #[error("no token is known to end a document: its special tokens include neither of {}", .known.join(", "))]
+    #[error("no special token is known to end a document; expected one of {}", .known.join(", "))]
     NoEndOfDocument {
         /// The texts of the tokens that are known to end documents.
         known: &'static [&'static str],

@@ -3,11 +3,12 @@
 use super::{
     DecoderModel,
     layer_adapters::{O_ADAPTERS, QKV_ADAPTERS},
+    projection::Projection,
 };
 use crate::model::{ActivationBuffers, LayerInput, Model, borrow_first_buffers, lora::LoraScratchBuffers};
 use device::{
-    Buf, Ops, View, ViewMut,
-    ops::{AttentionShape, HeadLayout, WriteMode},
+    Ops, View, ViewMut,
+    ops::{AttentionShape, WriteMode},
 };
 
 impl DecoderModel {
@@ -38,13 +39,6 @@ impl DecoderModel {
     fn rope_cos_sin(&self, input: &LayerInput) -> (View<'_>, View<'_>) {
         let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
         sliding.unwrap_or(&self.rope_tables).slice_first_positions(input.batch.seq_len)
-    }
-
-    /// Returns the layout of the heads of q, and of the heads of k, within rows of q, k and v.
-    fn q_and_k_head_layouts(&self, rows: usize) -> [HeadLayout; 2] {
-        let (heads, kv_heads, head_dim) = (self.config.heads, self.config.kv_heads, self.config.head_dim);
-        let q = HeadLayout { rows, first_column: 0, heads, head_dim, stride: self.qkv_width() };
-        [q, HeadLayout { first_column: heads * head_dim, heads: kv_heads, ..q }]
     }
 
     /// Computes attention of a layer. Saves the projected output in the buffer of the residual
@@ -109,33 +103,21 @@ impl DecoderModel {
         let [norm, dnorm, _, _, d_o, dqkv, norm_buffer, _, _, lora_scratch @ ..] =
             borrow_first_buffers::<14>(scratch);
         let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let dout = match &s.attention_out_norm {
-            None => dx.as_view(),
-            Some(at) => {
-                let (w, rstd) =
-                    (self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
-                ops.rmsnorm_backward(
-                    dbranch,
-                    dw,
-                    dx.as_view(),
-                    branch.view(),
-                    w,
-                    rstd,
-                    m,
-                    d,
-                    WriteMode::Overwrite,
-                );
-                norm.view()
-            }
-        };
+        let (at, branch) = (s.attention_out_norm.as_ref(), (branch.view(), branch_rstd.view()));
+        let dout = self.output_norm_backward(ops, input, at, g, dx.as_view(), norm, branch, norm_buffer);
         if let Some(bias) = &s.o_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
         let dout = self.linear.round_gradient(ops, dout, dnorm);
-        self.output_projection_backward(ops, input, g, dout, o.view(), d_o.view_mut());
-        self.adapters_backward_weight(ops, input, O_ADAPTERS, g, (o.view(), dout), &mut lora_scratch);
-        self.adapters_backward_input(ops, input, O_ADAPTERS, d_o.view_mut(), &mut lora_scratch);
+        let grad_mask = self.grad_masks[input.layer];
+        let projection = Projection {
+            weight: s.o.clone(),
+            needs_grad: grad_mask.o,
+            adapters: O_ADAPTERS,
+            sizes: (m, self.attention_width(), d),
+        };
+        let o_and_dout = (o.view(), dout);
+        self.projection_backward(ops, input, projection, g, d_o.view_mut(), o_and_dout, &mut lora_scratch);
         let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
         let (cos, sin) = self.rope_cos_sin(input);
@@ -156,91 +138,15 @@ impl DecoderModel {
         }
         let w_in = self.compute_norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
         ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.config.norm_eps);
-        let grad_mask = self.grad_masks[input.layer];
-        if grad_mask.qkv {
-            let dw_qkv = g.slice_mut(s.qkv.clone());
-            self.linear.backward_weight(ops, dw_qkv, dqkv.view(), norm.view(), (m, d, width));
-        }
-        let w_qkv = p.slice(s.qkv.clone());
-        self.linear.backward_input(ops, dnorm.view_mut(), dqkv.view(), w_qkv, (m, d, width));
-        self.adapters_backward_weight(
-            ops,
-            input,
-            QKV_ADAPTERS,
-            g,
-            (norm.view(), dqkv.view()),
-            &mut lora_scratch,
-        );
-        self.adapters_backward_input(ops, input, QKV_ADAPTERS, dnorm.view_mut(), &mut lora_scratch);
+        let projection = Projection {
+            weight: s.qkv.clone(),
+            needs_grad: grad_mask.qkv,
+            adapters: QKV_ADAPTERS,
+            sizes: (m, d, width),
+        };
+        let x_and_dqkv = (norm.view(), dqkv.view());
+        self.projection_backward(ops, input, projection, g, dnorm.view_mut(), x_and_dqkv, &mut lora_scratch);
         let dw_in = g.slice_mut(s.input_norm.clone());
         ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, WriteMode::Accumulate);
-    }
-
-    /// Computes the gradients of the output projection from `dx`, the gradient of its output.
-    /// Writes the gradient of the weight to `g`, and the gradient of the attention output to `d_o`.
-    fn output_projection_backward(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        g: &mut ViewMut,
-        dx: View,
-        o: View,
-        d_o: ViewMut,
-    ) {
-        let (p, m) = (input.params, input.batch.rows());
-        let (s, d, o_width) = (&self.spans, self.config.hidden_size, self.attention_width());
-        if self.grad_masks[input.layer].o {
-            self.linear.backward_weight(ops, g.slice_mut(s.o.clone()), dx, o, (m, o_width, d));
-        }
-        self.linear.backward_input(ops, d_o, dx, p.slice(s.o.clone()), (m, o_width, d));
-    }
-
-    /// Normalizes each head of q and k in `qkv` in place. Writes the values before the norms to
-    /// `raw` and their 1/rms to `rstd`, for the backward pass. Does nothing if the family has no
-    /// q/k norms.
-    fn qk_norm_forward(
-        &self,
-        ops: &dyn Ops,
-        p: View,
-        qkv: &mut Buf,
-        raw: &mut Buf,
-        rstd: &mut Buf,
-        norm_buffer: &mut Buf,
-        m: usize,
-    ) {
-        let Some(weights) = &self.spans.qk_norm else { return };
-        let (raw_q, raw_k) = raw.view_mut().split_at(m * self.attention_width());
-        let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * self.config.heads);
-        let saved = [(raw_q, rstd_q), (raw_k, rstd_k)];
-        for ((shape, w), (raw, rstd)) in self.q_and_k_head_layouts(m).into_iter().zip(weights).zip(saved) {
-            let w = self.compute_norm_factors(ops, p.slice(w.clone()), norm_buffer);
-            ops.rmsnorm_heads_forward(qkv.view_mut(), raw, rstd, w, shape, self.config.norm_eps);
-        }
-    }
-
-    /// Computes the gradients of the norms of q and k. On entry, `dqkv` contains the gradients of
-    /// the norms' outputs; on return, those of their inputs. Adds the gradients of the norms'
-    /// weights to `g`, the gradient of the layer's unit. Does nothing if the family has no q/k
-    /// norms.
-    fn qk_norm_backward(
-        &self,
-        ops: &dyn Ops,
-        p: View,
-        g: &mut ViewMut,
-        dqkv: &mut Buf,
-        raw: View,
-        rstd: View,
-        norm_buffer: &mut Buf,
-        m: usize,
-    ) {
-        let Some(weights) = &self.spans.qk_norm else { return };
-        let (q, h) = (m * self.attention_width(), m * self.config.heads);
-        let saved =
-            [(raw.slice(0..q), rstd.slice(0..h)), (raw.slice(q..raw.len()), rstd.slice(h..rstd.len()))];
-        for ((shape, w), (raw, rstd)) in self.q_and_k_head_layouts(m).into_iter().zip(weights).zip(saved) {
-            let dw = g.slice_mut(w.clone());
-            let w = self.compute_norm_factors(ops, p.slice(w.clone()), norm_buffer);
-            ops.rmsnorm_heads_backward(dqkv.view_mut(), dw, raw, rstd, w, shape);
-        }
     }
 }

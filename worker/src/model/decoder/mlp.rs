@@ -3,9 +3,10 @@
 use super::{
     DecoderModel,
     layer_adapters::{DOWN_ADAPTERS, GATE_UP_ADAPTERS},
+    projection::Projection,
 };
 use crate::model::{ActivationBuffers, LayerInput, borrow_first_buffers, lora::LoraScratchBuffers};
-use device::{Ops, View, ViewMut, ops::WriteMode};
+use device::{Buf, Ops, View, ViewMut, ops::WriteMode};
 
 impl DecoderModel {
     /// Adds the layer's input to the projected output of attention, and computes the MLP. Writes
@@ -112,50 +113,13 @@ impl DecoderModel {
         let [norm, dnorm, act, dgate_up, _, _, norm_buffer, _, _, lora_scratch @ ..] =
             borrow_first_buffers::<14>(scratch);
         let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let dout = match &s.mlp_out_norm {
-            None => dx.as_view(),
-            Some(at) => {
-                let (w, rstd) =
-                    (self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer), branch_rstd.view());
-                let (dbranch, dw) = (norm.view_mut(), g.slice_mut(at.clone()));
-                ops.rmsnorm_backward(
-                    dbranch,
-                    dw,
-                    dx.as_view(),
-                    branch.view(),
-                    w,
-                    rstd,
-                    m,
-                    d,
-                    WriteMode::Overwrite,
-                );
-                norm.view()
-            }
-        };
+        let (at, branch) = (s.mlp_out_norm.as_ref(), (branch.view(), branch_rstd.view()));
+        let dout = self.output_norm_backward(ops, input, at, g, dx.as_view(), norm, branch, norm_buffer);
         if let Some(bias) = &s.down_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
         }
         let dout = self.linear.round_gradient(ops, dout, dnorm);
-        if self.has_adapters(input.layer) {
-            self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
-            self.adapters_backward_weight(
-                ops,
-                input,
-                DOWN_ADAPTERS,
-                g,
-                (act.view(), dout),
-                &mut lora_scratch,
-            );
-        }
-        let w_down = p.slice(s.down.clone());
-        self.linear.backward_input(ops, act.view_mut(), dout, w_down, (m, f, d));
-        self.adapters_backward_input(ops, input, DOWN_ADAPTERS, act.view_mut(), &mut lora_scratch);
-        self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up.view(), m);
-        let grad_mask = self.grad_masks[input.layer];
-        if grad_mask.down {
-            let dw_down = g.slice_mut(s.down.clone());
-            self.linear.backward_weight(ops, dw_down, dout, act.view(), (m, f, d));
-        }
+        self.down_backward(ops, input, g, dout, gate_up.view(), act, dgate_up, &mut lora_scratch);
         if let Some(bias) = &s.gate_up_bias {
             ops.bias_backward(g.slice_mut(bias.clone()), dgate_up.view(), m, 2 * f);
         }
@@ -169,21 +133,14 @@ impl DecoderModel {
             d,
             self.config.norm_eps,
         );
-        if grad_mask.gate_up {
-            let dw_gate_up = g.slice_mut(s.gate_up.clone());
-            self.linear.backward_weight(ops, dw_gate_up, dgate_up.view(), norm.view(), (m, d, 2 * f));
-        }
-        let w_gate_up: View = p.slice(s.gate_up.clone());
-        self.linear.backward_input(ops, dnorm.view_mut(), dgate_up.view(), w_gate_up, (m, d, 2 * f));
-        self.adapters_backward_weight(
-            ops,
-            input,
-            GATE_UP_ADAPTERS,
-            g,
-            (norm.view(), dgate_up.view()),
-            &mut lora_scratch,
-        );
-        self.adapters_backward_input(ops, input, GATE_UP_ADAPTERS, dnorm.view_mut(), &mut lora_scratch);
+        let projection = Projection {
+            weight: s.gate_up.clone(),
+            needs_grad: self.grad_masks[input.layer].gate_up,
+            adapters: GATE_UP_ADAPTERS,
+            sizes: (m, d, 2 * f),
+        };
+        let x_and_dy = (norm.view(), dgate_up.view());
+        self.projection_backward(ops, input, projection, g, dnorm.view_mut(), x_and_dy, &mut lora_scratch);
         let dw_post = g.slice_mut(s.post_norm.clone());
         ops.rmsnorm_backward(
             dx,
@@ -196,5 +153,37 @@ impl DecoderModel {
             d,
             WriteMode::Accumulate,
         );
+    }
+
+    /// Computes the gradients of the down projection and of the gated activation. `dout` is the
+    /// gradient of the projection's output. Writes the parameter gradients to `g`, the gradient of
+    /// the layer's unit, and the gradients of gate and up to `dgate_up`. On return, `act` contains
+    /// the gated activation itself.
+    fn down_backward(
+        &self,
+        ops: &dyn Ops,
+        input: &LayerInput,
+        g: &mut ViewMut,
+        dout: View,
+        gate_up: View,
+        act: &mut Buf,
+        dgate_up: &mut Buf,
+        lora_scratch: &mut LoraScratchBuffers,
+    ) {
+        let (s, m) = (&self.spans, input.batch.rows());
+        let sizes = (m, self.config.intermediate_size, self.config.hidden_size);
+        if self.has_adapters(input.layer) {
+            self.gate_forward(ops, act.view_mut(), gate_up, m);
+            let act_and_dout = (act.view(), dout);
+            self.adapters_backward_weight(ops, input, DOWN_ADAPTERS, g, act_and_dout, lora_scratch);
+        }
+        let w_down = input.params.slice(s.down.clone());
+        self.linear.backward_input(ops, act.view_mut(), dout, w_down, sizes);
+        self.adapters_backward_input(ops, input, DOWN_ADAPTERS, act.view_mut(), lora_scratch);
+        self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up, m);
+        if self.grad_masks[input.layer].down {
+            let dw_down = g.slice_mut(s.down.clone());
+            self.linear.backward_weight(ops, dw_down, dout, act.view(), sizes);
+        }
     }
 }

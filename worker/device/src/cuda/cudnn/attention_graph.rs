@@ -1,9 +1,10 @@
 //! Attention as graphs of cuDNN's operations, in the layout of [`crate::Ops::attention_forward`].
 use super::super::bindings::{Address, CudnnApi};
-use super::super::context::GpuContext;
 use super::super::error::Result;
-use super::descriptor::{DataType, PointwiseMode, Reduction};
+use super::super::gpu::Gpu;
+use super::descriptor::{DataType, Descriptor, PointwiseMode, Reduction};
 use super::execution_plan::{ExecutionPlan, PlanTarget, create_graph_plans};
+use super::library::Cudnn;
 use super::operation_graph::{
     ALIGNMENT, GraphTensor, OperationGraph, TensorLocation, compute_packed_strides,
 };
@@ -219,7 +220,7 @@ impl AttentionPass {
 
     /// Waits for the pass and downloads its results as f32. The results of the forward pass are
     /// output and log-sum-exp, and those of the backward pass the gradients of q, k and v.
-    pub(super) fn download_results(&self, gpu: &GpuContext, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
+    pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
         let s = self.shape;
         let rows = s.b * s.t;
         let (queries, keys) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
@@ -289,8 +290,33 @@ pub fn estimate_cudnn_workspace_bytes(s: AttentionShape) -> usize {
     queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
 }
 
+impl Cudnn {
+    /// Returns cuDNN's execution plans for a pass of attention on the GPU, the library's best guess
+    /// first. There are none if cuDNN does not support the pass.
+    pub(super) fn create_plans(
+        &self,
+        pass: &AttentionPass,
+    ) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
+        self.with_handle(|handle| create_attention_plans(&self.library, pass, PlanTarget::Handle(handle)))
+    }
+
+    /// Returns the bytes of GPU memory that cuDNN's first plan for a pass needs in addition to the
+    /// operands. `properties` describes the GPU as JSON in cuDNN's form. Returns `None` if there is
+    /// no plan.
+    pub(super) fn compute_plan_workspace(
+        &self,
+        pass: &AttentionPass,
+        properties: &str,
+    ) -> Result<Option<usize>> {
+        let target = PlanTarget::Properties(Descriptor::from_device_properties(&self.library, properties)?);
+        let plan = create_attention_plans(&self.library, pass, target)?.next().transpose()?;
+        let sums = pass.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
+        Ok(plan.map(|plan| plan.workspace + sums))
+    }
+}
+
 /// Returns cuDNN's execution plans for a pass, the one that cuDNN expects to be the fastest first.
-pub(super) fn create_attention_plans(
+fn create_attention_plans(
     library: &Arc<CudnnApi>,
     pass: &AttentionPass,
     target: PlanTarget,

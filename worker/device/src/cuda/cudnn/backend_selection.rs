@@ -1,12 +1,12 @@
 //! [`CudnnAttention`]: decides for each attention shape whether cuDNN or this program's kernels
 //! compute it, by the job's setting and by timing.
-use super::super::Cuda;
-use super::super::context::GpuContext;
 use super::super::error::{CudaError, Result};
+use super::super::gpu::Gpu;
 use super::super::library_search::LibrarySearchPaths;
-use super::attention_graph::{AttentionOperands, UnsupportedAttention};
+use super::super::profile::Profile;
+use super::attention_graph::{AttentionMask, AttentionOperands, AttentionPass, UnsupportedAttention};
 use super::execution_plan::{ExecutionPlan, PreparedPlan};
-use super::{AttentionMask, AttentionPass, Cudnn};
+use super::library::Cudnn;
 use crate::storage::BackendNotice;
 use diagnostic::{Diagnostic, codes::device::CUDNN_PLAN_REJECTED};
 use std::{
@@ -54,7 +54,9 @@ enum PlanRejection {
     NoPlan,
     #[error(transparent)]
     Failed(#[from] CudaError),
-    #[error("cuDNN's results differ from those of launch's own kernels by {0:.0e}, more than {TOLERANCE:.0e}")]
+    #[error(
+        "cuDNN's results differ from those of launch's own kernels by {0:.0e}, more than {TOLERANCE:.0e}"
+    )]
     Inaccurate(f64),
     #[error("the plan could not be timed")]
     NotTimed,
@@ -95,7 +97,7 @@ impl CudnnAttention {
     /// requires cuDNN ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
-        cuda: &Cuda,
+        (gpu, profile): (&Arc<Gpu>, &Profile),
         pass: std::result::Result<AttentionPass, UnsupportedAttention>,
         at: &AttentionOperands,
         built_in: &dyn Fn(),
@@ -107,9 +109,9 @@ impl CudnnAttention {
             }
             Err(_) => return Ok(false),
         };
-        let Some(plan) = self.select_plan(cuda, &pass, at, built_in)? else { return Ok(false) };
+        let Some(plan) = self.select_plan(gpu, &pass, at, built_in)? else { return Ok(false) };
         let name = || format!("{} by cuDNN", pass.describe());
-        cuda.run_profiled(name, || self.enqueue_plan(&cuda.gpu, &plan, &pass, at));
+        profile.run(gpu, name, || self.enqueue_plan(gpu, &plan, &pass, at))?;
         Ok(true)
     }
 
@@ -117,7 +119,7 @@ impl CudnnAttention {
     /// built-in kernels are used.
     fn select_plan(
         &self,
-        cuda: &Cuda,
+        gpu: &Arc<Gpu>,
         pass: &AttentionPass,
         at: &AttentionOperands,
         built_in: &dyn Fn(),
@@ -126,14 +128,14 @@ impl CudnnAttention {
         if let Some(plan) = plans.get(&compute_pass_key(pass)) {
             return Ok(plan.clone());
         }
-        cuda.gpu.make_current()?;
+        gpu.make_current()?;
         let candidates = self.cudnn.create_plans(pass);
         let plan = match (self.backend, candidates) {
             (AttentionBackend::Cudnn, candidates) => {
                 let first = candidates?.next().transpose()?;
                 Some(Arc::new(first.ok_or_else(|| self.unsupported_error(pass.describe_shape()))?))
             }
-            (_, Ok(candidates)) => self.find_fastest_plan(cuda, pass, at, candidates, built_in)?,
+            (_, Ok(candidates)) => self.find_fastest_plan(gpu, pass, at, candidates, built_in)?,
             (_, Err(error)) => {
                 self.report_rejection(pass, &error.into());
                 None
@@ -148,13 +150,12 @@ impl CudnnAttention {
     /// The runs overwrite the outputs of the pass, which the caller must compute again afterwards.
     fn find_fastest_plan(
         &self,
-        cuda: &Cuda,
+        gpu: &Arc<Gpu>,
         pass: &AttentionPass,
         at: &AttentionOperands,
         candidates: impl Iterator<Item = Result<ExecutionPlan>>,
         built_in: &dyn Fn(),
     ) -> Result<Option<Arc<ExecutionPlan>>> {
-        let gpu = &cuda.gpu;
         let run_built_in = || {
             built_in();
             true
@@ -192,7 +193,7 @@ impl CudnnAttention {
     /// its results differ from `expected`.
     fn check_and_time_plan(
         &self,
-        gpu: &Arc<GpuContext>,
+        gpu: &Arc<Gpu>,
         plan: ExecutionPlan,
         pass: &AttentionPass,
         at: &AttentionOperands,
@@ -224,7 +225,7 @@ impl CudnnAttention {
     /// memory for its workspace and for tensors that only cuDNN needs.
     fn enqueue_plan(
         &self,
-        gpu: &Arc<GpuContext>,
+        gpu: &Arc<Gpu>,
         plan: &Arc<ExecutionPlan>,
         pass: &AttentionPass,
         at: &AttentionOperands,
@@ -280,7 +281,7 @@ fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]
 }
 
 /// Returns the mean seconds of a run over [`TIMED_RUNS`] timed runs. Returns `None` if a run fails.
-fn measure_seconds(gpu: &Arc<GpuContext>, run: impl Fn() -> bool) -> Result<Option<f64>> {
+fn measure_seconds(gpu: &Arc<Gpu>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
         return Ok(None);
     }

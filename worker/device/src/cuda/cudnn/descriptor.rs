@@ -1,7 +1,7 @@
 //! [`Descriptor`]: an object of cuDNN's backend API. Its attributes are set before it is finalized.
 use super::super::bindings::{CudnnApi, Handle};
 use super::super::error::Result;
-use super::check_status;
+use super::library::check_status;
 use std::{
     ffi::{c_int, c_void},
     ptr,

@@ -1,8 +1,8 @@
 //! [`ExecutionPlan`]: a graph of operations that cuDNN has compiled for a GPU, and its execution.
 use super::super::bindings::{Address, Handle};
 use super::super::error::{CudaError, Result};
-use super::Cudnn;
 use super::descriptor::{Attribute as A, Descriptor, DescriptorType};
+use super::library::{Cudnn, check_status};
 use super::operation_graph::OperationGraph;
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -105,12 +105,6 @@ fn compile_plan(
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
 
-impl ExecutionPlan {
-    pub(super) fn handle(&self) -> Handle {
-        self.plan.handle()
-    }
-}
-
 /// An execution plan with the addresses of its tensors and its workspace for one execution.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
@@ -141,7 +135,17 @@ impl PreparedPlan {
             .set_pointers(A::PackPointers, &pointers)?
             .set_pointers(A::PackWorkspace, &[ptr::without_provenance(self.workspace as usize)])?
             .finalize(DescriptorType::VariantPack)?;
-        self.cudnn.execute(&self.plan, &variant_pack, stream)
+        let library = &self.cudnn.library;
+        self.cudnn.with_handle(|handle| {
+            // SAFETY: handle and stream live.
+            check_status(library, "cudnnSetStream", unsafe { (library.cudnnSetStream)(handle, stream) })?;
+            // SAFETY: plan and pack are finalized. The ops checked that the operands are as large
+            // as the plan's tensors.
+            let status = unsafe {
+                (library.cudnnBackendExecute)(handle, self.plan.plan.handle(), variant_pack.handle())
+            };
+            check_status(library, "cudnnBackendExecute", status)
+        })
     }
 
     /// Returns words for hashing that differ between most pairs of different plans or addresses.

@@ -2,7 +2,7 @@
 use super::super::bindings::{Address, Algorithm, CublasLtApi, Handle};
 use super::super::error::Result;
 use super::descriptors::{MatmulDescriptor, check_status};
-use super::{Matmul, MatmulPlan};
+use super::request::Matmul;
 use std::{
     ffi::{c_int, c_void},
     ptr,
@@ -61,6 +61,32 @@ impl LtHandle {
                 bytes,
                 stream,
             )
+        }
+    }
+}
+
+/// Execution plan of matmuls: descriptors and the chosen algorithm, which all matmuls of one key
+/// share.
+pub(super) struct MatmulPlan {
+    pub(super) library: Arc<CublasLtApi>,
+    pub(super) descriptor: MatmulDescriptor,
+    /// Layouts of cuBLASLt's first and second operand and of the result.
+    pub(super) layouts: [Handle; 3],
+    pub(super) algorithm: Algorithm,
+    /// Size in bytes of the workspace that the algorithm needs.
+    pub(super) workspace: usize,
+}
+
+// SAFETY: descriptors are only read after they are complete.
+unsafe impl Send for MatmulPlan {}
+// SAFETY: as for Send.
+unsafe impl Sync for MatmulPlan {}
+
+impl Drop for MatmulPlan {
+    fn drop(&mut self) {
+        for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
+            // SAFETY: created by this library, destroyed once.
+            let _ = unsafe { (self.library.cublasLtMatrixLayoutDestroy)(layout) };
         }
     }
 }

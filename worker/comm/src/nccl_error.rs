@@ -1,5 +1,5 @@
 //! [`NcclError`]: errors of opening NCCL, of its calls, and of work on the GPU.
-use crate::{AbortReason, CommError, error::format_seconds};
+use crate::{abort_reason::AbortReason, message_text::format_seconds};
 use device::cuda::CudaError;
 use diagnostic::{Code, Diagnostic, codes::collective as codes};
 use std::{path::PathBuf, time::Duration};
@@ -59,8 +59,8 @@ pub enum NcclError {
         world: usize,
     },
     /// The transport between host memories, over which the ranks connect, failed.
-    #[error("the ranks cannot connect with NCCL: {0}")]
-    HostComm(Box<CommError>),
+    #[error("the ranks cannot connect with NCCL: {}", .0.message())]
+    HostComm(Box<Diagnostic>),
     /// The GPU of this rank cannot be used.
     #[error(transparent)]
     Device(Box<CudaError>),
@@ -82,15 +82,6 @@ impl NcclError {
             NcclError::PeerOutOfRange { .. } => codes::COLLECTIVE_ARGUMENTS_INVALID,
             NcclError::HostComm(error) => error.code(),
             NcclError::Device(error) => error.code(),
-        }
-    }
-}
-
-impl From<CommError> for NcclError {
-    fn from(error: CommError) -> Self {
-        match error {
-            CommError::Aborted(reason) => NcclError::Aborted(reason),
-            other => NcclError::HostComm(Box::new(other)),
         }
     }
 }
@@ -127,7 +118,7 @@ impl From<NcclError> for Diagnostic {
             NcclError::PeerOutOfRange { peer, world } => {
                 diagnostic.with_field("peer", peer).with_field("world_size", world)
             }
-            NcclError::HostComm(error) => Diagnostic::from(*error).with_message(diagnostic.message()),
+            NcclError::HostComm(error) => error.with_message(diagnostic.message()),
             NcclError::Device(error) => Diagnostic::from(*error),
         }
     }

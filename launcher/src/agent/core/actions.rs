@@ -1,0 +1,110 @@
+//! [`AgentInput`] and [`AgentAction`]: what the agent's state machine receives and requests.
+use contract::{
+    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
+    exit::WorkerExit,
+    failure::GpuFault,
+    ids::Rank,
+};
+use diagnostic::Diagnostic;
+use std::rc::Rc;
+
+/// An event that the driver reports to the agent's state machine.
+#[derive(Debug)]
+pub(crate) enum AgentInput {
+    /// A message of the controller.
+    Controller(ToAgent),
+    /// The connection to the controller ended or failed.
+    ControllerLost,
+    /// A worker's process was started; an answer to [`AgentAction::Spawn`].
+    Spawned { rank: Rank, pid: u32 },
+    /// A worker's process could not be started; an answer to [`AgentAction::Spawn`].
+    SpawnFailed { rank: Rank, diagnostic: Diagnostic },
+    /// A message of a built-in worker.
+    Worker { rank: Rank, message: FromWorker },
+    /// The final report of a built-in worker. `gpu` is the error that the GPU driver reported for
+    /// the worker, if any.
+    WorkerFatal { rank: Rank, exit: WorkerExit, diagnostic: Diagnostic, gpu: Option<GpuFault> },
+    /// The control connection of a built-in worker ended. `error` is the reason if the connection
+    /// failed.
+    WorkerConnectionEnded { rank: Rank, error: Option<Diagnostic> },
+    /// A worker's process ended and was reaped, and its process group was killed.
+    WorkerExited {
+        rank: Rank,
+        status: ExitStatus,
+        /// Whether the kernel killed the worker because memory ran out.
+        oom: bool,
+        /// The error that the GPU driver reported for the worker, if any.
+        gpu: Option<GpuFault>,
+    },
+    /// An answer to [`AgentAction::MeasureActivity`]: the CPU time of a worker's processes so far
+    /// in clock ticks, and whether the first process is stopped by a signal.
+    Activity { rank: Rank, ticks: u64, stopped: bool },
+    /// A line of a worker's output contains `run.progress_pattern`.
+    ProgressMarker { rank: Rank },
+    /// The port on which the rendezvous of an attempt listens, or the error of opening the port.
+    /// The answer to [`AgentAction::Bind`].
+    Bound { attempt: u32, port: diagnostic::Result<u16> },
+    /// The stacks of the workers were written to the logs. The answer to
+    /// [`AgentAction::WriteStacks`].
+    StacksWritten,
+    /// The output that an ended worker left in its pipes was written to the worker's log. The
+    /// answer to [`AgentAction::DrainOutput`].
+    Drained {
+        rank: Rank,
+        /// The last lines of the worker's output.
+        tail: Vec<String>,
+        /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`, if any.
+        error: Option<String>,
+    },
+    /// The sweep has ended. `left` are the pids of processes that did not end after SIGKILL. The
+    /// answer to [`AgentAction::Sweep`].
+    Swept { left: Vec<i32> },
+    /// A warning about a worker for the user. The worker continues.
+    Warning { rank: Rank, message: String },
+    /// Time has passed. The state machine checks its deadlines.
+    Tick,
+}
+
+/// An action that the state machine requests from the driver.
+#[derive(Debug)]
+pub(crate) enum AgentAction {
+    /// Send a message to the controller.
+    Send(FromAgent),
+    /// Lock the host and set up the resources that the workers of this plan share.
+    PrepareWorkers(Rc<HostPlan>),
+    /// Start the worker at this index of the plan. The answer is [`AgentInput::Spawned`] or
+    /// [`AgentInput::SpawnFailed`].
+    Spawn(usize),
+    /// Send a message to a built-in worker.
+    SendToWorker(Rank, ToWorker),
+    /// From now on, forward the output lines of these ranks, and of no others, to the controller.
+    ShowOutput(Vec<Rank>),
+    /// Send a signal to a worker's process group.
+    Signal(Rank, GroupSignal),
+    /// Request a save from a program by sending this signal number. Warn instead if the program has
+    /// no handler for the signal.
+    RequestSave(Rank, i32),
+    /// Open the port of a rendezvous. The answer is [`AgentInput::Bound`].
+    Bind(RendezvousRequest),
+    /// Measure the CPU time of all workers. The answer is one [`AgentInput::Activity`] per worker.
+    MeasureActivity,
+    /// Write the stacks of these workers to the workers' logs. The answer is
+    /// [`AgentInput::StacksWritten`].
+    WriteStacks(Vec<Rank>),
+    /// Read the output that an ended worker left in its pipes. The answer is
+    /// [`AgentInput::Drained`].
+    DrainOutput(Rank),
+    /// Kill every descendant process of the agent. The answer is [`AgentInput::Swept`].
+    Sweep,
+    /// End the agent with this exit code.
+    Exit(u8),
+}
+
+/// A signal that ends the process group of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GroupSignal {
+    /// SIGTERM, followed by SIGCONT so that stopped processes handle SIGTERM.
+    Terminate,
+    /// SIGKILL, which ends all processes of the group immediately.
+    Kill,
+}

@@ -1,0 +1,95 @@
+//! [`Comm`]: the collectives that every transport implements.
+use crate::abort_reason::AbortReason;
+use crate::error::Result;
+use crate::shared_window::SharedWindow;
+use device::{Dtype, View, ViewMut};
+
+/// A callback that receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index
+/// of the partial on that rank, piece)`.
+///
+/// The callback may call [`Comm::abort`], but no collective. A piece is aligned for `f32` only.
+pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
+
+/// The communicator of one rank: its handle to the collectives of a group.
+///
+/// In every collective, `counts[r]` is the number of elements of rank r's part. Parts may be empty
+/// and unequal. All ranks must pass the same `counts`. Sums and broadcasts accept `f32` elements
+/// only.
+pub trait Comm: Send + Sync {
+    /// Returns the rank of this communicator.
+    fn rank(&self) -> usize;
+    /// Returns the number of ranks in the group.
+    fn world(&self) -> usize;
+
+    /// Concatenates the `send` buffers of all ranks in `recv`, in rank order.
+    ///
+    /// `send` must have `counts[rank]` elements, and `recv` must have `Σ counts` elements. The
+    /// elements may have any type, but must have the same type on all ranks.
+    fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
+
+    /// Passes rank r's part of every partial vector of every rank to the `sink` of rank r, in the
+    /// order (source rank, index of the partial).
+    ///
+    /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
+    /// the caller reduces the pieces in the order in which they arrive.
+    fn reduce_scatter_ordered(
+        &self,
+        partials: &[View],
+        counts: &[usize],
+        sink: &mut PartialSink,
+    ) -> Result<()>;
+
+    /// Sums this rank's part of `send` (`counts[rank]` elements) over all ranks and stores the sum
+    /// in `recv`. The additions follow a fixed binary tree over ranks.
+    fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
+
+    /// Replaces `x` by its sum over all ranks. The additions follow a fixed binary tree over ranks,
+    /// so every rank gets the same bits.
+    fn all_reduce(&self, x: ViewMut) -> Result<()>;
+
+    /// Replaces `x` on every rank by the `x` of rank `root`.
+    fn broadcast(&self, x: ViewMut, root: usize) -> Result<()>;
+
+    /// Sends `send_counts[r]` elements of `send` to each rank r, and stores `recv_counts[r]`
+    /// elements from rank r in `recv`. In both buffers the parts are stored one after another, in
+    /// rank order.
+    ///
+    /// The elements may have any type, but must have the same type on all ranks.
+    fn all_to_all(
+        &self,
+        recv: ViewMut,
+        recv_counts: &[usize],
+        send: View,
+        send_counts: &[usize],
+    ) -> Result<()>;
+
+    /// Gathers a byte string from every rank and returns the byte strings of all ranks, indexed by
+    /// rank.
+    ///
+    /// The collective is meant for small payloads such as reports and errors. Fails if a rank
+    /// passes more than [`crate::MAX_GATHER_BYTES`].
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
+    /// rank r, in rank order.
+    ///
+    /// Each rank writes its own elements and reads those of all ranks. The ranks must call a
+    /// collective, such as [`Comm::barrier`], between a write and the reads of other ranks, and
+    /// between these reads and the next write. Returns `None`, without waiting for any rank, if the
+    /// ranks cannot share memory.
+    fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
+        let _ = (dtype, counts);
+        Ok(None)
+    }
+
+    /// Blocks until every rank of the group has called `barrier`.
+    fn barrier(&self) -> Result<()>;
+
+    /// Aborts the group with the text `reason`. Every waiting and later call on every reachable
+    /// rank returns [`crate::CommError::Aborted`]. Callable from any thread.
+    fn abort(&self, reason: &str);
+
+    /// Returns the reason of the group's abort, or `None` if this rank knows of no abort. Does not
+    /// block; callable from any thread.
+    fn abort_reason(&self) -> Option<AbortReason>;
+}

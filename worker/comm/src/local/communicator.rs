@@ -1,0 +1,53 @@
+//! [`LocalComm`]: the communicator of one rank of a group of threads.
+use super::group::LocalGroup;
+use crate::{
+    CommError, Result,
+    call::{CollectiveCall, GroupPosition},
+    call_error::ArgumentError,
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The communicator of one rank of a group of threads.
+///
+/// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
+pub struct LocalComm {
+    pub(super) position: GroupPosition,
+    pub(super) group: Arc<LocalGroup>,
+    /// Serializes the collectives of this rank.
+    pub(super) call_state: Mutex<LocalCallState>,
+}
+
+/// How many collectives and exchanges one rank has begun.
+pub(super) struct LocalCallState {
+    /// Number of collectives called so far.
+    pub(super) calls: u64,
+    /// Number of exchanges entered so far.
+    pub(super) exchanges: u64,
+}
+
+impl LocalComm {
+    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
+    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    pub(super) fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<(MutexGuard<'_, LocalCallState>, CollectiveCall)> {
+        let mut call_state = self.call_state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reason) = self.group.lock_state().aborted.clone() {
+            return Err(CommError::Aborted(reason));
+        }
+        let rank = self.position.rank;
+        let call = call
+            .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
+            .with_number(call_state.calls);
+        call_state.calls += 1;
+        Ok((call_state, call))
+    }
+
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
+    /// later calls would be paired with the wrong calls of its peers.
+    pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
+        self.group.abort(error.to_abort_reason(self.position.rank));
+        error
+    }
+}

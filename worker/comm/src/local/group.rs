@@ -1,0 +1,93 @@
+//! [`LocalGroup`]: the state that the ranks of a group of threads share.
+use super::{local_window::LocalWindow, published_slice::PublishedSlice};
+use crate::{AbortReason, call::CollectiveCall};
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// The state that the ranks of a group of threads share.
+pub(super) struct LocalGroup {
+    pub(super) timeout: Duration,
+    pub(super) state: Mutex<GroupState>,
+    /// Notified when the state changes.
+    pub(super) changed: Condvar,
+}
+
+/// The state of a group that its lock protects: the progress of every rank, and why the group was
+/// aborted.
+pub(super) struct GroupState {
+    pub(super) contributions: Vec<Option<Arc<Contribution>>>,
+    /// By rank: the number of the last exchange that the rank entered.
+    pub(super) entered: Vec<u64>,
+    /// By rank: the number of the last exchange in which the rank has finished reading.
+    pub(super) finished: Vec<u64>,
+    /// By rank: whether the rank's communicator was dropped.
+    pub(super) has_left: Vec<bool>,
+    /// Number of ranks that are reading their peers' memory now.
+    pub(super) readers: usize,
+    /// The memory that rank 0 allocated for the latest [`crate::Comm::shared_window`].
+    pub(super) window: Option<Arc<LocalWindow>>,
+    pub(super) aborted: Option<AbortReason>,
+}
+
+/// The data of one rank that its peers read in one exchange.
+pub(super) struct Contribution {
+    pub(super) call: CollectiveCall,
+    pub(super) slices: Vec<PublishedSlice>,
+    /// By rank: the number of elements that this rank expects in an all-to-all; empty in other
+    /// collectives.
+    pub(super) expected: Vec<usize>,
+}
+
+impl LocalGroup {
+    /// Creates the state of a group of `world` ranks. A rank waits for its peers at most `timeout`
+    /// in one exchange.
+    pub(super) fn new(world: usize, timeout: Duration) -> Self {
+        let state = GroupState {
+            contributions: vec![None; world],
+            entered: vec![0; world],
+            finished: vec![0; world],
+            has_left: vec![false; world],
+            readers: 0,
+            window: None,
+            aborted: None,
+        };
+        LocalGroup { timeout, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Locks the group's state.
+    pub(super) fn lock_state(&self) -> MutexGuard<'_, GroupState> {
+        // no code panics while it holds the lock, so the state is consistent
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Releases the lock of the group's state until a rank changes the state, at most until
+    /// `deadline`. Returns the lock, locked again.
+    pub(super) fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, GroupState>,
+        deadline: Instant,
+    ) -> MutexGuard<'a, GroupState> {
+        let limit = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Aborts the group for `reason` and wakes all waiting ranks. Keeps the first reason if the
+    /// group is already aborted.
+    pub(super) fn abort(&self, reason: AbortReason) {
+        self.lock_state().aborted.get_or_insert(reason);
+        self.changed.notify_all();
+    }
+
+    /// Records that `rank` has left the group: from now on, peers that wait for this rank fail.
+    /// Aborts the group if the calling thread panics.
+    pub(super) fn leave(&self, rank: usize) {
+        let mut state = self.lock_state();
+        state.has_left[rank] = true;
+        if std::thread::panicking() {
+            state.aborted.get_or_insert(AbortReason::RankPanicked { rank });
+        }
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,33 @@
+//! [`LocalWindow`]: the memory of a shared window of the threads of one process.
+use crate::shared_window::WindowMemory;
+use device::{Buf, Dtype};
+use std::{ops::Range, ptr::NonNull};
+
+/// The memory of a shared window ([`crate::Comm::shared_window`]). All ranks are threads of this
+/// process, so it is ordinary memory.
+pub(super) struct LocalWindow {
+    /// The address of the window's first element.
+    pub(super) start: NonNull<u8>,
+    /// Keeps the window's memory allocated. Ranks access the memory through buffers over its parts.
+    _memory: Buf,
+}
+
+// SAFETY: an address and the memory behind it. `Comm::shared_window` states who accesses it when.
+unsafe impl Send for LocalWindow {}
+// SAFETY: see `Send`.
+unsafe impl Sync for LocalWindow {}
+
+impl LocalWindow {
+    /// Allocates a window of `len` elements, filled with zeros.
+    pub(super) fn new(dtype: Dtype, len: usize) -> Self {
+        let mut memory = Buf::zeroed_as(dtype, len);
+        let start = NonNull::from(memory.view_mut().bytes()).cast();
+        LocalWindow { start, _memory: memory }
+    }
+}
+
+impl WindowMemory for LocalWindow {
+    /// Does nothing: the window is ordinary memory of this process, which counts once for all
+    /// ranks.
+    fn release_pages(&self, _: Range<usize>) {}
+}

@@ -1,0 +1,427 @@
+//! [`NcclGroup`]: one rank's NCCL communicator.
+use super::binding::{
+    CommConfig, DataType, ID_BYTES, IN_PROGRESS, NcclFunctions, OpaqueHandle, ReduceOp, SUCCESS, UniqueId,
+};
+use super::library::NcclLibrary;
+use crate::abort_reason::AbortReason;
+use crate::communicator::Comm;
+use crate::nccl_error::{NcclError, Result};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The first delay between two polls of a communicator. The delay grows with every poll.
+const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
+/// The largest delay between two polls of a communicator.
+const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
+
+/// Sleeps between two polls of a communicator. Each sleep is longer than the one before, and the
+/// total is limited by a timeout.
+struct PollBackoff {
+    deadline: Instant,
+    timeout: Duration,
+    delay: Duration,
+}
+
+impl PollBackoff {
+    fn new(timeout: Duration) -> Self {
+        PollBackoff { deadline: Instant::now() + timeout, timeout, delay: MIN_POLL_DELAY }
+    }
+
+    /// Sleeps until the next poll. Fails once the timeout has expired; `operation` names the
+    /// unfinished operation in the error.
+    fn sleep_until_next_poll(&mut self, operation: &str) -> Result<()> {
+        if Instant::now() >= self.deadline {
+            return Err(NcclError::Timeout { operation: operation.to_owned(), timeout: self.timeout });
+        }
+        thread::sleep(self.delay);
+        self.delay = (self.delay * 2).min(MAX_POLL_DELAY);
+        Ok(())
+    }
+}
+
+/// NCCL's communicator and the reason of its abort, which a lock protects. The lock is held only
+/// for calls that do not wait.
+struct CommunicatorState {
+    /// NCCL's handle of the communicator; null after the communicator was aborted.
+    comm: OpaqueHandle,
+    aborted: Option<NcclError>,
+}
+
+// SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
+unsafe impl Send for CommunicatorState {}
+
+/// One rank's NCCL communicator. Its collectives enqueue work on a CUDA stream and return.
+pub struct NcclGroup {
+    nccl: NcclLibrary,
+    state: Mutex<CommunicatorState>,
+    rank: usize,
+    world: usize,
+    timeout: Duration,
+}
+
+impl NcclGroup {
+    /// Joins the NCCL group with the unique id `id` and returns when all ranks have joined. Fails
+    /// if `host_comm` is aborted first, or after `timeout`.
+    fn join(
+        nccl: &NcclLibrary,
+        id: [u8; ID_BYTES],
+        host_comm: &dyn Comm,
+        timeout: Duration,
+    ) -> Result<NcclGroup> {
+        let (rank, world) = (host_comm.rank(), host_comm.world());
+        let mut comm = ptr::null_mut();
+        let mut config = CommConfig::new_non_blocking();
+        // SAFETY: writes one handle; the configuration contains its size and version.
+        let status = unsafe {
+            (nccl.api.ncclCommInitRankConfig)(
+                &mut comm,
+                world as c_int,
+                UniqueId(id),
+                rank as c_int,
+                &mut config,
+            )
+        };
+        let state = Mutex::new(CommunicatorState { comm, aborted: None });
+        // from here on a failure aborts the communicator
+        let group = NcclGroup { nccl: nccl.clone(), state, rank, world, timeout };
+        nccl.check_status("ncclCommInitRankConfig", status, comm)?;
+        let operation = format!("joining a group of {world} ranks");
+        let check_abort =
+            || host_comm.abort_reason().map_or(Ok(()), |reason| Err(NcclError::Aborted(reason)));
+        group
+            .wait_until_accepted_unless(&operation, &check_abort)
+            .inspect_err(|e| group.abort_communicator(e.clone()))?;
+        Ok(group)
+    }
+
+    /// Creates an NCCL communicator between the ranks of `host_comm`. Every rank of `host_comm`
+    /// must call this function, because it is a collective. An abort of `host_comm` ends the wait.
+    ///
+    /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
+    /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
+    /// thread's CUDA context.
+    pub fn connect(nccl: &NcclLibrary, host_comm: &dyn Comm, timeout: Duration) -> Result<NcclGroup> {
+        // The first byte distinguishes an id from an error message.
+        let announcement = match host_comm.rank() {
+            0 => match nccl.create_unique_id() {
+                Ok(id) => [&[1], &id[..]].concat(),
+                Err(e) => [&[0], e.to_string().as_bytes()].concat(),
+            },
+            _ => Vec::new(),
+        };
+        let announcements = host_comm.all_gather_bytes(&announcement)?;
+        let id = match announcements.first().and_then(|a| a.split_first()) {
+            Some((1, id)) => <[u8; ID_BYTES]>::try_from(id).ok(),
+            _ => None,
+        };
+        let id = id.ok_or_else(|| {
+            let message = announcements.first().and_then(|a| a.get(1..)).unwrap_or_default();
+            NcclError::PeerFailed { rank: 0, message: String::from_utf8_lossy(message).into_owned() }
+        })?;
+        let joined = NcclGroup::join(nccl, id, host_comm, timeout);
+        let error = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let errors = host_comm.all_gather_bytes(error.as_bytes())?;
+        let group = joined?;
+        match errors.iter().enumerate().find(|(_, error)| !error.is_empty()) {
+            None => Ok(group),
+            Some((rank, error)) => {
+                let message = String::from_utf8_lossy(error).into_owned();
+                Err(NcclError::PeerFailed { rank, message })
+            }
+        }
+    }
+
+    /// Sets the timeout of every later wait on this communicator.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Returns the rank of this communicator.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Returns the number of ranks in the group.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    fn lock_communicator(&self) -> MutexGuard<'_, CommunicatorState> {
+        // no code panics while it holds the lock, so the state is consistent
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Aborts this rank's communicator: every waiting and later call of this rank returns
+    /// [`NcclError::Aborted`], and its work on the GPU ends. Callable from any thread.
+    ///
+    /// NCCL does not inform the peers. The caller must abort their communicators, too.
+    pub fn abort(&self, reason: &str) {
+        self.abort_communicator(NcclError::Aborted(AbortReason::from_request(reason)));
+    }
+
+    /// Aborts NCCL's communicator, so that later calls return `error`. Keeps the error of the first
+    /// abort if the communicator is already aborted.
+    fn abort_communicator(&self, error: NcclError) {
+        let mut state = self.lock_communicator();
+        state.aborted.get_or_insert(error);
+        let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
+        if !comm.is_null() {
+            // SAFETY: aborted once. An error of the call changes nothing.
+            let _ = unsafe { (self.nccl.api.ncclCommAbort)(comm) };
+        }
+    }
+
+    /// Calls a function of NCCL with this communicator. Fails if the communicator was aborted. A
+    /// failed call aborts the communicator.
+    fn call_function(
+        &self,
+        function: &str,
+        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+    ) -> Result<()> {
+        let state = self.lock_communicator();
+        if let Some(error) = &state.aborted {
+            return Err(error.clone());
+        }
+        let status = f(&self.nccl.api, state.comm);
+        let result = self.nccl.check_status(function, status, state.comm);
+        drop(state);
+        result.inspect_err(|e| self.abort_communicator(e.clone()))
+    }
+
+    /// Returns whether the communicator is still working on an earlier call. If the communicator
+    /// reports an asynchronous error, aborts the communicator and fails with that error.
+    fn poll_is_busy(&self, operation: &str) -> Result<bool> {
+        let mut state = SUCCESS;
+        self.call_function(operation, |api, comm| {
+            // SAFETY: writes one number.
+            let status = unsafe { (api.ncclCommGetAsyncError)(comm, &mut state) };
+            if status == SUCCESS { state } else { status }
+        })?;
+        Ok(state == IN_PROGRESS)
+    }
+
+    /// Polls until the communicator has accepted its latest call. Fails after the timeout or with
+    /// the communicator's error.
+    fn wait_until_accepted(&self, operation: &str) -> Result<()> {
+        self.wait_until_accepted_unless(operation, &|| Ok(()))
+    }
+
+    /// Polls until the communicator has accepted its latest call. Fails as soon as `check_abort`
+    /// fails, after the timeout, or with the communicator's error.
+    fn wait_until_accepted_unless(
+        &self,
+        operation: &str,
+        check_abort: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let mut backoff = PollBackoff::new(self.timeout);
+        while self.poll_is_busy(operation)? {
+            check_abort()?;
+            backoff.sleep_until_next_poll(operation)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until `is_done` returns true for work that was enqueued on a stream. `operation` names
+    /// the work in errors.
+    ///
+    /// Fails as soon as the library reports an error, the group is aborted, or the timeout has
+    /// expired. The communicator is then aborted, and its kernels on the GPU end.
+    pub fn wait_until_done(&self, operation: &str, mut is_done: impl FnMut() -> bool) -> Result<()> {
+        let mut backoff = PollBackoff::new(self.timeout);
+        loop {
+            self.poll_is_busy(operation)?;
+            if is_done() {
+                return Ok(());
+            }
+            backoff.sleep_until_next_poll(operation).inspect_err(|e| self.abort_communicator(e.clone()))?;
+        }
+    }
+
+    /// Calls a function of NCCL and waits until the communicator has accepted the call.
+    fn enqueue_call(
+        &self,
+        function: &str,
+        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+    ) -> Result<()> {
+        self.call_function(function, f)?;
+        self.wait_until_accepted(function)
+    }
+
+    /// Enqueues an all-gather that concatenates the `send` buffers of all ranks (`count` elements
+    /// each) in `recv`, in rank order.
+    ///
+    /// # Safety
+    ///
+    /// Each address must point to as many elements of type `dtype` in the memory of this rank's GPU
+    /// as the collective reads or writes there. Until the enqueued work is done, the caller must
+    /// not free the memory, write the elements, or read elements that the collective writes.
+    pub unsafe fn all_gather(
+        &self,
+        recv: u64,
+        send: u64,
+        count: usize,
+        dtype: DataType,
+        stream: CudaStream,
+    ) -> Result<()> {
+        self.enqueue_call("ncclAllGather", |api, comm| {
+            // SAFETY: the caller's promise.
+            unsafe {
+                (api.ncclAllGather)(to_pointer(send), to_pointer(recv), count, dtype as c_int, comm, stream.0)
+            }
+        })
+    }
+
+    /// Enqueues a reduce-scatter: reduces the `send` buffers of all ranks (`world · count` elements
+    /// each), and stores this rank's `count` elements of the result in `recv`. NCCL chooses the
+    /// order of the additions.
+    ///
+    /// # Safety
+    ///
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
+    pub unsafe fn reduce_scatter(
+        &self,
+        recv: u64,
+        send: u64,
+        count: usize,
+        dtype: DataType,
+        op: ReduceOp,
+        stream: CudaStream,
+    ) -> Result<()> {
+        let (from, to) = (to_pointer(send), to_pointer(recv));
+        self.enqueue_call("ncclReduceScatter", |api, comm| {
+            // SAFETY: the caller's promise.
+            unsafe { (api.ncclReduceScatter)(from, to, count, dtype as c_int, op as c_int, comm, stream.0) }
+        })
+    }
+
+    /// Enqueues an all-reduce of the ranks' `x` (`count` elements each), in place. NCCL chooses the
+    /// order of the additions.
+    ///
+    /// # Safety
+    ///
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
+    pub unsafe fn all_reduce(
+        &self,
+        x: u64,
+        count: usize,
+        dtype: DataType,
+        op: ReduceOp,
+        stream: CudaStream,
+    ) -> Result<()> {
+        let x = to_pointer(x);
+        self.enqueue_call("ncclAllReduce", |api, comm| {
+            // SAFETY: the caller's promise.
+            unsafe { (api.ncclAllReduce)(x, x, count, dtype as c_int, op as c_int, comm, stream.0) }
+        })
+    }
+
+    /// Enqueues a broadcast that replaces `x` (`count` elements) on every rank by the `x` of rank
+    /// `root`.
+    ///
+    /// # Safety
+    ///
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
+    pub unsafe fn broadcast(
+        &self,
+        x: u64,
+        count: usize,
+        dtype: DataType,
+        root: usize,
+        stream: CudaStream,
+    ) -> Result<()> {
+        let x = to_pointer(x);
+        self.enqueue_call("ncclBroadcast", |api, comm| {
+            // SAFETY: the caller's promise.
+            unsafe { (api.ncclBroadcast)(x, x, count, dtype as c_int, root as c_int, comm, stream.0) }
+        })
+    }
+
+    /// Enqueues several sends and receives between this rank and its peers. All of them run at the
+    /// same time.
+    ///
+    /// Between two ranks, the n-th send matches the n-th receive. Collectives with parts of unequal
+    /// size consist of such sends and receives.
+    ///
+    /// # Safety
+    ///
+    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// work is done.
+    pub unsafe fn exchange(
+        &self,
+        sends: &[PeerBuffer],
+        receives: &[PeerBuffer],
+        dtype: DataType,
+        stream: CudaStream,
+    ) -> Result<()> {
+        let mut peers = sends.iter().chain(receives).map(|buffer| buffer.peer);
+        if let Some(peer) = peers.find(|peer| *peer >= self.world) {
+            return Err(NcclError::PeerOutOfRange { peer, world: self.world });
+        }
+        let dtype = dtype as c_int;
+        self.enqueue_call("ncclGroupEnd", |api, comm| {
+            // SAFETY: the caller's promise. Calls between start and end are only recorded.
+            unsafe {
+                let mut status = (api.ncclGroupStart)();
+                for &PeerBuffer { peer, address, len } in sends {
+                    let next = (api.ncclSend)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_failed_status(status, next);
+                }
+                for &PeerBuffer { peer, address, len } in receives {
+                    let next = (api.ncclRecv)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    status = first_failed_status(status, next);
+                }
+                // called after an error, too
+                first_failed_status(status, (api.ncclGroupEnd)())
+            }
+        })
+    }
+}
+
+impl Drop for NcclGroup {
+    fn drop(&mut self) {
+        let mut state = self.lock_communicator();
+        let comm = std::mem::replace(&mut state.comm, ptr::null_mut());
+        if !comm.is_null() {
+            // SAFETY: aborted once. Destroying the communicator instead would wait for peers, which
+            // may be gone, and no code waits for this rank's work any more.
+            let _ = unsafe { (self.nccl.api.ncclCommAbort)(comm) };
+        }
+    }
+}
+
+/// A range of GPU memory that [`NcclGroup::exchange`] sends to a peer or receives from a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerBuffer {
+    /// The rank that receives or sends the elements.
+    pub peer: usize,
+    /// GPU address of the first element.
+    pub address: u64,
+    /// Number of elements.
+    pub len: usize,
+}
+
+/// A `cudaStream_t` on which NCCL enqueues work.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaStream(pub *mut c_void);
+
+/// Converts a GPU address to the pointer type of NCCL's functions.
+fn to_pointer(address: u64) -> *mut c_void {
+    address as *mut c_void
+}
+
+/// Combines the statuses of two NCCL calls: returns the first one that is an error. Without an
+/// error, returns "in progress" if a call is in progress, otherwise success.
+fn first_failed_status(first: c_int, second: c_int) -> c_int {
+    match first {
+        SUCCESS | IN_PROGRESS if second != SUCCESS => second,
+        _ => first,
+    }
+}

@@ -1,0 +1,282 @@
+//! [`ShmComm`]: the communicator of one rank, and the rounds of its collectives.
+use super::limits::ShmLimits;
+use super::segment::Segment;
+use super::wait::{WaitError, store_words};
+use crate::{
+    AbortReason, CallMismatch, CommError, GroupError, Result,
+    call::{CollectiveCall, GroupPosition},
+    call_error::ArgumentError,
+};
+use device::Buf;
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{Mutex, MutexGuard, atomic::Ordering},
+};
+
+/// The largest number of bytes that a rank publishes in one round of a streaming collective. A
+/// smaller staging slot lowers the number.
+pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
+
+/// The number of `f32` elements in a cache line.
+pub(super) const CACHE_LINE_ELEMENTS: usize = 16;
+
+/// The communicator of one rank of a group of processes on one host.
+///
+/// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
+pub struct ShmComm {
+    /// The rank within the segment, and the number of ranks that share the segment.
+    pub(super) position: GroupPosition,
+    pub(super) job_ranks: JobRanks,
+    pub(super) limits: ShmLimits,
+    /// Whether a rank spins briefly before it sleeps in a wait. True only if the machine has at
+    /// least one processor per rank.
+    pub(super) can_spin: bool,
+    pub(super) segment: Segment,
+    /// The file (a memfd) of the segment. Shared windows are stored in the file after the segment.
+    pub(super) fd: OwnedFd,
+    /// Serializes the collectives of this rank.
+    pub(super) call_state: Mutex<ShmCallState>,
+}
+
+/// Maps ranks within a segment to ranks of the job, because error messages name ranks of the job.
+#[derive(Clone, Debug)]
+pub(crate) struct JobRanks {
+    /// By rank within the segment: the rank within the job.
+    pub(crate) ranks: Vec<usize>,
+    /// Number of ranks of the job.
+    pub(crate) world: usize,
+}
+
+/// How many collectives and rounds one rank has begun, and its reusable memory.
+pub(crate) struct ShmCallState {
+    /// Number of collectives called so far.
+    pub(super) calls: u64,
+    /// Number of rounds entered so far.
+    pub(super) rounds: u64,
+    /// Memory in which pieces are assembled that do not fit into the staging memory; reused by all
+    /// calls.
+    pub(super) scratch: Buf,
+    /// Bytes that shared windows occupy after the segment in the file.
+    pub(super) window_bytes: usize,
+}
+
+impl ShmCallState {
+    /// Returns the index of this rank's staging slot for the next round: 0 or 1, alternating.
+    pub(super) fn next_slot(&self) -> usize {
+        ((self.rounds + 1) % 2) as usize
+    }
+}
+
+impl ShmComm {
+    /// Joins a group of `world` ranks as rank `rank`, and returns when all ranks have joined.
+    ///
+    /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
+    /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
+    pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> Result<ShmComm> {
+        ShmComm::join_host_group(fd, rank, limits, JobRanks { ranks: (0..world).collect(), world })
+    }
+
+    /// Joins the group of the ranks of one host of a job. This rank is `rank` within the segment
+    /// and `job_ranks.ranks[rank]` within the job.
+    pub(crate) fn join_host_group(
+        fd: OwnedFd,
+        rank: usize,
+        limits: ShmLimits,
+        job_ranks: JobRanks,
+    ) -> Result<ShmComm> {
+        let world = job_ranks.ranks.len();
+        let segment = Segment::open(fd.as_fd(), world, &limits)?;
+        if rank >= world {
+            return Err(GroupError::RankOutOfRange { rank, world }.into());
+        }
+        // The processors of the machine, not of this process: ranks that are pinned have one each.
+        // SAFETY: reads a number.
+        let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+        let can_spin = usize::try_from(cpus).is_ok_and(|cpus| cpus >= world);
+        let state = ShmCallState { calls: 0, rounds: 0, scratch: Buf::zeroed(0), window_bytes: 0 };
+        let pid = std::process::id();
+        let joined = &segment.rank_status(rank).joined_pid;
+        if let Err(joined_pid) = joined.compare_exchange(0, pid, Ordering::SeqCst, Ordering::SeqCst) {
+            let rank = job_ranks.ranks[rank];
+            let error = CommError::from(GroupError::AlreadyJoined { rank, joined_pid, pid });
+            segment.header().abort(&error.to_abort_reason(rank));
+            return Err(error);
+        }
+        let position = GroupPosition { rank, world };
+        let call_state = Mutex::new(state);
+        let comm = ShmComm { position, job_ranks, limits, can_spin, segment, fd, call_state };
+        comm.segment.header().wake_sleepers();
+        match comm.segment.wait_for_join(limits.join_timeout) {
+            Ok(()) => comm.check_not_aborted().map(|()| comm),
+            Err(error) => Err(comm.abort_on_failed_join(error)),
+        }
+    }
+
+    /// Converts `rank`, a rank within the segment, to the rank within the job.
+    pub(super) fn to_job_rank(&self, rank: usize) -> usize {
+        self.job_ranks.ranks[rank]
+    }
+
+    /// Fails with [`CommError::Aborted`] if the group is aborted.
+    pub(super) fn check_not_aborted(&self) -> Result<()> {
+        self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
+    }
+
+    /// Leaves the group in order. From now on, peers that wait for this rank fail.
+    pub(crate) fn leave(&self) {
+        self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
+        self.segment.header().wake_sleepers();
+    }
+
+    /// Aborts the group for `reason`. Keeps the first reason if the group is already aborted.
+    pub(crate) fn abort_with_reason(&self, reason: &AbortReason) {
+        self.segment.header().abort(reason);
+    }
+
+    /// Begins a collective: locks this rank's call state and gives the call its number. Fails if
+    /// the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    pub(super) fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<(MutexGuard<'_, ShmCallState>, CollectiveCall)> {
+        let rank = self.to_job_rank(self.position.rank);
+        let mut call_state = self.call_state.lock().map_err(|_| {
+            let reason = AbortReason::RankPanicked { rank };
+            self.abort_with_reason(&reason);
+            CommError::Aborted(reason)
+        })?;
+        self.check_not_aborted()?;
+        let call = call
+            .map_err(|error| self.abort_on_error(CommError::InvalidArguments { rank, error }))?
+            .with_number(call_state.calls);
+        call_state.calls += 1;
+        Ok((call_state, call))
+    }
+
+    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
+    /// later calls would be paired with the wrong calls of its peers.
+    pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
+        self.abort_with_reason(&error.to_abort_reason(self.to_job_rank(self.position.rank)));
+        error
+    }
+
+    /// Aborts the group because `mismatch` shows that its ranks made different calls. Returns the
+    /// mismatch as an error.
+    pub(super) fn abort_on_mismatch(&self, mismatch: CallMismatch) -> CommError {
+        self.abort_on_error(CommError::Mismatch(mismatch))
+    }
+
+    /// Converts ranks within the segment to ranks within the job.
+    pub(super) fn to_job_ranks(&self, ranks: Vec<usize>) -> Vec<usize> {
+        ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
+    }
+
+    /// Aborts the group because waiting for peers to join failed with `error`. Returns the error of
+    /// the communicator.
+    pub(super) fn abort_on_failed_join(&self, error: WaitError) -> CommError {
+        match error {
+            WaitError::Aborted(reason) => CommError::Aborted(reason),
+            WaitError::PeerLeft(rank) => self.abort_on_departed_peer(rank, "join".to_owned()),
+            WaitError::TimedOut(missing) => self.abort_on_error(CommError::JoinTimeout {
+                rank: self.to_job_rank(self.position.rank),
+                world: self.job_ranks.world,
+                timeout: self.limits.join_timeout,
+                missing: self.to_job_ranks(missing),
+                last_failure: None,
+            }),
+        }
+    }
+
+    /// Aborts the group because waiting for peers in `call` failed with `error`. Returns the error
+    /// of the collective.
+    pub(super) fn abort_on_failed_wait(&self, error: WaitError, call: &CollectiveCall) -> CommError {
+        match error {
+            WaitError::Aborted(reason) => CommError::Aborted(reason),
+            WaitError::PeerLeft(rank) => self.abort_on_departed_peer(rank, call.to_string()),
+            WaitError::TimedOut(missing) => self.abort_on_error(CommError::Timeout {
+                rank: self.to_job_rank(self.position.rank),
+                world: self.job_ranks.world,
+                collective: call.kind,
+                call_number: call.number,
+                timeout: self.limits.collective_timeout,
+                missing: self.to_job_ranks(missing),
+            }),
+        }
+    }
+
+    /// Aborts the group because the peer `rank` (a rank within the segment) left although
+    /// `collective` needs it. Returns the error of the collective.
+    pub(super) fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
+        let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
+        self.abort_on_error(CommError::Aborted(reason))
+    }
+
+    /// Enters the next round of the collective `call`. From now on peers may read this rank's
+    /// staging slot.
+    pub(super) fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
+        call_state.rounds += 1;
+        self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
+    }
+
+    /// Waits until all ranks have entered the current round. Fails, and aborts the group, if a rank
+    /// made another call than `call` or if the wait fails.
+    pub(super) fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
+        let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
+        self.segment
+            .wait_for_round(round, self.can_spin, timeout)
+            .map_err(|error| self.abort_on_failed_wait(error, call))?;
+        let slot = (round % 2) as usize;
+        for peer in self.peers() {
+            let words = &self.segment.rank_status(peer).call[slot];
+            let words = words.each_ref().map(|w| w.load(Ordering::Relaxed));
+            let (rank, peer) = (self.to_job_rank(self.position.rank), self.to_job_rank(peer));
+            call.check_peer_call(rank, peer, words).map_err(|m| self.abort_on_mismatch(m))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the ranks other than this one, starting with the next higher rank. So at one time
+    /// each rank reads from a different peer.
+    pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let GroupPosition { rank, world } = self.position;
+        (1..world).map(move |i| (rank + i) % world)
+    }
+
+    /// Returns how many `f32` elements a rank publishes in one round of a streaming collective.
+    pub(super) fn count_chunk_elements(&self) -> usize {
+        MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
+    }
+
+    /// Returns how many `f32` elements a rank publishes for each peer in one round, if every peer
+    /// gets different data. The result is a multiple of a cache line.
+    pub(super) fn count_peer_chunk_elements(&self) -> usize {
+        (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
+    }
+
+    /// Computes the position in `owner`'s staging slot at which the chunk for rank `dest` begins.
+    /// The chunks for the peers have length `chunk` each; the result has the unit of `chunk`.
+    pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
+        (dest - usize::from(dest > owner)) * chunk
+    }
+
+    /// Gathers `number` from every rank in one round, and returns the numbers indexed by rank.
+    pub(super) fn gather_u64(
+        &self,
+        call_state: &mut ShmCallState,
+        call: &CollectiveCall,
+        number: u64,
+    ) -> Result<Vec<u64>> {
+        let slot = call_state.next_slot();
+        store_words(self.segment.number_table(self.position.rank, slot), [number]);
+        self.enter_round(call_state, call);
+        self.wait_for_round(call_state, call)?;
+        let number = |rank| self.segment.number_table(rank, slot)[0].load(Ordering::Relaxed);
+        Ok((0..self.position.world).map(number).collect())
+    }
+}
+
+/// Computes the part of the index range `0..len` that begins at `offset` and has at most `chunk`
+/// indices. The part is empty if `offset` is beyond the end.
+pub(super) fn compute_chunk_range(len: usize, offset: usize, chunk: usize) -> std::ops::Range<usize> {
+    offset.min(len)..offset.saturating_add(chunk).min(len)
+}

@@ -1,0 +1,68 @@
+//! [`Cpu`]: the CPU backend, with its threads and scratch memory.
+use super::instruction_set::InstructionSet;
+use super::scratch::ScratchPool;
+use super::thread_pool::ThreadPool;
+use std::ops::Range;
+
+/// The CPU backend: computes ops on host memory with several threads.
+pub struct Cpu {
+    pub(super) instruction_set: InstructionSet,
+    pub(super) pool: ThreadPool,
+    pub(super) scratch: ScratchPool,
+}
+
+impl Cpu {
+    /// Creates a backend that computes on `threads` threads: the caller's thread and `threads − 1`
+    /// helpers. Panics if `threads` is 0.
+    ///
+    /// Several threads may call ops at the same time. One of them uses the helpers, and the others
+    /// compute on their own thread.
+    pub fn new(threads: usize) -> Self {
+        assert!(threads > 0, "a CPU backend needs at least one thread");
+        Cpu {
+            instruction_set: InstructionSet::detect(),
+            pool: ThreadPool::new(threads),
+            scratch: ScratchPool::default(),
+        }
+    }
+
+    /// Creates one backend of `threads` threads for each instruction set that this machine
+    /// supports, best first. Tests compare these; [`Cpu::new`] uses the first instruction set.
+    pub fn new_for_all_instruction_sets(threads: usize) -> Vec<Self> {
+        let backend = |instruction_set| Cpu { instruction_set, ..Cpu::new(threads) };
+        InstructionSet::list_available().into_iter().map(backend).collect()
+    }
+
+    /// Describes the instruction set and the number of threads for the log: `avx512, 2 threads`.
+    pub fn describe(&self) -> String {
+        let threads = self.pool.threads();
+        let plural = if threads == 1 { "" } else { "s" };
+        format!("{}, {threads} thread{plural}", self.instruction_set.name())
+    }
+
+    /// Returns the number of threads that compute an op.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// Returns the bytes of scratch memory that the backend has allocated, in use or free.
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch.bytes()
+    }
+
+    /// Divides `0..rows` into ranges, runs `work` on them in parallel, and returns when all ranges
+    /// are done. Processing a row is assumed to cost as much as copying `width` elements. A range
+    /// has as many rows as cost about as much as copying 16 Ki elements.
+    pub(super) fn run_over_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
+        let per_task = ((16 << 10) / width.max(1)).max(1);
+        self.pool.run(rows.div_ceil(per_task), &|task| {
+            work(task * per_task..((task + 1) * per_task).min(rows));
+        });
+    }
+
+    /// Divides `0..len` into ranges, runs `work` on them in parallel, and returns when all ranges
+    /// are done.
+    pub(super) fn run_over_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
+        self.run_over_rows(len, 1, work);
+    }
+}

@@ -1,0 +1,86 @@
+//! [`InstructionSet`]: the instruction set of the CPU's kernels, which are compiled for each of them.
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+
+/// An instruction set for the CPU's kernels that this machine supports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InstructionSet {
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// The baseline instructions of the compilation target.
+    Portable,
+}
+
+impl InstructionSet {
+    /// Returns the best instruction set of this machine.
+    pub(crate) fn detect() -> Self {
+        Self::list_available()[0]
+    }
+
+    /// Returns the instruction sets that this machine supports, best first.
+    pub(crate) fn list_available() -> Vec<Self> {
+        let mut sets = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if x86::has_avx512() {
+                sets.push(InstructionSet::Avx512);
+            }
+            if x86::has_avx2() {
+                sets.push(InstructionSet::Avx2);
+            }
+        }
+        sets.push(InstructionSet::Portable);
+        sets
+    }
+
+    /// Returns the name of the instruction set for the log.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 => "avx2",
+            InstructionSet::Portable if cfg!(target_arch = "aarch64") => "neon",
+            InstructionSet::Portable => "baseline",
+        }
+    }
+}
+
+/// Compiles a generic kernel for every instruction set.
+///
+/// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
+/// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the
+/// instruction set.
+macro_rules! multiversion {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {
+        $(#[$doc])*
+        $vis fn $name(instruction_set: $crate::cpu::instruction_set::InstructionSet, $($arg: $ty),*) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn avx512($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: only machines with these features call this function.
+                $body(unsafe { $crate::cpu::x86::Avx512::assume() }, $($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $ty),*) $(-> $out)? {
+                // SAFETY: only machines with these features call this function.
+                $body(unsafe { $crate::cpu::x86::Avx2::assume() }, $($arg),*)
+            }
+            match instruction_set {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: an InstructionSet exists only on machines that have it.
+                $crate::cpu::instruction_set::InstructionSet::Avx512 => unsafe { avx512($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: an InstructionSet exists only on machines that have it.
+                $crate::cpu::instruction_set::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::cpu::instruction_set::InstructionSet::Portable => $body($crate::cpu::portable::Portable, $($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use multiversion;

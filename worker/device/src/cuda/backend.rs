@@ -1,0 +1,349 @@
+//! [`Cuda`]: the backend for one GPU, and the helpers with which its ops enqueue work.
+use super::bindings::Address;
+use super::compile::{KernelModules, KernelSource, Nvrtc};
+use super::cudnn::{AttentionBackend, CudnnAttention};
+use super::error::{CudaError, Result};
+use super::gpu::Gpu;
+use super::graphs::GraphAutotuner;
+use super::host_inputs::HostInputCache;
+use super::launch::{KernelArg, LaunchConfig};
+use super::library_search::LibrarySearchPaths;
+use super::matmul::{CublasLt, Matmul};
+use super::memory::DeviceMemory;
+use super::profile::{Profile, ProfileEntry};
+use super::properties::GpuProperties;
+use super::streams::CudaEvent;
+use crate::buffer::{Buf, Dtype, MemoryOwner};
+use crate::storage::DeviceError;
+use std::{
+    collections::HashMap,
+    ffi::CStr,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    thread::{self, ThreadId},
+};
+
+/// Backend that computes ops on one NVIDIA GPU.
+pub struct Cuda {
+    kernels: KernelModules,
+    cublas_lt: CublasLt,
+    /// The opened cuDNN library; set if the job lets cuDNN compute attention.
+    pub(super) cudnn: OnceLock<CudnnAttention>,
+    /// Caches of host inputs by stream and thread, because inputs of one thread would overwrite
+    /// those of another.
+    pub(super) host_inputs: Mutex<HashMap<(usize, ThreadId), HostInputCache>>,
+    /// Events at the begin and end of timed waits that have not been counted yet.
+    pub(super) timed_waits: Mutex<Vec<[CudaEvent; 2]>>,
+    pub(super) profile: Profile,
+    /// Measures whether CUDA graphs are faster. `None` if nothing is to be measured, or if the
+    /// result is known.
+    pub(super) graph_autotuner: Mutex<Option<GraphAutotuner>>,
+    /// The open GPU. It is the last field, because fields are dropped in order and cuBLASLt must be
+    /// closed before the context.
+    pub(super) gpu: Arc<Gpu>,
+}
+
+/// Versions and paths of the libraries that were opened for a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadedLibraries {
+    /// NVRTC's version, such as (13, 0), and path.
+    pub nvrtc: ((u32, u32), PathBuf),
+    /// cuBLASLt's version (130100 is 13.1.0) and path.
+    pub cublas_lt: (usize, PathBuf),
+}
+
+impl MemoryOwner for Gpu {
+    fn release(&self, address: u64, bytes: usize) {
+        self.free(address, bytes);
+    }
+}
+
+/// Frees the pinned host memory of a buffer when the buffer is dropped.
+pub(super) struct PinnedOwner(pub(super) Arc<Gpu>);
+
+impl MemoryOwner for PinnedOwner {
+    fn release(&self, address: u64, _: usize) {
+        self.0.free_pinned(address);
+    }
+}
+
+impl Cuda {
+    /// Opens a GPU and every library that training needs. Kernels are not compiled yet.
+    ///
+    /// `index` is the GPU's number among those that the driver shows this process, from 0. Compiled
+    /// kernels are cached in the directory `cache`, if one is given.
+    pub fn open(paths: &LibrarySearchPaths, index: usize, cache: Option<PathBuf>) -> Result<Cuda> {
+        let gpu = Gpu::open(paths, index)?;
+        let paths = &paths.with_driver_version(gpu.properties.driver_version.0);
+        let kernels = KernelModules::new(Nvrtc::open(paths)?, &gpu, cache)?;
+        gpu.make_current()?;
+        Ok(Cuda {
+            kernels,
+            cublas_lt: CublasLt::open(paths)?,
+            cudnn: OnceLock::new(),
+            host_inputs: Mutex::default(),
+            timed_waits: Mutex::default(),
+            profile: Profile::default(),
+            graph_autotuner: Mutex::default(),
+            gpu,
+        })
+    }
+
+    /// Returns the GPU's properties.
+    pub fn properties(&self) -> &GpuProperties {
+        &self.gpu.properties
+    }
+
+    /// Returns the versions and paths of the opened libraries.
+    pub fn loaded_libraries(&self) -> LoadedLibraries {
+        let nvrtc = self.kernels.nvrtc();
+        LoadedLibraries {
+            nvrtc: (nvrtc.version, nvrtc.path.clone()),
+            cublas_lt: (self.cublas_lt.version, self.cublas_lt.path.clone()),
+        }
+    }
+
+    /// Returns the free and total bytes of the GPU's memory.
+    pub fn query_memory_info(&self) -> Result<(usize, usize)> {
+        self.gpu.query_memory_info()
+    }
+
+    /// Returns the GPU's name and architecture for the log: `NVIDIA H100 80GB HBM3, sm_90`.
+    pub fn describe_gpu(&self) -> String {
+        format!("{}, {}", self.gpu.properties.name, self.gpu.properties.architecture())
+    }
+
+    /// Fails if the GPU's tensor cores do not support fp8.
+    pub fn require_fp8(&self) -> Result<()> {
+        let properties = self.properties();
+        if properties.has_fp8() {
+            return Ok(());
+        }
+        Err(properties.unsupported_error("fp8 matmuls", "sm_89 (Ada) or newer"))
+    }
+
+    /// Compiles and loads every kernel now, so that no training step waits for a compilation.
+    pub fn load_kernels(&self) -> Result<()> {
+        self.kernels.load_all_modules(&self.gpu)
+    }
+
+    /// Enables the autotuning of matmuls: from now on, cuBLASLt's algorithms are timed for each new
+    /// matmul, and the fastest is used. Choices are stored in the directory of the kernel cache.
+    /// GPUs and hosts may make different choices, and then differ in the last bits of results.
+    pub fn enable_matmul_autotuning(&self) {
+        self.cublas_lt.enable_autotuning(&self.gpu, self.kernels.cache_directory());
+    }
+
+    /// Selects the attention backend that is used from now on. Must be called at most once.
+    ///
+    /// With [`AttentionBackend::Cudnn`], fails if cuDNN cannot be opened. With
+    /// [`AttentionBackend::Auto`], the built-in kernels are used in that case. The call then
+    /// returns `Some` with the error if cuDNN was found but is unusable, and `None` if cuDNN was
+    /// not found. In all other cases the call returns `None`.
+    pub fn set_attention_backend(
+        &self,
+        backend: AttentionBackend,
+        paths: &LibrarySearchPaths,
+    ) -> Result<Option<CudaError>> {
+        self.gpu.make_current()?;
+        match CudnnAttention::open(backend, &paths.with_driver_version(self.gpu.properties.driver_version.0))
+        {
+            Ok(cudnn) => cudnn.into_iter().for_each(|cudnn| drop(self.cudnn.set(cudnn))),
+            Err(error) if backend == AttentionBackend::Cudnn => return Err(error),
+            Err(CudaError::LibraryNotFound { .. }) => {}
+            Err(error) => return Ok(Some(error)),
+        }
+        Ok(None)
+    }
+
+    /// Returns the error of the first compiled kernels that could not be written to the cache.
+    /// Returns `None` if there was no such error.
+    pub fn kernel_cache_error(&self) -> Option<&CudaError> {
+        self.kernels.cache_error()
+    }
+
+    /// Allocates `len` zeros in the GPU's memory. Fails if the memory is full.
+    pub fn try_zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
+        let buf = self.allocate_uninit(dtype, len)?;
+        self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
+        Ok(buf)
+    }
+
+    /// Makes the GPU's context current in the calling thread, as libraries such as NCCL require.
+    pub fn make_current(&self) -> Result<()> {
+        self.gpu.make_current()
+    }
+
+    /// Returns the stream of this thread's work (a `CUstream`), after issuing all recorded calls to
+    /// the stream.
+    pub fn flushed_stream(&self) -> *mut std::ffi::c_void {
+        unwrap_or_panic(self.gpu.with_stream(|stream| stream))
+    }
+
+    /// Starts to measure the GPU time of every call.
+    pub fn start_profiling(&self) {
+        self.profile.start();
+    }
+
+    /// Stops measuring, waits for the measured calls, and returns their times, longest first.
+    pub fn stop_profiling(&self) -> Result<Vec<ProfileEntry>> {
+        self.profile.stop()
+    }
+
+    /// Blocks until all work of this thread's stream is complete. Fails if work on the stream
+    /// failed.
+    pub fn synchronize_checked(&self) -> Result<()> {
+        self.gpu.synchronize()
+    }
+
+    /// Allocates a buffer of `len` elements in the GPU's memory without initializing the elements.
+    fn allocate_uninit(&self, dtype: Dtype, len: usize) -> Result<Buf> {
+        let memory = self.gpu.allocate(len.saturating_mul(dtype.size()))?;
+        Ok(Buf::from_device_allocation(self.gpu.clone(), memory.into_address(), dtype, len))
+    }
+
+    // --- helpers of the ops ---------------------------------------------------------------------
+
+    /// Allocates uninitialized memory for the duration of one op. Panics with a [`DeviceError`] if
+    /// the memory is full.
+    pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
+        unwrap_or_panic(self.gpu.allocate_scratch(bytes))
+    }
+
+    /// Uploads a host input, and returns its GPU address, which is valid for the duration of one
+    /// op. An input that was uploaded recently is not sent again. An op has at most one input of
+    /// each name.
+    pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
+        let mut by_stream = self.lock_host_inputs();
+        let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
+        unwrap_or_panic(inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input)))
+    }
+
+    /// Locks the map of host input caches.
+    pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
+        // a panic does not leave the map in an invalid state
+        self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enqueues a kernel on this thread's stream. A grid without blocks launches nothing. Panics
+    /// with a [`DeviceError`] if the launch fails.
+    pub(super) fn launch_kernel(
+        &self,
+        source: KernelSource,
+        name: &'static CStr,
+        config: LaunchConfig,
+        arguments: &[&dyn KernelArg],
+    ) {
+        if config.grid.contains(&0) {
+            return;
+        }
+        let function =
+            unwrap_or_panic(self.kernels.get_or_load_function(&self.gpu, source, name, config.shared));
+        // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
+        let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };
+        self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
+    }
+
+    /// Returns true if cuBLASLt has an algorithm for this matmul.
+    pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
+        unwrap_or_panic(self.cublas_lt.has_algorithm(&self.gpu, matmul))
+    }
+
+    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on. Panics with
+    /// a [`DeviceError`] if the call fails.
+    #[track_caller]
+    pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
+        unwrap_or_panic(self.profile.run(&self.gpu, name, call));
+    }
+
+    /// Enqueues a matmul on this thread's stream. Panics with a [`DeviceError`] if the matmul
+    /// cannot be enqueued.
+    pub(super) fn run_matmul(&self, matmul: &Matmul) {
+        self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
+    }
+
+    /// Launches a kernel over `len` elements. Each thread processes one element at a time.
+    pub(super) fn launch_elementwise(
+        &self,
+        source: KernelSource,
+        name: &'static CStr,
+        len: usize,
+        arguments: &[&dyn KernelArg],
+    ) {
+        let blocks =
+            len.div_ceil(THREADS_PER_BLOCK).min(self.gpu.properties.multiprocessor_count * 16) as u32;
+        self.launch_kernel(
+            source,
+            name,
+            LaunchConfig { grid: [blocks, 1, 1], block: [THREADS_PER_BLOCK as u32, 1, 1], shared: 0 },
+            arguments,
+        );
+    }
+
+    /// Launches a kernel over `len` elements. Each thread processes eight elements at a time.
+    pub(super) fn launch_elementwise_by_8(
+        &self,
+        source: KernelSource,
+        name: &'static CStr,
+        len: usize,
+        arguments: &[&dyn KernelArg],
+    ) {
+        self.launch_elementwise(source, name, len.div_ceil(8), arguments);
+    }
+
+    /// Launches a kernel with one block per row of about `width` elements. Each thread processes
+    /// eight elements at a time.
+    pub(super) fn launch_row_blocks(
+        &self,
+        source: KernelSource,
+        name: &'static CStr,
+        rows: usize,
+        width: usize,
+        arguments: &[&dyn KernelArg],
+    ) {
+        let grid =
+            [u32::try_from(rows).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
+        self.launch_kernel(
+            source,
+            name,
+            LaunchConfig { grid, block: [choose_row_threads(width), 1, 1], shared: 0 },
+            arguments,
+        );
+    }
+
+    /// Launches a kernel with one warp per row, and several rows per block, if rows are short.
+    /// Otherwise launches one block per row.
+    pub(super) fn launch_row_warps(
+        &self,
+        source: KernelSource,
+        name: &'static CStr,
+        rows: usize,
+        width: usize,
+        arguments: &[&dyn KernelArg],
+    ) {
+        if choose_row_threads(width) > 32 {
+            return self.launch_row_blocks(source, name, rows, width, arguments);
+        }
+        let blocks = rows.div_ceil(THREADS_PER_BLOCK / 32);
+        let grid =
+            [u32::try_from(blocks).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
+        let block = [32, THREADS_PER_BLOCK as u32 / 32, 1];
+        self.launch_kernel(source, name, LaunchConfig { grid, block, shared: 0 }, arguments);
+    }
+}
+
+/// Number of threads per block of kernels that need no other number.
+pub(super) const THREADS_PER_BLOCK: usize = 256;
+
+/// Returns the number of threads for a row of `width` elements: whole warps, with eight elements
+/// per thread, up to a whole block.
+pub(super) fn choose_row_threads(width: usize) -> u32 {
+    width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
+}
+
+/// Returns the value of `result`. Panics with the error as a [`DeviceError`], which the worker
+/// reports as its own error.
+#[track_caller]
+pub(super) fn unwrap_or_panic<T>(result: Result<T>) -> T {
+    result.unwrap_or_else(|error| std::panic::panic_any(DeviceError(error.into())))
+}

@@ -1,0 +1,169 @@
+//! [`Gpu`]: one open GPU, and the calls that are enqueued on a thread's stream.
+use super::bindings::{Address, Handle};
+use super::context::GpuContext;
+use super::error::Result;
+use super::graphs::{CallBatch, GraphState, Graphs};
+use super::launch::{KernelArg, KernelFunction, LaunchConfig};
+use super::library_search::LibrarySearchPaths;
+use std::{
+    ffi::{CStr, c_void},
+    ops::Deref,
+    ptr,
+    sync::{Arc, MutexGuard},
+};
+
+/// One open GPU: its context, and the calls that wait to be issued to its main stream.
+///
+/// A thread's calls take effect in their order, in the main stream or in the stream that
+/// [`Gpu::create_thread_stream`] created for the thread.
+pub(super) struct Gpu {
+    context: GpuContext,
+    /// Calls that wait to be issued to the main stream, and CUDA graphs for it.
+    pub(super) graphs: Graphs,
+}
+
+impl Deref for Gpu {
+    type Target = GpuContext;
+
+    fn deref(&self) -> &GpuContext {
+        &self.context
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if self.make_current().is_ok() {
+            self.graphs.lock().discard(self);
+        }
+    }
+}
+
+impl Gpu {
+    /// Opens the GPU with this index among those that the driver shows this process. Fails if the
+    /// GPU is older than Ampere.
+    pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
+        Ok(Arc::new(Gpu { context: GpuContext::open(paths, index)?, graphs: Graphs::default() }))
+    }
+
+    /// Locks the graph state if this thread's calls are recorded. Returns `None` if they are issued
+    /// immediately.
+    pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
+        (self.graphs.is_on() && self.stream() == self.main_stream).then(|| self.graphs.lock())
+    }
+
+    /// Issues every recorded call, and then runs `f` with this thread's stream. With graphs on, no
+    /// other thread uses the main stream meanwhile.
+    pub(super) fn with_stream<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
+        self.make_current()?;
+        let mut recording = self.lock_if_recording();
+        recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
+        Ok(f(self.stream()))
+    }
+
+    /// Enqueues a call on this thread's stream: records the call with `record`, or issues it
+    /// immediately with `issue`.
+    pub(super) fn enqueue(
+        &self,
+        record: impl FnOnce(&mut CallBatch),
+        issue: impl FnOnce(Handle) -> Result<()>,
+    ) -> Result<()> {
+        self.make_current()?;
+        self.graphs.add_call();
+        match self.lock_if_recording() {
+            Some(mut state) => {
+                record(&mut state.batch);
+                state.flush_full_batch(self)
+            }
+            None => issue(self.stream()),
+        }
+    }
+
+    /// Turns graphs on or off for the main stream, and issues the recorded calls. No other thread
+    /// may use the stream meanwhile.
+    pub(super) fn set_graphs_enabled(&self, on: bool) -> Result<()> {
+        self.make_current()?;
+        self.graphs.lock().set_enabled(self, on)
+    }
+
+    /// Enqueues a fill of `bytes` bytes at the GPU address `at` with zeros on this thread's stream.
+    pub(super) fn enqueue_zero_fill(&self, at: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.enqueue(|batch| batch.push_fill(at, bytes), |stream| self.issue_fill(at, bytes, stream))
+    }
+
+    /// Enqueues a copy of `bytes` from the host to the GPU address `at` on this thread's stream.
+    ///
+    /// If `bytes` is in pinned memory, it is read when the copy runs. The caller must not write or
+    /// free it before the copy is complete. Otherwise the driver reads `bytes` before this call
+    /// returns.
+    pub(super) fn enqueue_upload(&self, at: Address, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller's range at `at` is as long as `bytes`.
+        let status = self.with_stream(|stream| unsafe {
+            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), stream)
+        })?;
+        self.driver.check_status("cuMemcpyHtoDAsync", status)
+    }
+
+    /// Copies from the GPU address `at` to `bytes` on the host, and blocks until the copy is
+    /// complete.
+    pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
+        if !bytes.is_empty() {
+            // SAFETY: the caller's range at `at` is as long as `bytes`.
+            let status = self.with_stream(|stream| unsafe {
+                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
+            })?;
+            self.driver.check_status("cuMemcpyDtoHAsync", status)?;
+        }
+        self.synchronize()
+    }
+
+    /// Enqueues a copy of `bytes` bytes within the GPU's memory on this thread's stream. The ranges
+    /// must not overlap.
+    pub(super) fn enqueue_copy(&self, to: Address, from: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.enqueue(
+            |batch| batch.push_copy(to, from, bytes),
+            |stream| self.issue_copy(to, from, bytes, stream),
+        )
+    }
+
+    /// Enqueues a kernel launch on this thread's stream.
+    ///
+    /// # Safety
+    ///
+    /// `arguments` must match the kernel's parameters in number, type and order. Each address among
+    /// them must point to all memory that the kernel accesses through it. That memory must stay
+    /// allocated until the kernel is complete. Freeing it afterwards in the order of the same
+    /// stream is allowed.
+    pub(super) unsafe fn launch(
+        &self,
+        name: &'static CStr,
+        function: KernelFunction,
+        config: LaunchConfig,
+        arguments: &[&dyn KernelArg],
+    ) -> Result<()> {
+        // SAFETY: promised by the caller.
+        let record = |batch: &mut CallBatch| unsafe { batch.push_kernel(name, function, config, arguments) };
+        self.enqueue(record, |stream| {
+            let pointer = |a: &&dyn KernelArg| ptr::from_ref::<dyn KernelArg>(*a).cast_mut().cast();
+            let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
+            // SAFETY: promised by the caller.
+            unsafe { self.issue_launch(name, function, config, &mut pointers, stream) }
+        })
+    }
+
+    /// Blocks until all work of this thread's stream is complete. Errors of that work are returned
+    /// here at the latest.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream lives.
+        let status = self.with_stream(|stream| unsafe { (self.driver.cuStreamSynchronize)(stream) })?;
+        self.driver.check_status("work on the GPU", status)
+    }
+}

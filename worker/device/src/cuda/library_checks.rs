@@ -1,0 +1,46 @@
+//! Checks of CUDA's libraries on this machine, without opening a GPU.
+use super::compile::{Nvrtc, SOURCES};
+use super::error::Result;
+use super::library::CudaLibrary;
+use super::library_search::LibrarySearchPaths;
+use super::{cudnn, matmul, properties};
+use std::path::PathBuf;
+
+/// Checks that the driver shows this process a GPU, and that every library that training on a GPU
+/// needs can be opened. Does not open the GPU.
+pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
+    let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
+    let paths = paths.with_driver_version(driver);
+    paths.open(CudaLibrary::Nvrtc)?;
+    paths.open(CudaLibrary::CublasLt)?;
+    Ok(())
+}
+
+/// Returns version and path of each library that training on one GPU opens, by the library's name,
+/// or the error if the library cannot be used. cuDNN is optional.
+pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
+    let driver = properties::query_driver_version(paths);
+    let paths =
+        &driver.as_ref().map_or_else(|_| paths.clone(), |((major, _), _)| paths.with_driver_version(*major));
+    let driver = driver.map(|((major, minor), path)| (format!("CUDA {major}.{minor}"), path));
+    let nvrtc = Nvrtc::open(paths).map(|nvrtc| {
+        let (major, minor) = nvrtc.version;
+        (format!("{major}.{minor}"), nvrtc.path.clone())
+    });
+    [
+        ("driver", driver),
+        ("NVRTC", nvrtc),
+        ("cuBLASLt", matmul::query_library_version(paths)),
+        ("cuDNN", cudnn::query_library_version(paths)),
+    ]
+}
+
+/// Compiles every kernel source for an architecture such as `sm_90`, and returns the file name and
+/// image of each source. This needs NVRTC and no GPU.
+pub fn compile_kernel_sources(
+    paths: &LibrarySearchPaths,
+    architecture: &str,
+) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    let nvrtc = Nvrtc::open(paths)?;
+    SOURCES.iter().map(|source| Ok((source.file, nvrtc.compile(*source, architecture)?))).collect()
+}

@@ -1,0 +1,136 @@
+//! [`Matmul`]: a matmul that is requested from cuBLASLt, and the key of its plan.
+use super::super::bindings::{Address, R_BF16, R_E4M3, R_E5M2, R_F16, R_F32};
+use super::descriptors::CallPointers;
+use crate::buffer::Dtype;
+use crate::fp8::Fp8Format;
+use std::ffi::c_int;
+
+/// Largest alignment in bytes that algorithms are distinguished by. A larger alignment makes no
+/// algorithm faster.
+const MAX_ALIGNMENT: u64 = 256;
+
+/// Address and layout of a matrix in GPU memory that a matmul reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) struct MatrixRef {
+    pub(in super::super) at: Address,
+    /// Number of elements from row to row in memory.
+    pub(in super::super) stride: usize,
+    /// True if the matrix is stored transposed.
+    pub(in super::super) transposed: bool,
+}
+
+/// A matmul `c[m, n] (=|+=) a[m, k] · b[k, n] (+ bias[n])`. Matrices are row-major unless they are
+/// transposed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) struct Matmul {
+    pub(in super::super) m: usize,
+    pub(in super::super) n: usize,
+    pub(in super::super) k: usize,
+    pub(in super::super) a: MatrixRef,
+    pub(in super::super) b: MatrixRef,
+    pub(in super::super) c: MatrixRef,
+    pub(in super::super) inputs: InputFormat,
+    pub(in super::super) output: Dtype,
+    /// True if the matmul is added to `c`, false if it overwrites `c`.
+    pub(in super::super) add: bool,
+    /// GPU address of the bias, a vector of the output's type. `None` if no bias is added.
+    pub(in super::super) bias: Option<Address>,
+}
+
+/// Element types of the two operands of a matmul.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) enum InputFormat {
+    /// Both operands have this type.
+    Same(Dtype),
+    /// fp8 format and GPU address of the scale, for each operand. Both operands must be contiguous
+    /// along `k`: `a` is not transposed, and `b` is.
+    Fp8([(Fp8Format, Address); 2]),
+}
+
+impl Matmul {
+    /// Returns the key under which the plan of this matmul is stored.
+    pub(super) fn plan_key(&self) -> Key {
+        let [a, b] = self.inputs.cuda_types();
+        Key {
+            sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
+            transposed: [self.a.transposed, self.b.transposed],
+            types: [a, b, cuda_type(self.output)],
+            add: self.add,
+            alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
+            bias: self.bias.map(compute_alignment),
+        }
+    }
+
+    /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16
+    /// → f32)`.
+    pub(in super::super) fn describe(&self) -> String {
+        let name = |which| match which {
+            R_F16 => "f16",
+            R_BF16 => "bf16",
+            R_E4M3 => "e4m3",
+            R_E5M2 => "e5m2",
+            _ => "f32",
+        };
+        let ([a, b], c) = (self.inputs.cuda_types().map(name), name(cuda_type(self.output)));
+        let accumulate = if self.add { ", accumulating" } else { "" };
+        format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
+    }
+
+    /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
+    pub(super) fn call_pointers(&self) -> CallPointers {
+        CallPointers { scales: self.inputs.scales(), bias: self.bias }
+    }
+}
+
+impl InputFormat {
+    /// Returns CUDA's numbers of the operands' types.
+    fn cuda_types(self) -> [c_int; 2] {
+        match self {
+            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
+            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
+                Fp8Format::E4M3 => R_E4M3,
+                Fp8Format::E5M2 => R_E5M2,
+            }),
+        }
+    }
+
+    /// Returns the addresses of the fp8 operands' scales. Returns `None` for other operands.
+    fn scales(self) -> Option<[Address; 2]> {
+        match self {
+            InputFormat::Same(_) => None,
+            InputFormat::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
+        }
+    }
+}
+
+/// Everything that decides which algorithm is best for a matmul.
+///
+/// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
+/// field would discard all stored choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    /// m, n, k, and the strides of `a`, `b` and `c`.
+    pub(super) sizes: [usize; 6],
+    pub(super) transposed: [bool; 2],
+    /// Types of `a`, `b` and `c`.
+    pub(super) types: [c_int; 3],
+    pub(super) add: bool,
+    /// Alignments of `a`, `b` and `c`, bytes.
+    pub(super) alignments: [u32; 3],
+    /// Alignment of the bias, bytes, if there is one.
+    pub(super) bias: Option<u32>,
+}
+
+/// Returns CUDA's number of an element type (`CUDA_R_…`).
+fn cuda_type(dtype: Dtype) -> c_int {
+    match dtype {
+        Dtype::F32 => R_F32,
+        Dtype::F16 => R_F16,
+        Dtype::Bf16 => R_BF16,
+    }
+}
+
+/// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
+fn compute_alignment(at: Address) -> u32 {
+    (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
+}
