@@ -1,19 +1,28 @@
-//! The executable `launch`. Depending on its first argument, it runs as a worker, as the GPU check,
-//! or as the launcher with all other commands.
+//! The executable `launch`. Depending on its first argument, it runs as a worker or as the
+//! launcher.
 use std::process::ExitCode;
+use worker::{GpuCheckOptions, GpuCheckTask};
 
-/// Runs the role that the first argument names: `worker`, `gpu-check`, or else the launcher.
-/// Returns the exit code of the role.
+/// Runs the role that the first argument names: `worker`, or else the launcher. Returns the exit
+/// code of the role.
 fn main() -> ExitCode {
-    let role = std::env::args_os().nth(1);
-    // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
-    // here.
-    let code = match role {
+    // Crate `launcher` does not depend on crate `worker`, so the worker's role is dispatched here.
+    let code = match std::env::args_os().nth(1) {
         Some(role) if role == "worker" => worker::main(),
-        Some(role) if role == "gpu-check" => {
-            worker::gpu_check(std::env::args_os().skip(2).map(|a| a.to_string_lossy().into_owned()))
-        }
-        _ => launcher::main(std::env::args_os(), &worker::TrainPreflight),
+        _ => launcher::main(std::env::args_os(), &worker::TrainPreflight, |args| {
+            worker::run_gpu_check(to_gpu_check_options(args))
+        }),
     };
     ExitCode::from(code)
+}
+
+/// Converts the arguments of `launch gpu-check` to the options of its implementation.
+fn to_gpu_check_options(args: launcher::GpuCheckArgs) -> GpuCheckOptions {
+    let task = match (args.models, args.model, args.profile) {
+        (true, ..) => GpuCheckTask::ListModels,
+        (_, Some(number), _) => GpuCheckTask::MeasureModel(number),
+        (.., Some(number)) => GpuCheckTask::ProfileModel(number),
+        _ => GpuCheckTask::Check { quick: args.quick, ops_only: args.ops },
+    };
+    GpuCheckOptions { device: args.device, tiny: args.tiny, task }
 }

@@ -7,10 +7,9 @@
 mod activity;
 mod connect_back;
 mod core;
-pub(crate) mod descendants;
+mod debug_log;
 mod driver;
 mod error_file;
-mod executable;
 mod gpu_faults;
 mod kernel_log;
 pub(crate) mod log_times;
@@ -23,9 +22,6 @@ mod stacks;
 mod startup;
 mod watchdog;
 
-pub(crate) use core::CONTROLLER_LEASE;
-pub(crate) use executable::{hash_executable, print_executable_hash};
-pub(crate) use process::{become_subreaper, decode_wait_status, reap_children};
 pub use startup::{AgentOptions, main};
 
 /// Re-exports the agent's state machine for the simulated cluster in the controller's tests.

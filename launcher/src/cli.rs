@@ -1,15 +1,12 @@
 //! Parses the command line, and converts errors of wrong arguments to diagnostics.
-use crate::{cmd::OutputFormat, cmd::ckpt::CkptArgs};
+use crate::cmd::{LaunchCommand, output::OutputFormat};
 use clap::{
-    Args, CommandFactory, Parser, Subcommand,
+    ArgAction, CommandFactory, Parser,
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use contract::event::EventSchema;
 use diagnostic::{Diagnostic, codes::command};
-use std::{
-    ffi::{OsStr, OsString},
-    path::PathBuf,
-};
+use std::ffi::{OsStr, OsString};
 
 /// Run a training job from a job.yaml, and inspect its runs and checkpoints.
 #[derive(Debug, Parser)]
@@ -27,299 +24,17 @@ use std::{
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: LaunchCommand,
-    /// Print events, results and errors as JSON on stdout; `logs` and `stop` print only errors as
-    /// JSON
+    /// Print events, results and errors as JSON on stdout; `gpu-check`, `logs` and `stop` print
+    /// only errors as JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    /// Print the debug log on stderr: -v decisions, -vv also messages between processes, -vvv
+    /// everything; LAUNCH_LOG selects more precisely
+    #[arg(long, short, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
     /// Version of the JSON form of events: 2, or 1 for that of earlier releases [default: 2]
     #[arg(long, global = true, value_name = "VERSION")]
     pub(crate) json_schema: Option<EventSchema>,
-}
-
-/// The subcommand of `launch` with its options.
-#[derive(Debug, Subcommand)]
-pub(crate) enum LaunchCommand {
-    /// Run a job (the default command)
-    Run(RunArgs),
-    /// Show the ranks, environment and memory of a job without running it
-    Plan(JobArgs),
-    /// Check every host of a job: connection, GPUs, storage, ports
-    Check(JobArgs),
-    /// Show active and past runs
-    Ps(PsArgs),
-    /// Show the output of the ranks of a run
-    Logs(LogsArgs),
-    /// Show the events of a run
-    Events(EventsArgs),
-    /// Save and stop a run, or kill it
-    Stop(StopArgs),
-    /// Inspect, verify, convert and repair checkpoints
-    Ckpt(CkptArgs),
-    /// Submit a job to Slurm
-    Sbatch(SbatchArgs),
-    /// Convert the settings of Accelerate, DeepSpeed or torchrun to a job.yaml
-    Import(ImportArgs),
-    /// Explain an error code, or list all codes
-    Explain(ExplainArgs),
-    /// Compare operations and training on a GPU with the CPU, and measure their speed
-    #[command(name = GPU_CHECK, disable_help_flag = true)]
-    GpuCheck(GpuCheckArgs),
-    /// Internal: the agent, which the controller starts on each host
-    #[command(hide = true)]
-    Agent(AgentArgs),
-}
-
-/// The name of the command `gpu-check`, which crate `worker` implements. The `main` function of the
-/// executable runs the command before this crate parses the command line.
-const GPU_CHECK: &str = "gpu-check";
-
-/// The job and the overrides of commands that only read a job.
-#[derive(Debug, Args)]
-pub(crate) struct JobArgs {
-    /// Job file
-    #[arg(value_name = "JOB")]
-    pub(crate) job: PathBuf,
-    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
-    #[arg(long, value_name = "PATH=VALUE")]
-    pub(crate) set: Vec<String>,
-}
-
-/// Arguments of `launch ps`.
-#[derive(Debug, Args)]
-pub(crate) struct PsArgs {
-    /// Show all past runs instead of the newest 20
-    #[arg(long = "all", short = 'a')]
-    pub(crate) show_all: bool,
-}
-
-/// Arguments of `launch logs`.
-#[derive(Debug, Args)]
-pub(crate) struct LogsArgs {
-    /// Name of a run or its first characters, name of a job, or run directory
-    /// [default: the only active run, or the newest run if none is active]
-    #[arg(value_name = "RUN")]
-    pub(crate) run: Option<String>,
-    /// Only these ranks: 3, or 0-3,7
-    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = parse_ranks)]
-    pub(crate) rank: Vec<Vec<u32>>,
-    /// Follow until the run ends
-    #[arg(long, short)]
-    pub(crate) follow: bool,
-    /// Only lines that match this regular expression
-    #[arg(long, value_name = "RE")]
-    pub(crate) grep: Option<String>,
-    /// Only lines of the last DURATION, such as 30s, 10m or 2h; accurate to about a second
-    #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
-    pub(crate) since: Option<u64>,
-}
-
-/// Arguments of `launch events`.
-#[derive(Debug, Args)]
-pub(crate) struct EventsArgs {
-    /// Name of a run or its first characters, name of a job, or run directory
-    /// [default: the only active run, or the newest run if none is active]
-    #[arg(value_name = "RUN")]
-    pub(crate) run: Option<String>,
-    /// Follow until the run ends
-    #[arg(long, short)]
-    pub(crate) follow: bool,
-}
-
-/// Arguments of `launch stop`.
-#[derive(Debug, Args)]
-pub(crate) struct StopArgs {
-    /// Name of a run or its first characters, name of a job, or run directory
-    /// [default: the only active run]
-    #[arg(value_name = "RUN")]
-    pub(crate) run: Option<String>,
-    /// Kill the run without saving
-    #[arg(long)]
-    pub(crate) now: bool,
-    /// Return without waiting for the end of the run
-    #[arg(long)]
-    pub(crate) no_wait: bool,
-    /// Seconds to wait for the end of the run; if the run has not ended by then, the exit code is 1
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub(crate) wait: u64,
-}
-
-/// Arguments of `launch explain`.
-#[derive(Debug, Args)]
-pub(crate) struct ExplainArgs {
-    /// Error code, such as ssh-host-key-unknown [default: list all codes]
-    #[arg(value_name = "CODE")]
-    pub(crate) code: Option<String>,
-}
-
-/// Arguments of `launch gpu-check`, which crate `worker` parses.
-#[derive(Debug, Args)]
-pub(crate) struct GpuCheckArgs {
-    /// Options of the command, which docs/cli.md lists
-    #[arg(value_name = "OPTION", trailing_var_arg = true, allow_hyphen_values = true)]
-    pub(crate) options: Vec<String>,
-}
-
-/// Returns the usage error for a command line in which `gpu-check` is not the first argument, such
-/// as `launch --json gpu-check`.
-pub(crate) fn misplaced_gpu_check_error() -> Diagnostic {
-    Diagnostic::error(command::USAGE, format!("`{GPU_CHECK}` must be the first argument"))
-        .with_help(format!("write `launch {GPU_CHECK} [OPTION]…`"))
-}
-
-/// The limit of ranks in a list such as `0-3,7`. Every rank must be less than the limit.
-const RANK_LIMIT: u32 = 1 << 20;
-
-/// The error of an option whose value has the wrong form.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum OptionValueError {
-    /// The value is not a rank or a range of ranks.
-    #[error("expected a rank or a range of ranks, such as 3 or 0-3,7")]
-    Ranks,
-    /// The value is not a duration with a unit.
-    #[error("expected a duration, such as 30s, 10m or 2h")]
-    Duration,
-    /// The value is not a size, such as `5GB`.
-    #[error("expected a size, such as 5GB, 500MB or 2GiB")]
-    Size,
-    /// The value is less memory than the conversion of a checkpoint needs.
-    #[error("expected 64MiB or more")]
-    MemoryTooSmall,
-    /// The value is not a rule `PATTERN=N` that assigns parameters to an optimizer group.
-    #[error("expected a pattern of names and the number of a group, such as '*norm*=1'")]
-    GroupRule,
-    /// The pattern of a rule is not a valid glob pattern.
-    #[error("the pattern is not valid: {0}")]
-    Pattern(globset::ErrorKind),
-}
-
-/// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
-/// order.
-fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
-    let (first, last) = text.split_once('-').unwrap_or((text, text));
-    match (first.trim().parse(), last.trim().parse()) {
-        (Ok(first), Ok(last)) if first <= last && last < RANK_LIMIT => Ok((first..=last).collect()),
-        _ => Err(OptionValueError::Ranks),
-    }
-}
-
-/// Parses a duration with a unit, such as `30s`. Returns the duration in milliseconds.
-fn parse_duration_ms(text: &str) -> Result<u64, OptionValueError> {
-    contract::job::parse_duration(text).ok_or(OptionValueError::Duration)
-}
-
-/// Arguments of `launch run`.
-#[derive(Debug, Args)]
-pub(crate) struct RunArgs {
-    /// Job file
-    #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
-    pub(crate) job: Option<PathBuf>,
-    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
-    #[arg(long, value_name = "PATH=VALUE")]
-    pub(crate) set: Vec<String>,
-    /// Number of workers of the program after `--`, on this machine [default: 1]
-    #[arg(
-        long,
-        visible_alias = "nproc-per-node",
-        alias = "nproc_per_node",
-        value_name = "N",
-        conflicts_with = "job",
-        value_parser = clap::value_parser!(u32).range(1..=1024)
-    )]
-    pub(crate) workers: Option<u32>,
-    /// Program and arguments to run as workers, without a job file
-    #[arg(last = true, value_name = "PROGRAM")]
-    pub(crate) command: Vec<OsString>,
-    /// In a Slurm batch job: save and requeue the job before its time limit (SIGUSR1), and requeue
-    /// it after the loss of a node; at most `slurm.requeues` times
-    #[arg(long, requires = "job")]
-    pub(crate) requeue: bool,
-    /// Return when the workers have started; the job continues without this terminal
-    #[arg(long, conflicts_with = "dry_run")]
-    pub(crate) detach: bool,
-    /// Internal: name of the run and descriptor of a detached controller
-    #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
-    pub(crate) detached: Option<String>,
-    /// Show the plan and the job with all defaults, and run nothing
-    #[arg(long)]
-    pub(crate) dry_run: bool,
-}
-
-/// Arguments of the internal command `launch agent`.
-#[derive(Debug, Args)]
-pub(crate) struct AgentArgs {
-    /// Text that the agent prints first, on a separate line; ignore output before this text
-    #[arg(long, value_name = "TEXT")]
-    pub(crate) marker: Option<String>,
-    /// Print the content hash of this executable once it is on disk, and exit
-    #[arg(long)]
-    pub(crate) own_hash: bool,
-    /// Read an invitation from stdin and connect to the controller
-    #[arg(long)]
-    pub(crate) join: bool,
-    /// Remove the executable, which is a copy for this agent
-    #[arg(long)]
-    pub(crate) remove_own_file: bool,
-}
-
-/// Arguments of `launch sbatch`.
-#[derive(Debug, Args)]
-pub(crate) struct SbatchArgs {
-    /// Job file
-    #[arg(value_name = "JOB")]
-    pub(crate) job: PathBuf,
-    /// Change a key of the job, e.g. --set slurm.nodes=4 (YAML value; repeatable)
-    #[arg(long, value_name = "PATH=VALUE")]
-    pub(crate) set: Vec<String>,
-    /// Print the script instead of submitting it
-    #[arg(long)]
-    pub(crate) print: bool,
-    /// Additional options of sbatch, which override those of the script
-    #[arg(last = true, value_name = "OPTION", conflicts_with = "print")]
-    pub(crate) options: Vec<String>,
-}
-
-/// Arguments of `launch import`.
-#[derive(Debug, Args)]
-pub(crate) struct ImportArgs {
-    #[command(subcommand)]
-    pub(crate) from: ImportCommand,
-}
-
-/// The launcher whose configuration `launch import` converts.
-#[derive(Debug, Subcommand)]
-pub(crate) enum ImportCommand {
-    /// Convert the file that `accelerate config` writes
-    Accelerate(ImportFileArgs),
-    /// Convert a DeepSpeed configuration to a job of the built-in training, or of the program after
-    /// `--`
-    Deepspeed(ImportFileArgs),
-    /// Convert the arguments of torchrun
-    Torchrun(ImportTorchrunArgs),
-}
-
-/// Arguments of `launch import accelerate` and `launch import deepspeed`.
-#[derive(Debug, Args)]
-pub(crate) struct ImportFileArgs {
-    /// Configuration file
-    #[arg(value_name = "FILE")]
-    pub(crate) file: PathBuf,
-    /// Hostfile of DeepSpeed or Open MPI
-    #[arg(long, value_name = "FILE")]
-    pub(crate) hostfile: Option<PathBuf>,
-    /// Program that the job runs, and its arguments
-    #[arg(last = true, value_name = "PROGRAM")]
-    pub(crate) program: Vec<String>,
-}
-
-/// Arguments of `launch import torchrun`.
-#[derive(Debug, Args)]
-pub(crate) struct ImportTorchrunArgs {
-    /// Hostfile of DeepSpeed or Open MPI
-    #[arg(long, value_name = "FILE")]
-    pub(crate) hostfile: Option<PathBuf>,
-    /// Options of torchrun, the script, and the script's arguments
-    #[arg(last = true, value_name = "ARGS", required = true)]
-    pub(crate) arguments: Vec<String>,
 }
 
 /// The result of parsing the command line.
@@ -398,12 +113,13 @@ fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
 /// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`.
 /// Returns other command lines unchanged.
 ///
-/// A first word that consists of letters only is always a command. A job file with such a name must
-/// be given as `./name`.
+/// A first word that consists of letters only is always a command, also if no command has this
+/// name. A job file with such a name or the name of a command must be given as `./name`.
 fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<OsString> = args.collect();
     let is_command = |arg: &OsString| {
-        arg == GPU_CHECK || arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()))
+        arg.to_str().is_some_and(|a| a.bytes().all(|b| b.is_ascii_alphabetic()))
+            || Cli::command().find_subcommand(arg).is_some()
     };
     let is_general_option = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
     if let Some(at) = find_first_word(&args)
@@ -421,13 +137,19 @@ fn find_first_word(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
         match arg.to_str() {
-            Some("--json") => at += 1,
+            Some("--json" | "--verbose") => at += 1,
+            Some(arg) if is_verbosity(arg) => at += 1,
             Some("--json-schema") => at += 2,
             Some(arg) if arg.starts_with("--json-schema=") => at += 1,
             _ => return Some(at),
         }
     }
     None
+}
+
+/// Returns whether an argument is `-v`, `-vv` and so on.
+fn is_verbosity(arg: &str) -> bool {
+    arg.len() > 1 && arg.strip_prefix('-').is_some_and(|letters| letters.bytes().all(|b| b == b'v'))
 }
 
 /// Converts clap's error about wrong arguments to a diagnostic. The diagnostic's help text refers

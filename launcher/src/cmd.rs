@@ -1,112 +1,92 @@
-//! The commands of `launch`, one module each, and what they share: output, errors and exit codes.
+//! The commands of `launch`, one module each.
+pub(crate) mod agent;
 pub(crate) mod check;
 pub(crate) mod ckpt;
+pub(crate) mod completions;
+pub(crate) mod context;
 pub(crate) mod events;
 pub(crate) mod explain;
+pub(crate) mod gpu_check;
 pub(crate) mod import;
 pub(crate) mod logs;
+pub(crate) mod man;
+pub(crate) mod option_value;
+pub(crate) mod output;
 pub(crate) mod plan;
 mod prepare;
 pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod sbatch;
+pub(crate) mod schema;
 pub(crate) mod stop;
-mod targets;
 
-use crate::report::command_output;
-use contract::event::EventSchema;
-use diagnostic::{
-    Diagnostic,
-    codes::{command, job},
-};
-use serde_json::{Value, json};
+use clap::Subcommand;
+use context::CommandContext;
 
-/// The format in which a command prints its results.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct OutputFormat {
-    /// Whether the command prints JSON instead of text (`--json`).
-    pub(crate) json: bool,
-    /// The version of the JSON form in which events are printed (`--json-schema`).
-    pub(crate) schema: EventSchema,
+/// A command of `launch` with its arguments. A command is a module of [`crate::cmd`] with a struct
+/// of arguments and a function `run`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum LaunchCommand {
+    /// Run a job (the default command)
+    Run(run::RunArgs),
+    /// Show the ranks, environment and memory of a job without running it
+    Plan(prepare::JobArgs),
+    /// Check every host of a job: connection, GPUs, storage, ports
+    Check(prepare::JobArgs),
+    /// Show active and past runs
+    Ps(ps::PsArgs),
+    /// Show the output of the ranks of a run
+    Logs(logs::LogsArgs),
+    /// Show the events of a run
+    Events(events::EventsArgs),
+    /// Save and stop a run, or kill it
+    Stop(stop::StopArgs),
+    /// Inspect, verify, convert and repair checkpoints
+    Ckpt(ckpt::CkptArgs),
+    /// Submit a job to Slurm
+    Sbatch(sbatch::SbatchArgs),
+    /// Convert the settings of Accelerate, DeepSpeed or torchrun to a job.yaml
+    Import(import::ImportArgs),
+    /// Explain an error code, or list all codes
+    Explain(explain::ExplainArgs),
+    /// Print the JSON Schema of job.yaml
+    Schema(schema::SchemaArgs),
+    /// Print the completion script of a shell
+    Completions(completions::CompletionsArgs),
+    /// Print the man page, or write the man pages of all commands
+    Man(man::ManArgs),
+    /// Compare operations and training on a GPU with the CPU, and measure their speed
+    GpuCheck(gpu_check::args::GpuCheckArgs),
+    /// Internal: the agent, which the controller starts on each host
+    #[command(hide = true)]
+    Agent(agent::AgentArgs),
 }
 
-/// Returns the exit code of a command. If the command failed, prints its error with
-/// [`report_error`].
-pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
-    result.unwrap_or_else(|error| report_error(&error, format))
-}
-
-/// Prints an error as text to stderr and, with `--json` and schema 2, also as one JSON object to
-/// stdout. Returns the exit code that belongs to the category of the error.
-pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
-    command_output::write_message(&diagnostic::render(error, command_output::is_color_enabled()));
-    if format.json && format.schema == EventSchema::V2 {
-        // The exit code reports the error to a program that has closed stdout.
-        _ = command_output::write_data(&format!("{}\n", build_error_event(error)));
-    }
-    error.category().exit_code()
-}
-
-/// Returns the JSON object that `--json` prints for an error. The object has the members of the
-/// diagnostic, `schema` (2) and `event` (`error`).
-fn build_error_event(error: &Diagnostic) -> Value {
-    let mut event = error.to_json();
-    event["schema"] = json!(EventSchema::V2.number());
-    event["event"] = json!("error");
-    event
-}
-
-/// Prints warnings as text to stderr, in color if stderr is a terminal.
-pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
-    command_output::write_message(&diagnostic::render_all(warnings, command_output::is_color_enabled()));
-}
-
-/// Writes the output of a command to stdout and returns the exit code 0. Fails if the write fails.
-pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
-    command_output::write_data(text).map_err(|error| output_error(&error))?;
-    Ok(contract::exit::DONE)
-}
-
-/// Returns the error that a command reports after a failed write to stdout.
-pub(crate) fn output_error(error: &std::io::Error) -> Diagnostic {
-    Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
-}
-
-/// Combines the mistakes in a job file into one error, which has each mistake as a detail.
-pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
-    let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
-    let message = format!("{file} has {} {noun}; nothing was started", mistakes.len());
-    let summary = Diagnostic::error(job::JOB_INVALID, message)
-        .with_subject(file)
-        .with_field("mistakes", mistakes.len());
-    mistakes.into_iter().fold(summary, Diagnostic::with_detail)
-}
-
-/// Prints a warning to stderr that `--json-schema 1` is deprecated and will be removed.
-pub(crate) fn print_schema_deprecation() {
-    let message = "`--json-schema 1` is deprecated and will be removed in the next release";
-    print_warnings(&[Diagnostic::warning(command::JSON_SCHEMA_DEPRECATED, message)
-        .with_help("read events of schema 2; docs/events.md lists the renamed fields")]);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use diagnostic::codes::run;
-
-    #[test]
-    fn an_error_is_one_json_object_with_its_code() {
-        let error = Diagnostic::error(run::INTERNAL, "it failed").with_field("seconds", 2);
-        let event = build_error_event(&error);
-        assert_eq!((&event["schema"], &event["event"]), (&json!(2), &json!("error")));
-        assert_eq!((&event["code"], &event["fields"]["seconds"]), (&json!("internal"), &json!(2)));
+impl LaunchCommand {
+    /// Returns whether this process is an agent.
+    pub(crate) fn is_agent(&self) -> bool {
+        matches!(self, LaunchCommand::Agent(_))
     }
 
-    #[test]
-    fn an_invalid_job_lists_its_mistakes() {
-        let mistake = |text: &str| Diagnostic::error(job::JOB_VALUE_TYPE, text);
-        let error = invalid_job_error("a.yaml", vec![mistake("one"), mistake("two")]);
-        assert_eq!((error.code(), error.details().len()), (job::JOB_INVALID, 2));
-        assert_eq!(error.category().exit_code(), contract::exit::USAGE);
+    /// Runs the command and returns its exit code.
+    pub(crate) fn run(self, context: &CommandContext) -> diagnostic::Result<u8> {
+        match self {
+            LaunchCommand::Run(args) => run::run(args, context),
+            LaunchCommand::Plan(args) => plan::run(args, context),
+            LaunchCommand::Check(args) => check::run(args, context),
+            LaunchCommand::Ps(args) => ps::run(args, context),
+            LaunchCommand::Logs(args) => logs::run(args, context),
+            LaunchCommand::Events(args) => events::run(args, context),
+            LaunchCommand::Stop(args) => stop::run(args, context),
+            LaunchCommand::Ckpt(args) => ckpt::run(args, context),
+            LaunchCommand::Sbatch(args) => sbatch::run(args, context),
+            LaunchCommand::Import(args) => import::run(args, context),
+            LaunchCommand::Explain(args) => explain::run(args, context),
+            LaunchCommand::Schema(args) => schema::run(args, context),
+            LaunchCommand::Completions(args) => completions::run(args, context),
+            LaunchCommand::Man(args) => man::run(args, context),
+            LaunchCommand::GpuCheck(args) => gpu_check::run(args, context),
+            LaunchCommand::Agent(args) => agent::run(args, context),
+        }
     }
 }

@@ -6,8 +6,6 @@
 mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;
-mod running_clock;
 
 pub(crate) use frame::{FrameError, encode_frame};
 pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};
-pub(crate) use running_clock::RunningClock;

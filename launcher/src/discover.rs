@@ -1,13 +1,14 @@
 //! [`Inventory`]: the CPUs, GPUs, memory and network interfaces of a machine, as the operating
 //! system reports them.
 mod cgroup;
-pub(crate) mod cluster_hosts;
+mod cpu_list;
 mod gpus;
+mod host_name;
 pub mod local;
-pub mod slurm;
 pub(crate) mod topology;
 
 pub(crate) use cgroup::read_oom_kill_count;
+pub(crate) use host_name::read_host_name;
 
 use contract::{
     control::{HostInventory, InterfaceAddress},
@@ -107,7 +108,8 @@ impl Inventory {
 }
 
 /// Returns whether the environment variable `name` restricts which GPUs a process sees.
-fn is_device_variable(name: &str) -> bool {
+/// `run.pass_env` never passes such variables, because the user or the plan sets them.
+pub(crate) fn is_device_variable(name: &str) -> bool {
     VISIBLE_DEVICES.contains(&name)
 }
 

@@ -1,69 +1,97 @@
 //! The launcher: the command line, planning, the controller and the agents.
 //!
-//! This crate handles jobs and processes, not tensors. The executable passes a [`Preflight`] to
-//! [`main`], which checks the `train` section of a job.
+//! This crate handles jobs and processes, not tensors. The executable passes two parts of crate
+//! `worker` to [`main`]: a [`Preflight`], which checks the `train` section of a job, and the
+//! implementation of `launch gpu-check`.
 pub mod agent;
+mod change_watcher;
 mod cli;
+mod clock;
+mod cluster;
 mod cmd;
 mod connection;
 pub mod controller;
+mod detached_controller;
 pub mod discover;
+mod executable;
+mod format;
 mod import;
+mod leases;
 mod line_follower;
 pub mod plan;
+mod processes;
+mod rendezvous;
 mod report;
 mod runs;
 mod secrets;
 #[cfg(test)]
 mod testing;
-mod transport;
 pub mod untrusted;
+mod worker_end;
 
-use cli::{Cli, LaunchCommand, ParsedArgs};
-use cmd::OutputFormat;
-use contract::{event::EventSchema, preflight::Preflight};
+pub use cmd::gpu_check::args::{GpuCheckArgs, RunGpuCheck};
+
+use clap::CommandFactory;
+use cli::{Cli, ParsedArgs};
+use cmd::{
+    context::CommandContext,
+    output::{self, OutputFormat},
+};
+use contract::{env, event::EventSchema, preflight::Preflight};
+use debuglog::Filter;
+use diagnostic::{Diagnostic, codes::command};
+use report::command_output;
 use std::ffi::OsString;
 
 /// Parses and runs the command line of `launch`. Returns the exit code for the process.
 ///
 /// The first element of `args` is the name of the program. `preflight` checks the `train` section
-/// of a job.
-pub fn main(args: impl Iterator<Item = OsString>, preflight: &'static dyn Preflight) -> u8 {
+/// of a job, and `run_gpu_check` implements `launch gpu-check`.
+pub fn main(
+    args: impl Iterator<Item = OsString>,
+    preflight: &'static dyn Preflight,
+    run_gpu_check: RunGpuCheck,
+) -> u8 {
     let args: Vec<OsString> = args.collect();
     let command_line = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
-    let Cli { command, json, json_schema } = match cli::parse_command_line(args.into_iter()) {
+    let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {
-            return cmd::report_result(cmd::print_output(&text), OutputFormat::default());
+            return output::report_result(output::print_output(&text), OutputFormat::default());
         }
-        ParsedArgs::Invalid(error, format) => return cmd::report_error(&error, format),
+        ParsedArgs::Invalid(error, format) => return output::report_error(&error, format),
     };
     let format = OutputFormat { json, schema: json_schema.unwrap_or_default() };
     if json && format.schema == EventSchema::V1 {
-        cmd::print_schema_deprecation();
+        output::print_schema_deprecation();
     }
-    let result = match command {
-        LaunchCommand::Run(args) => return cmd::run::run(&args, format, command_line, preflight),
-        LaunchCommand::Agent(args) if args.own_hash => return agent::print_executable_hash(),
-        LaunchCommand::Agent(args) => {
-            return agent::main(agent::AgentOptions {
-                marker: args.marker,
-                join: args.join,
-                remove_executable: args.remove_own_file,
-                preflight,
-            });
-        }
-        LaunchCommand::Ps(args) => cmd::ps::run(&args, json),
-        LaunchCommand::Logs(args) => cmd::logs::run(&args),
-        LaunchCommand::Events(args) => cmd::events::run(&args, format),
-        LaunchCommand::Stop(args) => cmd::stop::run(&args),
-        LaunchCommand::Plan(args) => cmd::plan::run(&args, json, preflight),
-        LaunchCommand::Check(args) => cmd::check::run(&args, json),
-        LaunchCommand::Ckpt(args) => cmd::ckpt::run(args, json),
-        LaunchCommand::Import(args) => cmd::import::run(&args, json),
-        LaunchCommand::Sbatch(args) => cmd::sbatch::run(&args, json),
-        LaunchCommand::Explain(args) => cmd::explain::run(&args, json),
-        LaunchCommand::GpuCheck(_) => Err(cli::misplaced_gpu_check_error()),
+    // An agent starts its log when the controller has sent the filter.
+    let started = if command.is_agent() { Ok(()) } else { start_debug_log(verbose) };
+    if let Err(error) = started {
+        return output::report_error(&error, format);
+    }
+    let _flush = debuglog::FlushOnDrop;
+    let context = CommandContext {
+        format,
+        build_definition: Cli::command,
+        verbosity: verbose,
+        command_line,
+        preflight,
+        run_gpu_check,
     };
-    cmd::report_result(result, format)
+    output::report_result(command.run(&context), format)
+}
+
+/// Starts the debug log of this process with the filter in `LAUNCH_LOG` or, without the variable,
+/// for the number of `-v` options. The log is printed only with `-v`. Fails if the filter is
+/// invalid.
+fn start_debug_log(verbosity: u8) -> diagnostic::Result<()> {
+    let directives = std::env::var(env::LAUNCH_LOG).ok();
+    let filter = Filter::select(directives.as_deref(), verbosity).map_err(|error| {
+        Diagnostic::error(command::USAGE, format!("`{}` is invalid: {error}", env::LAUNCH_LOG))
+            .with_subject(env::LAUNCH_LOG)
+            .with_help("write for example `LAUNCH_LOG=agent=debug,info`")
+    })?;
+    debuglog::start(&filter, (verbosity > 0).then_some(command_output::write_message));
+    Ok(())
 }

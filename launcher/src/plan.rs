@@ -4,20 +4,23 @@
 //! its own plan, because a restart may use other hosts.
 mod cpu_binding;
 mod gpu_selection;
+mod job_host;
+mod key_error;
 mod master_address;
 mod worker_command;
 mod worker_env;
 
-pub(crate) use gpu_selection::is_device_variable;
+pub use job_host::JobHost;
 
-use crate::{discover::Inventory, report::format_count};
+use crate::{discover::Inventory, format::format_count};
 use contract::{
     control::{HostPlan, WorkerPlan},
     ids::{Rank, RunId},
-    job::{CpuBind, DeviceSelection, HostSelection, JobSpec, ResumeFrom, WorkersPerHost},
+    job::{CpuBind, DeviceSelection, HostSelection, JobSpec, MasterPort, ResumeFrom, WorkersPerHost},
 };
 use core::net::IpAddr;
-use diagnostic::{Code, Diagnostic, codes::host as codes};
+use diagnostic::{Diagnostic, codes::host as codes};
+use key_error::key_error;
 use std::path::PathBuf;
 
 /// The plan of one attempt: all workers, host by host, with their CPUs, GPUs and environment.
@@ -32,7 +35,11 @@ pub struct Plan {
     /// The IP address that workers get as `MASTER_ADDR`; `None` until the agents have reported the
     /// addresses of their hosts.
     pub master_address: Option<IpAddr>,
-    /// The plan of each host. Ranks are assigned in this order.
+    /// The TCP port that workers get as `MASTER_PORT`; `None` until the rendezvous is bound, unless
+    /// the job fixes the port.
+    pub master_port: Option<u16>,
+    /// The plan of each host. Ranks are assigned in this order. The environments of the workers
+    /// lack `MASTER_ADDR` and `MASTER_PORT`; see [`Plan::insert_rendezvous`].
     pub host_plans: Vec<HostPlan>,
     /// The name of each host, as the job states it, in the order of `host_plans`.
     pub host_names: Vec<String>,
@@ -40,22 +47,14 @@ pub struct Plan {
     pub warnings: Vec<Diagnostic>,
 }
 
-/// A host of the job on which workers are to be planned.
-#[derive(Clone, Debug, PartialEq)]
-pub struct JobHost {
-    /// The name of the host, as the job states it.
-    pub name: String,
-    /// The number of workers that a hostfile or Slurm allows on the host; `None` if neither states
-    /// a number.
-    pub slots: Option<u32>,
-    /// The numbers of the slots that a host filter selects, which are also the numbers of the GPUs
-    /// to use. `None` stands for all slots.
-    pub selected_slots: Option<Vec<u32>>,
-    /// Whether the host is the machine on which the controller runs.
-    pub local: bool,
-    /// The inventory that the host's agent reported. Before the report, the value of
-    /// [`Inventory::unknown`].
-    pub inventory: Inventory,
+impl Plan {
+    /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment of a worker. A value that is
+    /// not known yet is shown as `auto`.
+    pub(crate) fn insert_rendezvous(&self, env: &mut Vec<(String, String)>) {
+        let address = self.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
+        let port = self.master_port.map_or_else(|| "auto".to_owned(), |port| port.to_string());
+        worker_env::insert_rendezvous(env, address, port);
+    }
 }
 
 /// The attempt that is planned: its number, the earlier restarts, and the checkpoint to resume
@@ -78,9 +77,7 @@ const MAX_WORKERS: u32 = 1 << 20;
 
 /// Plans an attempt of `job` on `hosts`. Ranks follow the order of the hosts.
 ///
-/// If the job does not fix the rendezvous port, `MASTER_PORT` is `auto` in the plan, and is
-/// replaced when the attempt starts. The errors name the keys of the job that the hosts cannot
-/// satisfy.
+/// The errors name the keys of the job that the hosts cannot satisfy.
 pub fn plan_attempt(
     job: &JobSpec,
     hosts: &[JobHost],
@@ -117,7 +114,6 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             world,
             groups: hosts.len() as u32,
             logs: &run_dir.join("logs"),
-            master_address,
             restarts: attempt.restarts,
         };
         let ranks = HostRanks { host, capacity, group: group as u32, first_rank, threads };
@@ -130,13 +126,27 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             world,
             workers: plan_workers(&job_env, &ranks)?,
             grace_ms: job.run.grace_period_ms,
+            debug_filter: String::new(),
         });
         first_rank += capacity.workers;
     }
     let workers: Vec<u32> = capacities.iter().map(|capacity| capacity.workers).collect();
     let warnings = collect_warnings(job, hosts, &workers, world);
     let host_names = hosts.iter().map(|h| h.name.clone()).collect();
-    Ok(Plan { run: run.clone(), run_dir, world, master_address, host_plans, host_names, warnings })
+    let master_port = match job.cluster.master_port {
+        MasterPort::Auto => None,
+        MasterPort::Fixed(port) => Some(port),
+    };
+    Ok(Plan {
+        run: run.clone(),
+        run_dir,
+        world,
+        master_address,
+        master_port,
+        host_plans,
+        host_names,
+        warnings,
+    })
 }
 
 /// The number of workers on a host, and the GPUs that the job uses there.
@@ -311,11 +321,6 @@ fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u3
         );
     }
     warnings
-}
-
-/// Creates an error whose subject is the job's key `key`.
-fn key_error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
-    Diagnostic::error(code, message).with_subject(key)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! These are the variables of `run.env` whose values come from references, and the variables that
 //! `run.pass_env` selects. Their values are read once and passed to the workers. They are never
 //! printed or stored.
-use crate::plan::is_device_variable;
+use crate::discover::is_device_variable;
 use contract::{
     env::{USER_OVERRIDABLE, looks_secret},
     job::{EnvSource, JobSpec, RunSpec, is_reserved_variable},
@@ -27,7 +27,7 @@ const MAX_VALUE_BYTES: u64 = 64 << 10;
 /// Environment variables whose values must not be printed. The `Debug` form contains only the
 /// names.
 #[derive(Clone, Default)]
-pub struct SecretVariables {
+pub(crate) struct SecretVariables {
     /// The variables of `run.env` whose values come from references, with the values.
     referenced: Vec<(String, String)>,
     /// The variables of launch's environment that `run.pass_env` selects, with the values.

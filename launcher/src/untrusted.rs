@@ -68,18 +68,10 @@ pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses the values of Slurm's environment variables, one per line: node list, tasks per node,
-/// CPUs per node, number of groups.
-pub fn parse_slurm_variables(bytes: &[u8]) -> ParseResult {
-    let text = str::from_utf8(bytes)?;
-    let mut lines = text.lines();
-    let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];
-    let set: Vec<(&str, &str)> = names.iter().copied().zip(&mut lines).collect();
-    let get = |name: &str| match name {
-        "SLURM_JOB_ID" | "SLURM_NTASKS" => Some("1".to_owned()),
-        _ => set.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()),
-    };
-    crate::discover::slurm::read_allocation(&get)?;
+/// Parses the environment variables in which a scheduler describes an allocation. Each line of the
+/// input is the value of one variable.
+pub fn parse_allocation_variables(bytes: &[u8]) -> ParseResult {
+    crate::cluster::parse_allocation_variables(str::from_utf8(bytes)?)?;
     Ok(())
 }
 
@@ -100,7 +92,7 @@ pub fn parse_job(bytes: &[u8]) -> ParseResult {
 /// Parses requests to the rendezvous store and executes them on an empty store. The files in
 /// `tests/corpus` are examples.
 pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
-    Ok(crate::controller::serve_untrusted_clients(bytes)?)
+    Ok(crate::rendezvous::serve_untrusted_clients(bytes)?)
 }
 
 /// Parses the invitation that an agent reads from stdin before the agent connects to its

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config,
                           GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-                          MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
-                          Qwen3MoeConfig, Qwen3MoeForCausalLM)
+                          MixtralConfig, MixtralForCausalLM, Olmo2Config, Olmo2ForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+                          Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import llama as base
@@ -48,6 +48,11 @@ CASES = {
                            config=dict(sliding_window=5)),
     "mistral_packed": dict(kind=(MistralConfig, MistralForCausalLM), clip_norm=None, seed=5,
                            config=dict(sliding_window=7), documents=[[9, 11], [20], [3, 12, 5]]),
+    # the padding token 1, Olmo2Config's default, occurs in the input
+    "olmo2": dict(kind=(Olmo2Config, Olmo2ForCausalLM), clip_norm=1.0, seed=18, config={}),
+    "olmo2_biases_tied": dict(kind=(Olmo2Config, Olmo2ForCausalLM), clip_norm=None, seed=20,
+                              config=dict(attention_bias=True, tie_word_embeddings=True, pad_token_id=None, rope_parameters=LLAMA3),
+                              documents=[[9, 11], [20], [3, 12, 5]]),
     "qwen2": dict(kind=(Qwen2Config, Qwen2ForCausalLM), clip_norm=1.0, seed=6, config=dict(tie_word_embeddings=True)),
     "qwen2_sliding_layers": dict(kind=(Qwen2Config, Qwen2ForCausalLM), clip_norm=None, seed=7,
                                  config=dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),

@@ -1,6 +1,6 @@
 //! Reads the drawings in docs/ARCHITECTURE.md: the arrows between crates, the tree of directories
 //! and files, and the layers of a crate's modules.
-use crate::architecture::module_graph::ModuleGraph;
+use crate::module_graph::ModuleGraph;
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
@@ -163,7 +163,7 @@ pub(crate) fn find_layer_violations(layers: &CrateLayers, graph: &ModuleGraph) -
 
 mod tests {
     use super::*;
-    use crate::architecture::graph_tests::build_graph;
+    use crate::graph_tests::build_graph;
 
     #[test]
     fn drawings_are_the_fenced_blocks_of_a_section() {

@@ -1,5 +1,5 @@
 //! The graph of a crate's source files: which file uses which items of which other file.
-use crate::architecture::{
+use crate::{
     crate_modules::{CrateModules, FileId, ItemKind, ItemName, PathSyntax, ROOT, SourceFile},
     path_resolution::{Target, resolve_path_use},
 };

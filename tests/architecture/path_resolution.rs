@@ -1,5 +1,5 @@
 //! Resolves the paths in the code of a crate to the files that define the named items.
-use crate::architecture::crate_modules::{
+use crate::crate_modules::{
     CrateModules, FileId, Import, ItemKind, Module, ModuleId, PathSyntax, PathUse, ROOT,
 };
 

@@ -100,7 +100,7 @@ fn strip_comment(line: &str) -> &str {
 
 /// Returns the root directory of the repository.
 pub(crate) fn repository_root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the directory of this crate is below the root")
 }
 
 /// Returns the text of docs/ARCHITECTURE.md.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Simulates N hosts on one machine, for tests/support/simulated_hosts.rs. Each host has network, PID, mount,
+# Simulates N hosts on one machine, for tests/end_to_end/support/simulated_hosts.rs. Each host has network, PID, mount,
 # UTS and IPC namespaces, an IP address on a private bridge, a root file system (an overlay on / with a
 # tmpfs), a host key and a real sshd. Needs root, iproute2, util-linux and openssh-server, and iptables
 # for blackhole and partition.
@@ -19,6 +19,7 @@
 #   hosts.sh fill H [DIR] [LEAVE_KB] | unfill H [DIR]     fill a disk; default DIR /scratch (small tmpfs)
 #   hosts.sh mem H BYTES|-1              memory limit of the host (cgroup v1), with real OOM kills
 set -euo pipefail
+umask 022                                # the hosts do not have the umask of the caller
 ID=${HOSTS_ID:-tb}                       # at most 6 characters; sets with different IDs can coexist
 PREFIX=${HOSTS_PREFIX:-h}                # hosts are h0, h1, …
 NET=${HOSTS_NET:-10.77.0}                # /24 network: host i is NET.(i+1), the bridge is NET.254
@@ -26,7 +27,7 @@ DIR=${HOSTS_DIR:-${TMPDIR:-/tmp}/testbed/$ID}
 SCRATCH_MB=${HOSTS_SCRATCH_MB:-64}       # size of the private /scratch
 DISK_MB=${HOSTS_DISK_MB:-1024}           # size of the private writable layer
 SHM_MB=${HOSTS_SHM_MB:-1024}
-BIND=${HOSTS_BIND:-}                     # further shared paths, separated by spaces (bind mounts, writable)
+BIND=${HOSTS_BIND:-}                     # a further shared directory (bind mount, writable)
 SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/bin:/usr/bin:/bin'
 BR=br$ID
 SELF=$(readlink -f "$0")
@@ -67,7 +68,7 @@ init() { # init H: mounts the root file system of host H, and starts its sshd
   mkdir -p "$R/scratch" "$R/shared"
   mount --bind "$D/scratch" "$R/scratch"                   # small private disk, kept by a reboot
   mount --bind "$DIR/shared" "$R/shared"                   # the shared file system
-  local b; for b in $BIND; do mkdir -p "$R$b"; mount --rbind "$b" "$R$b"; done
+  if [ -n "$BIND" ]; then mkdir -p "$R$BIND"; mount --rbind "$BIND" "$R$BIND"; fi
   cd "$R"; mkdir -p .old; pivot_root . .old; cd /; umount -l /.old; rmdir /.old 2>/dev/null || true
   hostname "$h"
   cp "/shared/.boot/$h/"ssh_host_ed25519_key* /etc/ssh/; chmod 600 /etc/ssh/ssh_host_ed25519_key

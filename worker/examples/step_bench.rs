@@ -3,7 +3,7 @@
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
 #![allow(clippy::unwrap_used)] // a benchmark
-#[path = "../tests/common/mod.rs"]
+#[path = "../tests/integration/common/mod.rs"]
 mod common;
 use common::*;
 use contract::job::{ModelSpec, RecomputeMode};
@@ -45,6 +45,6 @@ fn main() {
         rates[0],
         rates[rates.len() - 1],
         median * flops / 1e9,
-        worker::train::run::read_peak_rss() >> 20
+        worker::runtime::training_loop::read_peak_rss() >> 20
     );
 }

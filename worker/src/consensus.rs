@@ -61,6 +61,14 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
+/// Exchanges the error that each rank found. Every rank returns the error of the lowest rank that
+/// found any, or `None`.
+///
+/// Collective: every rank must call it.
+pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
+    Ok(all_gather_values(queue, Ok(mine))?.into_iter().flatten().next())
+}
+
 /// Encodes a value or an error for the other ranks.
 fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&mine).map_err(|e| {

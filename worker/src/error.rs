@@ -1,8 +1,8 @@
 //! [`Error`]: the reason why a rank of the training runtime ended.
-use crate::data::DataError;
 use ckpt::CkptError;
 use comm::CommError;
 use contract::exit::WorkerExit;
+use device::storage::DeviceError;
 use diagnostic::{Category, Code, Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 
@@ -81,6 +81,13 @@ impl From<Error> for Diagnostic {
     }
 }
 
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        // A failure of the device ends a rank with exit code 1.
+        Diagnostic::from(error).with_category(Category::Failed).into()
+    }
+}
+
 impl From<CommError> for Error {
     fn from(error: CommError) -> Self {
         let aborted = matches!(error, CommError::Aborted(_));
@@ -111,12 +118,6 @@ pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
     let message = format!("the train section has {} mistakes", mistakes.len());
     let summary = Diagnostic::error(codes::training::TRAIN_INVALID, message);
     mistakes.into_iter().fold(summary, Diagnostic::with_detail).into()
-}
-
-impl From<DataError> for Error {
-    fn from(error: DataError) -> Self {
-        Diagnostic::from(error).into()
-    }
 }
 
 /// Converts an error of reading the pretrained adapters that `key` names. The result always has the

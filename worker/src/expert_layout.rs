@@ -76,7 +76,7 @@ impl ExpertLayout {
     pub fn for_replicated_experts(model: &dyn Model) -> Option<Self> {
         let sparse = model.as_moe_model()?;
         let ranks = vec![(0..sparse.expert_shape().experts).collect()];
-        let moe_layers = (0..model.param_units().len() - 2).filter(|&l| sparse.is_moe_layer(l));
+        let moe_layers = (0..model.sizes().layers).filter(|&l| sparse.is_moe_layer(l));
         Some(ExpertLayout { parallel: 1, layers: moe_layers.map(|l| (l, ranks.clone())).collect() })
     }
 

@@ -1,31 +1,14 @@
-//! [`RankDevice`]: the CPU or GPU of a rank, and the directories of CUDA libraries and of compiled
-//! kernels.
-use crate::{error::Result, session::AgentSession};
-use comm::{
-    Comm,
-    nccl::{NcclComm, NcclError, NcclLibrary},
-    staged::StagedComm,
-};
+//! CUDA libraries: the directories that are searched for them, the cache of compiled kernels, and
+//! the errors of a GPU that cannot be used.
+use comm::nccl::{NcclError, NcclLibrary};
 use contract::{
-    control::WorkerInit,
     env,
-    job::{AttentionKernels, ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec},
+    job::{AttentionKernels, TrainSpec},
     probe::LibraryReport,
 };
-use device::{
-    Cuda, Ops,
-    cpu::Cpu,
-    cuda::{CudaError, CudaLibrary, LibrarySearchPaths},
-};
-use diagnostic::{Category, Diagnostic, codes};
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
-
-/// The longest wait until all ranks have joined the NCCL communicator.
-const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
+use device::cuda::{AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths};
+use diagnostic::{Category, Diagnostic};
+use std::path::{Path, PathBuf};
 
 /// Collects the paths in which CUDA libraries are searched for: the directories that the job
 /// configures, relative to `workdir`, and then those that the environment of this process names.
@@ -86,8 +69,7 @@ pub(crate) fn find_kernel_cache_directory() -> Option<PathBuf> {
 }
 
 /// Returns the implementation of attention that a job selects.
-pub(crate) fn select_attention_backend(train: &TrainSpec) -> device::cuda::AttentionBackend {
-    use device::cuda::AttentionBackend;
+pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     match train.attention {
         AttentionKernels::Cudnn => AttentionBackend::Cudnn,
         AttentionKernels::Auto if !train.deterministic => AttentionBackend::Auto,
@@ -102,121 +84,11 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     diagnostic.with_message(message)
 }
 
-/// The device that a rank computes on.
-pub(crate) enum RankDevice {
-    Cpu(Arc<Cpu>),
-    Gpu(Arc<Cuda>, LibrarySearchPaths),
-}
-
-impl RankDevice {
-    /// Opens the device that the job selects: the CPUs of the host, or the one GPU that the plan
-    /// makes visible to this rank.
-    pub(crate) fn open(init: &WorkerInit) -> Result<RankDevice> {
-        let cluster = &init.job.cluster;
-        if !cluster.trains_on_gpus() {
-            return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
-        }
-        let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
-        let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;
-        if let Some(train) = &init.job.train {
-            configure_gpu(&cuda, train, &paths)?;
-        }
-        cuda.load_kernels().map_err(to_unusable_gpu_error)?;
-        if let Some(error) = cuda.kernel_cache_error() {
-            println!("compiled kernels are not cached: {error}");
-        }
-        Ok(RankDevice::Gpu(Arc::new(cuda), paths))
-    }
-
-    /// Returns the operations of this device.
-    pub(crate) fn ops(&self) -> Arc<dyn Ops> {
-        match self {
-            RankDevice::Cpu(cpu) => cpu.clone(),
-            RankDevice::Gpu(cuda, _) => cuda.clone(),
-        }
-    }
-
-    /// Describes the device in one line, for the worker's log.
-    pub(crate) fn describe(&self) -> String {
-        match self {
-            RankDevice::Cpu(cpu) => cpu.describe(),
-            RankDevice::Gpu(cuda, _) => cuda.describe_gpu(),
-        }
-    }
-
-    /// Returns the communicator that the engine uses. `hosts` is the communicator that transfers
-    /// data from and to host memory.
-    ///
-    /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
-    /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
-    /// session also aborts NCCL.
-    ///
-    /// Collective: every rank must call it.
-    pub(crate) fn connect_collectives(
-        &self,
-        session: &AgentSession,
-        cluster: &ClusterSpec,
-        hosts: Arc<dyn Comm>,
-    ) -> Result<Arc<dyn Comm>> {
-        let RankDevice::Gpu(cuda, paths) = self else { return Ok(hosts) };
-        let has_own_gpu = hosts.world() > 1 && cluster.workers_per_gpu == 1;
-        match cluster.comm_backend {
-            CommBackend::Nccl => {}
-            CommBackend::Auto if has_own_gpu => {}
-            CommBackend::Auto | CommBackend::Host => {
-                return Ok(Arc::new(StagedComm::new(hosts, cuda.clone())));
-            }
-        }
-        let nccl =
-            NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl)).map_err(to_unusable_nccl_error)?;
-        if cluster.workers_per_gpu > 1 && !nccl.supports_gpu_sharing() {
-            let message = format!(
-                "{} does not support {} workers on one GPU; NCCL 2.30 or newer is required",
-                nccl.describe(),
-                cluster.workers_per_gpu
-            );
-            return Err(Diagnostic::error(codes::device::DEVICE_LIBRARY_TOO_OLD, message)
-                .with_subject("cluster.workers_per_gpu")
-                .with_field("workers_per_gpu", cluster.workers_per_gpu)
-                .with_help(HOST_MEMORY_HELP)
-                .into());
-        }
-        let comm = Arc::new(
-            NcclComm::connect(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(to_unusable_nccl_error)?,
-        );
-        println!("collectives: {}", nccl.describe());
-        let aborted = comm.clone();
-        session.add_abort_handler(move |reason| aborted.abort(reason));
-        Ok(comm)
-    }
-}
-
 /// The help text for errors of NCCL.
-const HOST_MEMORY_HELP: &str = "set `cluster.comm_backend: host`, whose collectives use host memory";
+pub(crate) const HOST_MEMORY_HELP: &str =
+    "set `cluster.comm_backend: host`, whose collectives use host memory";
 
 /// Converts an error of NCCL to a diagnostic with exit code 3.
 pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Cluster).with_help(HOST_MEMORY_HELP)
-}
-
-/// Applies the keys of the `train` section that concern the GPU to `cuda`.
-fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
-    if train.precision == Precision::Fp8 {
-        cuda.require_fp8()
-            .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject("train.precision"))?;
-    }
-    if !train.deterministic {
-        cuda.enable_matmul_autotuning();
-    }
-    if let Some(error) =
-        cuda.set_attention_backend(select_attention_backend(train), paths).map_err(to_unusable_gpu_error)?
-    {
-        println!("attention runs without cuDNN: {error}");
-    }
-    match train.cuda_graphs {
-        CudaGraphMode::Auto => cuda.start_graph_autotuning(),
-        CudaGraphMode::Always => cuda.set_graphs_enabled(true),
-        CudaGraphMode::Never => {}
-    }
-    Ok(())
 }

@@ -1,13 +1,13 @@
 //! Checks a `train` section without running it: whether its keys fit the model and the data, and
 //! how much memory each rank will need.
 use crate::{
+    checkpoint::resume::open_matching_adapters,
     data,
     expert_layout::ExpertLayout,
     gpu::collect_library_search_paths,
     model::{self, Model},
     param_groups::{self, LORA_FROM_KEY},
     params::ParamUnit,
-    resume::open_matching_adapters,
     stages::{resolve_lora, resolve_model},
 };
 use contract::{
@@ -120,7 +120,7 @@ fn check_model(
         })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
     let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
-    let layers = model.param_units().len() - 2;
+    let layers = model.sizes().layers;
     let layout = ExpertLayout::new(&train.experts, model.as_ref(), layers, world as usize).map_err(one)?;
     let units = param_groups::build_trainable_units(model.as_mut(), layout.as_ref(), &train)?;
     if let Some(directory) = train.lora.as_ref().and_then(|l| l.from.as_ref()) {

@@ -1,26 +1,33 @@
 //! The process of a worker: connects to the agent and the other ranks, builds the trainer, resumes,
 //! trains, and gathers the weights.
+mod fault_injection;
 mod gather_weights;
+mod network;
+mod rank_connection;
+mod rank_device;
 mod samples;
+mod session;
+pub mod training_loop;
+
+pub(crate) use rank_connection::STAGING_BYTES;
 
 use crate::{
-    checkpoint_mapping::build_checkpoint_model_spec,
+    checkpoint::{
+        host_local,
+        mapping::build_checkpoint_model_spec,
+        resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume_from_checkpoint, start_from_model},
+        save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
+        storage_topology::{StorageTopology, detect_topology},
+    },
     consensus::all_gather_values,
     data::TextTokenizer,
     error::{Error, Result, to_unwritable_checkpoint_error},
-    gpu::RankDevice,
-    host_local, network,
-    params::ParamUnit,
-    resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume_from_checkpoint, start_from_model},
-    save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
-    session::{AgentSession, take_inherited_descriptor},
-    stages::{ResolvedSpec, RunningTrainer, UninitializedTrainer},
-    storage_topology::{StorageTopology, detect_topology},
-    train::run::{RunContext, train_until_done},
+    stages::{ResolvedSpec, UninitializedTrainer},
+    train::running_trainer::RunningTrainer,
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{StagingDir, TextFile};
-use comm::{Comm, local, shm::ShmComm};
+use comm::Comm;
 use contract::{
     control::WorkerInit,
     env,
@@ -28,23 +35,19 @@ use contract::{
     exit::WorkerExit,
     job::{OffloadTarget, TrainSpec, ZeroSpec},
 };
-use device::storage::DeviceError;
-use diagnostic::{Category, Diagnostic, codes};
+use debuglog::Filter;
+use diagnostic::{Diagnostic, codes};
+use fault_injection::{arm_fault_point, record_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
+use rank_connection::connect_to_other_ranks;
+use rank_device::RankDevice;
 use samples::SampleSets;
+use session::AgentSession;
 use std::{
-    any::Any,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::{Path, PathBuf},
     sync::Arc,
 };
-
-/// The bytes of shared memory for one message of a rank. Larger messages are sent in windows of
-/// this size.
-///
-/// The size is small because the memory of each rank includes the staging memory of every rank.
-pub const STAGING_BYTES: usize = 1 << 20;
+use training_loop::{RunContext, train_until_done};
 
 /// Runs the subcommand `launch worker`. Returns the exit code of the process.
 pub fn main() -> u8 {
@@ -57,9 +60,14 @@ pub fn main() -> u8 {
             return e.to_worker_exit().exit_code();
         }
     };
-    silence_device_panics();
-    let result = connect_to_other_ranks(&session, read, &init).and_then(|comm| {
-        let result = catch_device_errors(|| train_as_rank(&session, &init, comm.clone()));
+    // A rank trains without the debug log, too.
+    _ = start_debug_log(&init);
+    let _flush = debuglog::FlushOnDrop;
+    let _span =
+        tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
+    let connected = arm_fault_point(&init).and_then(|()| connect_to_other_ranks(&session, read, &init));
+    let result = connected.and_then(|comm| {
+        let result = train_as_rank(&session, &init, comm.clone());
         if let Err(e) = &result {
             // The other ranks get the reason before they notice that this rank ended.
             comm.abort(&format!("rank {}: {e}", init.rank));
@@ -70,6 +78,7 @@ pub fn main() -> u8 {
     match result {
         Ok(exit) => exit.exit_code(),
         Err(e) => {
+            tracing::warn!(target: "worker", code = e.diagnostic().code().name(), "failed");
             eprint!("{}", diagnostic::render(e.diagnostic(), false));
             session.report_failure(&e);
             e.to_worker_exit().exit_code()
@@ -77,24 +86,16 @@ pub fn main() -> u8 {
     }
 }
 
-/// Runs `f` and converts the panic of a failed device operation to an error. Device operations
-/// return no errors but panic with a [`DeviceError`].
-fn catch_device_errors<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
-    let from_panic = |panic: Box<dyn Any + Send>| match panic.downcast::<DeviceError>() {
-        Ok(error) => Err(error.0.with_category(Category::Failed).into()),
-        Err(other) => resume_unwind(other),
-    };
-    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(from_panic)
-}
-
-/// Suppresses the panic messages of device errors, which this rank reports as errors instead.
-pub(crate) fn silence_device_panics() {
-    let default_hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        if !info.payload().is::<DeviceError>() {
-            default_hook(info);
-        }
-    }));
+/// Starts the debug log of this rank with the filter in `LAUNCH_LOG`, and opens its file in the run
+/// directory. An invalid filter is replaced by the default one.
+fn start_debug_log(init: &WorkerInit) -> std::io::Result<()> {
+    let directives = std::env::var(env::LAUNCH_LOG).ok();
+    let filter = Filter::select(directives.as_deref(), 0).unwrap_or_default();
+    debuglog::start(&filter, None);
+    debuglog::open_file(&init.run_dir.join("logs").join(format!("worker-{}.debug.log", init.rank)))?;
+    tracing::info!(target: "worker", rank = init.rank, world = init.world, attempt = init.attempt,
+        pid = std::process::id(), "connected to agent");
+    Ok(())
 }
 
 /// Ignores the signals that a batch system or terminal sends to every process of a job.
@@ -106,41 +107,6 @@ fn ignore_signals() {
         // SAFETY: ignoring a signal installs no handler. The call does not fail for these signals.
         _ = unsafe { signal(ignored, SigHandler::SigIgn) };
     }
-}
-
-/// Connects the ranks of the job. From then on the session aborts the collectives if the agent
-/// requests it. Collective: every rank must call it.
-fn connect_to_other_ranks(
-    session: &Arc<AgentSession>,
-    read: UnixStream,
-    init: &WorkerInit,
-) -> Result<Arc<dyn Comm>> {
-    arm_fault_point(init)?;
-    let limits = comm::shm::ShmLimits { staging_bytes: STAGING_BYTES, ..Default::default() };
-    if init.local_world < init.world {
-        return network::connect_ranks_of_hosts(session, read, init, take_inherited_shared_memory()?, limits);
-    }
-    let comm: Arc<dyn Comm> = match init.world {
-        1 => Arc::new(local::create_group(1).remove(0)),
-        world => {
-            let fd = take_inherited_shared_memory()?.ok_or_else(|| {
-                let message =
-                    format!("{} is not set, so the other ranks cannot be reached", env::LAUNCH_SHM_FD);
-                Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, message)
-                    .with_subject(env::LAUNCH_SHM_FD)
-            })?;
-            Arc::new(ShmComm::join(fd, init.rank as usize, world as usize, limits)?)
-        }
-    };
-    let aborted = comm.clone();
-    session.start_threads(read, move |reason| aborted.abort(reason))?;
-    Ok(comm)
-}
-
-/// Takes the descriptor of the shared memory that this process inherited. Returns `None` if no
-/// shared memory was inherited.
-fn take_inherited_shared_memory() -> Result<Option<OwnedFd>> {
-    take_inherited_descriptor(env::LAUNCH_SHM_FD)
 }
 
 /// Builds the trainer of a connected rank, resumes, trains, and gathers the weights. Collective:
@@ -160,7 +126,7 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
     let parameters = model.trained_count();
-    let ready = model.shard_model(comm, ops)?.create_optimizer()?.into_trainer();
+    let ready = model.shard_model(comm, ops)?.create_optimizer()?;
     let root = find_checkpoint_root(init);
     let layout = detect_checkpoint_layout(session, init, ready.trainer.engine.queue(), &root)?;
     check_checkpoint_storage(&ready, &root, &layout)?;
@@ -263,7 +229,7 @@ fn report_ready(
 fn wait_for_all_ranks(running: &RunningTrainer) -> Result<()> {
     let queue = running.trainer.engine.queue();
     queue.run_and_wait(|_| Ok(()))?;
-    running.trainer.ops.synchronize();
+    running.trainer.ops.synchronize()?;
     Ok(queue.run_and_wait(|comm| comm.barrier())?)
 }
 
@@ -338,7 +304,7 @@ fn build_run_metadata(
 ) -> RunMetadata {
     let train = ready.train_spec();
     let trainer = &ready.trainer;
-    let units: Vec<ParamUnit> = trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let units = trainer.engine.clone_units();
     let files = tokenizer.build_hf_files().into_iter().map(|(name, text)| TextFile { name, text });
     RunMetadata {
         model: build_checkpoint_model_spec(trainer.model.as_ref(), &units, train, tokenizer.eod()),
@@ -348,31 +314,4 @@ fn build_run_metadata(
         rng_generation: 0,
         rng_decision: serde_json::Value::Null,
     }
-}
-
-/// For tests: kills the worker of the rank at its N-th fault point if `LAUNCH_FAULT=RANK:N` is set.
-fn arm_fault_point(init: &WorkerInit) -> Result<()> {
-    let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(()) };
-    let parsed = value
-        .to_str()
-        .and_then(|v| v.split_once(':'))
-        .and_then(|(rank, n)| Some((rank.parse::<u32>().ok()?, n.parse().ok()?)));
-    let (rank, n) = parsed.ok_or_else(|| {
-        let message = format!("{}={value:?} is not of the form RANK:N", env::LAUNCH_FAULT);
-        Diagnostic::error(codes::training::FAULT_INJECTION_INVALID, message).with_subject(env::LAUNCH_FAULT)
-    })?;
-    if rank == init.rank {
-        ckpt::fault_points::arm_fault_points(n);
-    }
-    Ok(())
-}
-
-/// For tests: appends a line to the file that `LAUNCH_FAULT_COUNT` names. The line contains the
-/// rank and the number of fault points that the rank passed.
-fn record_fault_points(init: &WorkerInit) {
-    let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
-    let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());
-    let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
-    // A test that cannot read the file fails by itself.
-    let _ = file.and_then(|mut f| std::io::Write::write_all(&mut f, line.as_bytes()));
 }

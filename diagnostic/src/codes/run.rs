@@ -130,8 +130,8 @@ codes! {
     }
     RANDOM_UNAVAILABLE: Cluster = "random-unavailable" {
         summary: "The operating system gave no random numbers for the key of the job.",
-        cause: "`/dev/urandom` is missing, for example in a container without devices.",
-        remedy: "Make `/dev/urandom` available to the controller.",
+        cause: "The kernel rejected the system call `getrandom`, for example because of a seccomp filter.",
+        remedy: "Permit the controller to call `getrandom`.",
     }
     // --- the controller and its files --------------------------------------
     RUN_DIRECTORY_UNWRITABLE: Cluster = "run-directory-unwritable" {

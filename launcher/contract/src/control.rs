@@ -7,11 +7,10 @@ use crate::{
     event::{Event, WorkerPhase},
     failure::GpuFault,
     hardware::{CpuTopology, GpuDevice},
-    ids::Rank,
-    job::{JobSpec, ReloadValues},
     probe::{ProbeAnswer, ProbeRequest},
 };
 use diagnostic::Diagnostic;
+use jobspec::{JobSpec, ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
@@ -125,6 +124,9 @@ pub struct HostPlan {
     pub workers: Vec<WorkerPlan>,
     /// The time from SIGTERM to SIGKILL, in milliseconds.
     pub grace_ms: u64,
+    /// The filter of the agent's debug log, in the syntax of `LAUNCH_LOG`. Empty in stored plans.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub debug_filter: String,
 }
 
 /// The command, environment and CPU binding of one worker's process.
@@ -309,8 +311,8 @@ pub struct HostInventory {
     pub topology: CpuTopology,
     /// The GPUs of the host, ordered by their device number.
     pub gpus: Vec<GpuDevice>,
-    /// The variables of [`crate::env::VISIBLE_DEVICES`] in the environment of the agent, which its
-    /// workers inherit.
+    /// The variables of [`jobspec::env::VISIBLE_DEVICES`] in the environment of the agent, which
+    /// its workers inherit.
     pub visible_devices: Vec<(String, String)>,
 }
 

@@ -2,8 +2,9 @@
 //!
 //! Events travel from a worker through its agent to the controller, which prints and stores them.
 //! docs/events.md documents every event and field. A test compares docs/events.md with this module.
-use crate::{failure::FailureReason, ids::Rank, job::ReloadValues};
+use crate::failure::FailureReason;
 use diagnostic::Diagnostic;
+use jobspec::{ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

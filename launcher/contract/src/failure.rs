@@ -1,6 +1,6 @@
 //! [`FailureReason`]: why a worker, an agent or a host failed, as data that programs can match.
-use crate::ids::Rank;
 use diagnostic::{Code, codes::run};
+use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
 
 /// The reason why an attempt or the whole run failed.

@@ -1,19 +1,15 @@
 //! Crate `contract`: the data that controller, agents and workers exchange.
 //!
-//! The crate contains the job, the control messages, the events and the names of environment
-//! variables. Its only dependency among the crates of this workspace is `diagnostic`. All types are
-//! plain data that can be printed, compared and serialized.
+//! The crate contains the control messages and the events. It re-exports crate `jobspec`, which
+//! contains the job and the names of environment variables. All types are plain data that can be
+//! printed, compared and serialized.
 pub mod control;
-pub mod env;
 pub mod event;
 pub mod exit;
 pub mod failure;
 pub mod frame;
 pub mod hardware;
-pub mod hosts;
-pub mod ids;
-pub mod job;
 pub mod preflight;
 pub mod probe;
 
-pub use job::{JobSource, JobSpec, SourceMap, load_job};
+pub use jobspec::{self as job, JobSource, JobSpec, SourceMap, env, hosts, ids, load_job};

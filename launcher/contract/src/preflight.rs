@@ -2,8 +2,9 @@
 //!
 //! Crate `launcher` does not depend on crate `worker`. The `main` function of the executable passes
 //! an implementation of this trait to the launcher.
-use crate::{ids::Rank, job::JobSpec, probe::LibraryReport};
+use crate::probe::LibraryReport;
 use diagnostic::Diagnostic;
+use jobspec::{JobSpec, ids::Rank};
 use std::path::PathBuf;
 
 /// The estimated peak memory of one rank: GPU memory in training on GPUs, otherwise host memory.

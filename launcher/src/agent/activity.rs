@@ -1,6 +1,6 @@
 //! Measures the activity of workers from `/proc`: the CPU time of a worker's process tree, and
 //! whether its first process is stopped.
-use super::descendants::{ProcessStat, list_processes};
+use crate::processes::{ProcessStat, list_processes};
 use std::collections::HashMap;
 
 /// The measured activity of one worker: the CPU time of the worker's process tree, and whether the

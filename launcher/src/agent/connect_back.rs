@@ -1,11 +1,13 @@
 //! Connects an agent to its controller over TCP.
 //!
-//! Slurm's `srun` mixes the output of all tasks, so the standard streams of an agent in a Slurm
-//! step cannot carry the control connection.
-use crate::connection::handshake::{
-    HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedControllerStream, authenticate_controller,
+//! A scheduler may mix the output of all agents, so that the standard streams of an agent cannot
+//! carry the control connection.
+use crate::{
+    cluster,
+    connection::handshake::{
+        HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedControllerStream, authenticate_controller,
+    },
 };
-use contract::env;
 use diagnostic::{Diagnostic, codes::host};
 use std::{
     fs::{self, File},
@@ -29,7 +31,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// controller has proved at one address that it has the job's key, or all addresses have failed.
 pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, OwnedFd)> {
     let invitation = Invitation::read(&mut File::from(stdin))?;
-    let name = read_host_name();
+    let name = cluster::read_host_name();
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot set up the connection to the controller")
             .with_cause(&error)
@@ -38,15 +40,6 @@ pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, Owned
     let stream =
         runtime.block_on(connect_to_first_address(&invitation, &name))?.into_std().map_err(cannot_start)?;
     Ok((stream.try_clone().map_err(cannot_start)?.into(), stream.into()))
-}
-
-/// Returns the name by which the controller knows this host: the node name of Slurm, or the host
-/// name outside of Slurm.
-fn read_host_name() -> String {
-    let slurm = std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty());
-    slurm.unwrap_or_else(|| {
-        fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
-    })
 }
 
 /// Connects to all addresses of the controller, with a delay of [`ATTEMPT_DELAY`] from one address

@@ -6,6 +6,7 @@ mod workers;
 pub(crate) use actions::{AgentAction, AgentInput, GroupSignal};
 
 use super::progress::WorkerProgress;
+use crate::leases::{CONTROLLER_LEASE, HEARTBEAT_INTERVAL};
 use contract::{
     control::{
         ExitStatus, FromAgent, HostInventory, HostPlan, PROTOCOL_VERSION, ToAgent, ToWorker, WorkerInit,
@@ -23,17 +24,9 @@ use std::{
     time::Duration,
 };
 
-/// The interval at which the agent sends heartbeats to the controller.
-pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The time without a message after which a built-in worker counts as failed. The time is
 /// long because a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// The time without a message of the controller after which the agent kills its workers. Applies
-/// only after the first heartbeat of the controller.
-///
-/// A controller on the agent's machine sends no heartbeats, because the agent notices the end of
-/// such a controller by the end of the control connection.
-pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
 /// The time limit for writing the stacks of hanging workers. After this time, the workers are
 /// killed even if their stacks are not written.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
@@ -42,11 +35,6 @@ pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
 /// The time limit for the last output and the final report of a worker to arrive after the worker's
 /// process has ended.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
-/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL.
-///
-/// Slurm ends a step by killing workers and agent in any order. If the agent dies within the delay,
-/// the controller reports the end of the step instead of the end of a worker.
-pub(crate) const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
 /// The phase of an agent's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,8 +115,8 @@ pub(crate) struct AgentCore {
     controller_lost: bool,
     /// The time at which the next heartbeat is sent to the controller.
     heartbeat_at: Duration,
-    /// Whether the agent runs in a Slurm step; see [`STEP_KILL_DELAY`].
-    in_slurm_step: bool,
+    /// The delay with which the agent reports that a worker died of SIGKILL.
+    kill_report_delay: Duration,
     out: Vec<AgentAction>,
 }
 
@@ -154,15 +142,15 @@ impl AgentCore {
             controller_heard_at: None,
             controller_lost: false,
             heartbeat_at: Duration::ZERO,
-            in_slurm_step: false,
+            kill_report_delay: Duration::ZERO,
             out: Vec::new(),
         }
     }
 
-    /// Sets whether the agent runs in a Slurm step, and returns the changed state machine. In a
-    /// Slurm step, some reports are delayed; see [`STEP_KILL_DELAY`].
-    pub(crate) fn with_slurm_step(self, in_slurm_step: bool) -> Self {
-        AgentCore { in_slurm_step, ..self }
+    /// Sets the delay with which the agent reports that a worker died of SIGKILL, and returns the
+    /// changed state machine.
+    pub(crate) fn with_kill_report_delay(self, kill_report_delay: Duration) -> Self {
+        AgentCore { kill_report_delay, ..self }
     }
 
     /// Returns the time at which the driver must pass an [`AgentInput::Tick`] at the latest, on the

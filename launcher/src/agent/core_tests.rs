@@ -27,6 +27,7 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
         world,
         workers: workers.collect(),
         grace_ms: 1000,
+        debug_filter: String::new(),
     }
 }
 
@@ -353,19 +354,19 @@ fn the_wait_for_a_final_report_is_limited() {
     assert!(has_sweep(&commands));
 }
 
-/// Checks that the report of a SIGKILL is delayed in a Slurm step, where Slurm may kill the agent a
+/// Checks that the report of a SIGKILL is delayed under a scheduler that may kill the agent a
 /// moment after the worker.
 #[test]
-fn in_a_slurm_step_the_report_of_a_sigkill_is_delayed() {
-    for (in_slurm_step, status, oom, delay) in [
-        (true, ExitStatus::Signal(9, false), false, STEP_KILL_DELAY),
-        (true, ExitStatus::Signal(9, false), true, ms(0)),
-        (true, ExitStatus::Signal(11, false), false, ms(0)),
-        (true, ExitStatus::Code(9), false, ms(0)),
-        (false, ExitStatus::Signal(9, false), false, ms(0)),
+fn the_report_of_a_sigkill_is_delayed_if_the_agent_may_be_killed_next() {
+    for (report_delay, status, oom, delay) in [
+        (ms(300), ExitStatus::Signal(9, false), false, ms(300)),
+        (ms(300), ExitStatus::Signal(9, false), true, ms(0)),
+        (ms(300), ExitStatus::Signal(11, false), false, ms(0)),
+        (ms(300), ExitStatus::Code(9), false, ms(0)),
+        (ms(0), ExitStatus::Signal(9, false), false, ms(0)),
     ] {
         let mut agent = TestAgent::start(&[false]);
-        agent.core.in_slurm_step = in_slurm_step;
+        agent.core.kill_report_delay = report_delay;
         let mut commands = agent.feed_input(AgentInput::WorkerExited { rank: 0, status, oom, gpu: None });
         commands.extend(agent.feed_input(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None }));
         if delay > ms(0) {

@@ -2,8 +2,7 @@
 use super::{
     activity,
     core::{AgentAction, AgentCore, AgentInput, is_critical},
-    descendants::kill_descendants,
-    error_file,
+    debug_log, error_file,
     gpu_faults::GpuFaultWatch,
     oom::OomWatch,
     output::{OutputPump, PumpEvent, PumpOptions, RankLog},
@@ -11,8 +10,13 @@ use super::{
     process,
     stacks::{self, StackTarget},
 };
-use crate::connection::{FrameError, MessagePriority, Outbox, RunningClock, read_frames, write_frames};
-use crate::controller::BoundRendezvous;
+use crate::{
+    clock::RunningClock,
+    cluster,
+    connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
+    processes::{kill_descendants, reap_children},
+    rendezvous::{BoundRendezvous, StoreServer},
+};
 use contract::{
     control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
     env,
@@ -87,7 +91,7 @@ pub(super) struct AgentDriver {
     rendezvous: Option<BoundRendezvous>,
     /// The rendezvous store, which serves the workers of all hosts while the workers run. `None` if
     /// this agent has no store.
-    store: Option<crate::controller::StoreServer>,
+    store: Option<StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,
     /// The lock that this agent holds while it runs; see [`AgentDriver::lock_host`].
@@ -124,7 +128,7 @@ impl AgentDriver {
         clock.now();
         Ok(AgentDriver {
             core: AgentCore::new(std::process::id(), inventory.into_host_inventory())
-                .with_slurm_step(std::env::var_os(env::SLURM_STEP_ID).is_some()),
+                .with_kill_report_delay(cluster::find_kill_report_delay()),
             clock,
             outbox,
             controller,
@@ -263,6 +267,7 @@ impl AgentDriver {
     fn handle_input(&mut self, input: AgentInput) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
+            debug_log::log_input(&input);
             let now = self.clock.now();
             for command in self.core.handle_input(now, input) {
                 inputs.extend(self.execute_action(command));
@@ -274,7 +279,7 @@ impl AgentDriver {
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
-        process::reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+        reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
         for (pid, status) in ended {
             if let Some(rank) = self.leaders.remove(&pid) {
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains
@@ -294,7 +299,7 @@ impl AgentDriver {
     /// passed.
     fn sweep_processes(&mut self) {
         let Some(since) = self.sweep_started_at else { return };
-        let children_left = process::reap_children(|_| false, |_, _| ());
+        let children_left = reap_children(|_| false, |_, _| ());
         let left = if children_left { kill_descendants(&[]) } else { Vec::new() };
         if !children_left || self.clock.now() > since + SWEEP_TIMEOUT {
             self.sweep_started_at = None;
@@ -306,6 +311,7 @@ impl AgentDriver {
 
     /// Executes an action of the core. Returns the answer if the action has an immediate answer.
     fn execute_action(&mut self, command: AgentAction) -> Option<AgentInput> {
+        debug_log::log_action(&command);
         match command {
             AgentAction::Send(message) => self.send_to_controller(message),
             AgentAction::PrepareWorkers(plan) => return self.prepare_workers(plan),
@@ -447,6 +453,8 @@ impl AgentDriver {
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the lock or the shared memory is not available.
     fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
+        // The workers run without the debug log, too.
+        _ = debug_log::start_log(&plan);
         self.workers.clear();
         self.shm = None;
         if let Err(diagnostic) = self.lock_host(&plan) {

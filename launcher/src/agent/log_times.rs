@@ -3,6 +3,7 @@
 //! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
 //! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and
 //! none while the log does not grow.
+use crate::clock::read_unix_time_ms;
 use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Write},
@@ -58,12 +59,6 @@ impl LogTimesWriter {
             self.file = None;
         }
     }
-}
-
-/// Reads the system clock and returns the time in milliseconds since 1970.
-pub(crate) fn read_unix_time_ms() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 
 /// Returns the offset of the first byte of a log that was written at or after `since_ms`

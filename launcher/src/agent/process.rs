@@ -5,10 +5,7 @@
 //! from its main thread.
 use super::core::GroupSignal;
 use crate::discover::topology::find_common_numa_node;
-use contract::{
-    control::{ExitStatus, WorkerPlan},
-    env,
-};
+use contract::{control::WorkerPlan, env};
 use diagnostic::{
     Diagnostic,
     codes::{host, run},
@@ -27,10 +24,7 @@ use std::{
     io,
     os::{
         fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::{
-            net::UnixStream,
-            process::{CommandExt, ExitStatusExt},
-        },
+        unix::{net::UnixStream, process::CommandExt},
     },
     process::{Command, Stdio},
 };
@@ -44,12 +38,6 @@ pub(crate) struct SpawnedWorker {
     pub(crate) stderr: OwnedFd,
     /// The agent's end of the control connection to a built-in worker; `None` for a program.
     pub(crate) control: Option<UnixStream>,
-}
-
-/// Makes this process the subreaper of its descendants. Orphaned descendants then become children
-/// of this process instead of init.
-pub(crate) fn become_subreaper() -> io::Result<()> {
-    Ok(prctl::set_child_subreaper(true)?)
 }
 
 /// Forks this process. Returns the child's pid in the parent process, and `None` in the child
@@ -351,49 +339,4 @@ pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: u
     // The agent's event loop reaps py-spy. If py-spy hangs, the sweep after the workers' end kills
     // it.
     Some(String::from_utf8_lossy(&text).into_owned())
-}
-
-/// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status
-/// of each. Returns whether children are left. Does not block.
-///
-/// If `is_leader` returns `true` for the pid of an ended child, kills the process group of the
-/// child before the child is reaped. The kernel cannot reuse the number of the group before that
-/// time.
-pub(crate) fn reap_children(
-    is_leader: impl Fn(u32) -> bool,
-    mut on_exit: impl FnMut(u32, ExitStatus),
-) -> bool {
-    loop {
-        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when no child has
-        // ended.
-        let (rc, pid) = unsafe {
-            let mut info = std::mem::zeroed::<libc::siginfo_t>();
-            let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-            let rc = libc::waitid(libc::P_ALL, 0, &mut info, flags);
-            (rc, info.si_pid())
-        };
-        match rc {
-            0 if pid == 0 => return true,
-            0 => {}
-            _ if Errno::last() == Errno::EINTR => continue,
-            _ => return false, // ECHILD
-        }
-        if is_leader(pid as u32) {
-            signal_group(pid as u32, GroupSignal::Kill);
-        }
-        let mut status = 0;
-        // SAFETY: waits for a child that has ended; `status` is valid for writes.
-        if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
-            on_exit(pid as u32, decode_wait_status(status));
-        }
-    }
-}
-
-/// Decodes the wait status that `waitpid` returned to an exit code or a signal.
-pub(crate) fn decode_wait_status(status: i32) -> ExitStatus {
-    let status = std::process::ExitStatus::from_raw(status);
-    match status.signal() {
-        Some(signal) => ExitStatus::Signal(signal, status.core_dumped()),
-        None => ExitStatus::Code(status.code().unwrap_or(0) as u8),
-    }
 }

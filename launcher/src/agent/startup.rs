@@ -5,7 +5,10 @@ use super::{
     probe::Prober,
     process,
 };
-use crate::connection::{Outbox, read_frames, write_frames};
+use crate::{
+    connection::{Outbox, read_frames, write_frames},
+    processes::become_subreaper,
+};
 use contract::preflight::Preflight;
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::signal::{SigHandler, Signal, signal};
@@ -101,7 +104,7 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     nix::unistd::dup2_stdin(&null)?;
     nix::unistd::dup2_stdout(io::stderr())?;
     process::set_cloexec_on_all();
-    process::become_subreaper()?;
+    become_subreaper()?;
     for number in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGPIPE] {
         // SAFETY: ignoring a signal installs no handler; workers get the defaults back.
         unsafe { signal(number, SigHandler::SigIgn)? };

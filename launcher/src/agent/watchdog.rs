@@ -4,10 +4,8 @@
 //! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
 //! the child of the watchdog. The watchdog waits for the end of the agent and then kills every
 //! process that is left. On the controller's machine, the controller kills these processes.
-use super::{
-    descendants::kill_descendants,
-    process::{become_subreaper, fork_process, reap_children},
-};
+use super::process::fork_process;
+use crate::processes::{become_subreaper, kill_descendants, reap_children};
 use nix::{
     errno::Errno,
     sys::{

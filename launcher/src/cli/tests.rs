@@ -1,5 +1,6 @@
 //! Tests of the command line: defaults, positions of options, help and errors.
 use super::*;
+use crate::cmd::run::RunArgs;
 
 /// Parses the command line `launch` with these arguments.
 fn parse_words(args: &[&str]) -> ParsedArgs {
@@ -89,6 +90,9 @@ fn options_may_precede_the_command() {
         assert_eq!(parse_valid_command(args).json_schema, Some(EventSchema::V1), "{args:?}");
     }
     assert_eq!(parse_valid_command(&["events"]).json_schema, None);
+    for args in [&["-vv", "plan", "a.yaml"][..], &["plan", "a.yaml", "-v", "--verbose"], &["-vv", "a.yaml"]] {
+        assert_eq!(parse_valid_command(args).verbose, 2, "{args:?}");
+    }
     assert!(matches!(parse_valid_command(&["agent"]), Cli { command: LaunchCommand::Agent(_), .. }));
 }
 
@@ -98,6 +102,22 @@ fn help_lists_every_public_command() {
     assert_eq!(version.split_whitespace().next(), Some("launch"));
     let ParsedArgs::Print(help) = parse_words(&["--help"]) else { panic!("no help") };
     insta::assert_snapshot!("help", help);
+}
+
+#[test]
+fn gpu_check_is_an_ordinary_command() {
+    for args in [
+        &["--json", "gpu-check", "--model", "2", "--tiny"][..],
+        &["gpu-check", "--tiny", "--model=2", "--json"],
+    ] {
+        let Cli { command: LaunchCommand::GpuCheck(check), json, .. } = parse_valid_command(args) else {
+            panic!("{args:?}: another command");
+        };
+        assert_eq!(
+            (json, check.device, check.model, check.tiny, check.quick),
+            (true, 0, Some(2), true, false)
+        );
+    }
 }
 
 #[test]
@@ -126,6 +146,8 @@ fn wrong_arguments_are_one_line_with_a_suggestion() {
         &["run", "--workers", "0", "--", "true"],
         &["logs", "--rank", "x"],
         &["ckpt", "convert", "a", "b", "--to", "zip"],
+        &["gpu-check", "--device", "x"],
+        &["gpu-check", "--ops", "--profile", "0"],
     ] {
         let error = expect_usage_error(args);
         assert_eq!(error.code(), command::USAGE, "{args:?}");

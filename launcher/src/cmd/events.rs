@@ -1,19 +1,36 @@
 //! `launch events`: prints the events of a run from the run's journal.
-use super::{OutputFormat, output_error, ps::resolve_run};
+use super::{
+    context::CommandContext,
+    output::{OutputFormat, output_error},
+    ps::resolve_run,
+};
 use crate::{
-    cli::EventsArgs,
+    format::{format_clock, replace_control_characters},
     line_follower::{LineFollower, POLL_INTERVAL},
-    report::{command_output, format_clock, format_event, replace_control_characters},
+    report::{command_output, format_event},
     runs::{Run, RunFilter},
 };
+use clap::Args;
 use contract::event::TimedEvent;
 use diagnostic::{Diagnostic, codes::command};
 use serde::Deserialize;
 
+/// Arguments of `launch events`.
+#[derive(Debug, Args)]
+pub(crate) struct EventsArgs {
+    /// Name of a run or its first characters, name of a job, or run directory
+    /// [default: the only active run, or the newest run if none is active]
+    #[arg(value_name = "RUN")]
+    run: Option<String>,
+    /// Follow until the run ends
+    #[arg(long, short)]
+    follow: bool,
+}
+
 /// Runs `launch events`: prints the journal of a run and returns the exit code.
-pub(crate) fn run(args: &EventsArgs, format: OutputFormat) -> diagnostic::Result<u8> {
+pub(crate) fn run(args: EventsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
-    print_journal(&run, args.follow, format)?;
+    print_journal(&run, args.follow, context.format)?;
     Ok(contract::exit::DONE)
 }
 

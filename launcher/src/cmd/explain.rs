@@ -1,5 +1,6 @@
 //! `launch explain`: prints the explanations of diagnostic codes.
-use crate::cli::ExplainArgs;
+use super::{context::CommandContext, output::print_output};
+use clap::Args;
 use diagnostic::{Code, Diagnostic, codes};
 use serde_json::{Value, json};
 
@@ -8,9 +9,17 @@ const MAX_SUGGESTIONS: usize = 3;
 /// The least Jaro-Winkler similarity, from 0 to 1, between a misspelled code and a suggestion.
 const MIN_SIMILARITY: f64 = 0.75;
 
+/// Arguments of `launch explain`.
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
+    /// Error code, such as ssh-host-key-unknown [default: list all codes]
+    #[arg(value_name = "CODE")]
+    code: Option<String>,
+}
+
 /// Runs `launch explain`: prints the explanation of one code, or the list of all codes.
-pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
-    let text = match (&args.code, as_json) {
+pub(crate) fn run(args: ExplainArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    let text = match (&args.code, context.format.json) {
         (Some(name), true) => format!("{}\n", code_to_json(find_code(name)?)),
         (Some(name), false) => format_for_terminal(find_code(name)?),
         (None, true) => {
@@ -20,7 +29,7 @@ pub(crate) fn run(args: &ExplainArgs, as_json: bool) -> diagnostic::Result<u8> {
             codes::all_codes().map(|code| format!("{code}: {}\n", code.info().summary)).collect()
         }
     };
-    super::print_output(&text)
+    print_output(&text)
 }
 
 /// Formats the explanation of a diagnostic code as text. The first line is the name of the code,

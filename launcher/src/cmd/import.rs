@@ -1,26 +1,71 @@
 //! `launch import`: converts another launcher's configuration to a job.yaml and prints the job.yaml
 //! with notes about the conversion.
+use super::{context::CommandContext, output::print_output};
 use crate::{
-    cli::{ImportArgs, ImportCommand},
-    discover::cluster_hosts::{parse_hostfile_entries, read_hostfile},
+    cluster::{parse_hostfile_entries, read_hostfile},
     import::{self, ImportNote, ImportOptions, ImportedJob},
     report::command_output,
 };
+use clap::{Args, Subcommand};
 use contract::job::{Document, DocumentSyntax};
 use diagnostic::{Category, Diagnostic, codes::command};
 use serde_json::json;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `launch import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    #[command(subcommand)]
+    from: ImportCommand,
+}
+
+/// The launcher whose configuration `launch import` converts.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImportCommand {
+    /// Convert the file that `accelerate config` writes
+    Accelerate(ImportFileArgs),
+    /// Convert a DeepSpeed configuration to a job of the built-in training, or of the program after
+    /// `--`
+    Deepspeed(ImportFileArgs),
+    /// Convert the arguments of torchrun
+    Torchrun(ImportTorchrunArgs),
+}
+
+/// Arguments of `launch import accelerate` and `launch import deepspeed`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportFileArgs {
+    /// Configuration file
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Hostfile of DeepSpeed or Open MPI
+    #[arg(long, value_name = "FILE")]
+    hostfile: Option<PathBuf>,
+    /// Program that the job runs, and its arguments
+    #[arg(last = true, value_name = "PROGRAM")]
+    program: Vec<String>,
+}
+
+/// Arguments of `launch import torchrun`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportTorchrunArgs {
+    /// Hostfile of DeepSpeed or Open MPI
+    #[arg(long, value_name = "FILE")]
+    hostfile: Option<PathBuf>,
+    /// Options of torchrun, the script, and the script's arguments
+    #[arg(last = true, value_name = "ARGS", required = true)]
+    arguments: Vec<String>,
+}
 
 /// Runs `launch import`: prints the imported job to stdout and the notes about the conversion to
-/// stderr. With `as_json`, prints both as one JSON object to stdout.
-pub(crate) fn run(args: &ImportArgs, as_json: bool) -> diagnostic::Result<u8> {
+/// stderr. With `--json`, prints both as one JSON object to stdout.
+pub(crate) fn run(args: ImportArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let ImportedJob { job, notes } = import_job(&args.from)?;
-    if as_json {
+    if context.format.json {
         let notes: Vec<String> = notes.iter().map(ImportNote::to_string).collect();
         let object = json!({ "job": job, "notes": notes });
-        return super::print_output(&format!("{object}\n"));
+        return print_output(&format!("{object}\n"));
     }
-    let code = super::print_output(&job)?;
+    let code = print_output(&job)?;
     command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
     Ok(code)
 }

@@ -1,12 +1,14 @@
 //! `launch logs`: prints the output of the ranks of a run from the log files.
-use super::{output_error, ps::resolve_run};
+use super::{context::CommandContext, option_value::OptionValueError, output::output_error, ps::resolve_run};
 use crate::{
-    agent::log_times::{find_offset_at, read_unix_time_ms},
-    cli::LogsArgs,
+    agent::log_times::find_offset_at,
+    clock::read_unix_time_ms,
+    format::{format_count, replace_control_characters},
     line_follower::{LineFollower, POLL_INTERVAL},
-    report::{command_output, format_count, replace_control_characters},
+    report::command_output,
     runs::{Run, RunFilter},
 };
+use clap::Args;
 use contract::ids::Rank;
 use diagnostic::{Diagnostic, codes::command};
 use regex::bytes::Regex;
@@ -25,10 +27,49 @@ const STREAMED_PREFIX: &str = "streamed-";
 /// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
 
+/// Arguments of `launch logs`.
+#[derive(Debug, Args)]
+pub(crate) struct LogsArgs {
+    /// Name of a run or its first characters, name of a job, or run directory
+    /// [default: the only active run, or the newest run if none is active]
+    #[arg(value_name = "RUN")]
+    run: Option<String>,
+    /// Only these ranks: 3, or 0-3,7
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = parse_ranks)]
+    rank: Vec<Vec<u32>>,
+    /// Follow until the run ends
+    #[arg(long, short)]
+    follow: bool,
+    /// Only lines that match this regular expression
+    #[arg(long, value_name = "RE")]
+    grep: Option<String>,
+    /// Only lines of the last DURATION, such as 30s, 10m or 2h; accurate to about a second
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration_ms)]
+    since: Option<u64>,
+}
+
+/// The limit of ranks in a list such as `0-3,7`. Every rank must be less than the limit.
+const RANK_LIMIT: u32 = 1 << 20;
+
+/// Parses one rank, such as `3`, or a range of ranks, such as `0-3`. Returns the ranks in ascending
+/// order.
+fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    match (first.trim().parse(), last.trim().parse()) {
+        (Ok(first), Ok(last)) if first <= last && last < RANK_LIMIT => Ok((first..=last).collect()),
+        _ => Err(OptionValueError::Ranks),
+    }
+}
+
+/// Parses a duration with a unit, such as `30s`. Returns the duration in milliseconds.
+fn parse_duration_ms(text: &str) -> Result<u64, OptionValueError> {
+    contract::job::parse_duration(text).ok_or(OptionValueError::Duration)
+}
+
 /// Runs `launch logs`: prints the logs of a run and returns the exit code.
-pub(crate) fn run(args: &LogsArgs) -> diagnostic::Result<u8> {
+pub(crate) fn run(args: LogsArgs, _context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
-    LogViewer::new(&run, args)?.show_logs()?;
+    LogViewer::new(&run, &args)?.show_logs()?;
     Ok(contract::exit::DONE)
 }
 

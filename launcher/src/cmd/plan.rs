@@ -1,13 +1,15 @@
 //! `launch plan` and `launch run --dry-run`: print the plan of a job without starting it.
-use super::prepare::{JobRequest, PreparedJob, prepare_job};
+use super::{
+    context::CommandContext,
+    output,
+    prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
+};
 use crate::{
-    cli::JobArgs,
-    controller::HostTarget,
-    report::format_binary_bytes,
+    cluster::HostTarget,
+    format::{format_binary_bytes, quote_shell_words},
     secrets::{REDACTED, redact_job},
 };
 use contract::{
-    JobSource,
     control::{HostPlan, WorkerPlan},
     ids::RunId,
     job::EnvSource,
@@ -18,9 +20,9 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
 /// Runs `launch plan`: prints the plan of a job and returns the exit code.
-pub(crate) fn run(args: &JobArgs, json: bool, preflight: &dyn Preflight) -> diagnostic::Result<u8> {
-    let request = JobRequest { source: JobSource::File(args.job.clone()), set: args.set.clone() };
-    print_plan(&prepare_job(&request, &placeholder_run_id(), preflight)?, json, false)
+pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    let prepared = prepare_job(&args.to_request(), &placeholder_run_id(), context.preflight)?;
+    print_plan(&prepared, context.format.json, false)
 }
 
 /// Runs `launch run --dry-run`: prints the plan of a job and the job with all defaults. Returns the
@@ -37,15 +39,15 @@ fn placeholder_run_id() -> RunId {
 /// Prints the warnings about a job to stderr and the plan to stdout. With `with_job`, the text
 /// output ends with the job with all defaults.
 fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
-    super::print_warnings(&prepared.warnings);
+    output::print_warnings(&prepared.warnings);
     if json {
-        return super::print_output(&format!("{}\n", render_json(prepared)));
+        return output::print_output(&format!("{}\n", render_json(prepared)));
     }
     let mut text = render_text(prepared);
     if with_job {
         _ = write!(text, "\n# the job with all defaults\n{}", redact_job(&prepared.job).to_yaml());
     }
-    super::print_output(&text)
+    output::print_output(&text)
 }
 
 /// Returns the plan of a job as the JSON object that `--json` prints. Secrets are redacted.
@@ -61,7 +63,7 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
                 "device": devices.get(w.rank as usize),
                 "cpus": w.cpus,
                 "threads": w.threads,
-                "env": env_to_json(&w.env),
+                "env": env_to_json(&complete_env(p, w)),
                 "workdir": w.workdir,
                 "command": w.command,
                 "log": w.log,
@@ -154,7 +156,7 @@ fn list_workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &Work
 /// Returns the name of each rank's device, such as `cpu`, in the order of ranks.
 fn collect_device_names(p: &PreparedJob) -> Vec<String> {
     let host_devices = |(target, plan): (&HostTarget, &HostPlan)| {
-        let inventory = super::targets::build_planning_host(target, &p.inventory).inventory;
+        let inventory = super::prepare::build_planning_host(target, &p.inventory).inventory;
         crate::plan::list_device_labels(&p.job, &inventory, plan.workers.len() as u32)
     };
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
@@ -205,10 +207,10 @@ pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
 /// shown as `(by rank)`. A secret is shown only by its source.
 fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<&WorkerPlan> = list_workers(p).collect();
+    let workers: Vec<_> = list_workers(p).map(|worker| complete_env(p, worker)).collect();
     let Some(first) = workers.first() else { return text };
-    for (name, value) in &first.env {
-        let differs = workers.iter().any(|w| !w.env.contains(&(name.clone(), value.clone())));
+    for (name, value) in first {
+        let differs = workers.iter().any(|env| !env.contains(&(name.clone(), value.clone())));
         let shown = if differs {
             "(by rank)".to_owned()
         } else {
@@ -228,6 +230,13 @@ fn format_environment(p: &PreparedJob) -> String {
         _ = writeln!(text, "  {name}=(from launch's environment by run.pass_env, not shown)");
     }
     text
+}
+
+/// Returns the environment of a worker with the address of the rendezvous.
+fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
+    let mut env = worker.env.clone();
+    p.plan.insert_rendezvous(&mut env);
+    env
 }
 
 /// Returns the value of an environment variable, or a placeholder if the name of the variable looks
@@ -262,18 +271,6 @@ fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u6
     };
     _ = writeln!(text, "{kind} of all ranks: {}{available}", format_binary_bytes(total));
     text
-}
-
-/// Joins the words of a command with spaces, and quotes words with special characters for a POSIX
-/// shell.
-pub(crate) fn quote_shell_words(words: &[String]) -> String {
-    let simple =
-        |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
-    let quoted = |w: &String| match simple(w) {
-        true => w.clone(),
-        false => format!("'{}'", w.replace('\'', "'\\''").replace(char::is_control, "\u{fffd}")),
-    };
-    words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
 /// Formats a list of CPU numbers as ranges: `0-3,8`. The numbers must be in ascending order.
@@ -316,9 +313,10 @@ mod tests {
             topology: contract::hardware::CpuTopology::with_one_core_per_cpu(&(0..8).collect::<Vec<_>>()),
             ..Default::default()
         };
-        let hosts = super::super::targets::determine_job_hosts(&job, &inventory).expect("hosts");
+        let hosts =
+            crate::cluster::find_cluster(&job).and_then(|c| c.hosts(&job, &inventory.host)).expect("hosts");
         let planning: Vec<_> =
-            hosts.iter().map(|h| super::super::targets::build_planning_host(h, &inventory)).collect();
+            hosts.iter().map(|h| super::super::prepare::build_planning_host(h, &inventory)).collect();
         let attempt = crate::plan::Attempt::default();
         let plan =
             crate::plan::plan_attempt(&job, &planning, &placeholder_run_id(), &attempt).expect("a plan");

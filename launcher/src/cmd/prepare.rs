@@ -1,16 +1,14 @@
 //! [`prepare_job`]: loads a job, inspects this machine, makes the plan and runs the preflight
 //! checks, for `launch run` and `launch plan`.
-use super::{
-    invalid_job_error,
-    targets::{self, JobHostsError},
-};
+use super::output::invalid_job_error;
 use crate::{
-    controller::HostTarget,
+    cluster::{ClusterError, HostTarget, find_cluster},
     discover::{self, Inventory},
+    format::format_binary_bytes,
     plan::{self, Attempt, JobHost, Plan},
-    report::format_binary_bytes,
     secrets::{self, SecretVariables},
 };
+use clap::Args;
 use contract::{
     JobSource, JobSpec, SourceMap,
     ids::RunId,
@@ -21,6 +19,25 @@ use diagnostic::{
     Category, Diagnostic,
     codes::{host, job as job_codes},
 };
+use std::path::PathBuf;
+
+/// The job and the overrides of commands that only read a job.
+#[derive(Debug, Args)]
+pub(crate) struct JobArgs {
+    /// Job file
+    #[arg(value_name = "JOB")]
+    pub(crate) job: PathBuf,
+    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
+    #[arg(long, value_name = "PATH=VALUE")]
+    pub(crate) set: Vec<String>,
+}
+
+impl JobArgs {
+    /// Returns a request to load the job file with the overrides.
+    pub(crate) fn to_request(&self) -> JobRequest {
+        JobRequest { source: JobSource::File(self.job.clone()), set: self.set.clone() }
+    }
+}
 
 /// A request to load a job, with overrides.
 #[derive(Debug)]
@@ -74,9 +91,10 @@ pub(crate) fn prepare_job(
             .with_cause(&e)
             .with_help("launch reads them from /proc; check that it is mounted")
     })?;
-    let hosts = targets::determine_job_hosts(&job, &inventory).map_err(|error| match error {
-        JobHostsError::Job(mistakes) => invalid(mistakes),
-        JobHostsError::Cluster(error) => error,
+    let hosts = find_cluster(&job).and_then(|cluster| cluster.hosts(&job, &inventory.host));
+    let hosts = hosts.map_err(|error| match error {
+        ClusterError::Job(mistakes) => invalid(mistakes),
+        ClusterError::Provider(error) => error,
     })?;
     let too_few = check_host_counts(&job, hosts.len());
     if !too_few.is_empty() {
@@ -87,8 +105,7 @@ pub(crate) fn prepare_job(
             error.with_category(Category::Cluster).with_help("`cluster.devices: cpu` trains on CPUs")
         })?;
     }
-    let planning: Vec<JobHost> =
-        hosts.iter().map(|host| targets::build_planning_host(host, &inventory)).collect();
+    let planning: Vec<JobHost> = hosts.iter().map(|host| build_planning_host(host, &inventory)).collect();
     let plan = plan::plan_attempt(&job, &planning, run, &Attempt::default()).map_err(invalid)?;
     warnings.extend(locate_diagnostics(&map, &plan.warnings));
     let report = match &job.train {
@@ -107,6 +124,14 @@ pub(crate) fn prepare_job(
         None => None,
     };
     Ok(PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings })
+}
+
+/// Returns a host for a plan that is made before the agents run. At that time, only the inventory
+/// of this machine is known, so the inventory of any other host is empty.
+pub(super) fn build_planning_host(target: &HostTarget, local: &Inventory) -> JobHost {
+    let inventory = if target.local { local.clone() } else { Inventory::unknown(&target.name) };
+    let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());
+    JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
 }
 
 /// Returns the diagnostics, with file, line and column added to each one whose subject is a key of

@@ -1,19 +1,27 @@
 //! `launch ps`: lists active and past runs. [`resolve_run`] finds the run that a command names.
-use super::plan::format_table;
+use super::{context::CommandContext, output::print_output, plan::format_table};
 use crate::{
-    agent::log_times::read_unix_time_ms,
-    cli::PsArgs,
-    report::{format_duration, replace_control_characters},
+    clock::read_unix_time_ms,
+    format::{format_duration, replace_control_characters},
     runs::{self, LossReason, Run, RunFilter, RunState},
 };
+use clap::Args;
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::{Value, json};
 
 /// The largest number of past runs that `launch ps` shows without `--all`.
 const MAX_PAST_RUNS: usize = 20;
 
+/// Arguments of `launch ps`.
+#[derive(Debug, Args)]
+pub(crate) struct PsArgs {
+    /// Show all past runs instead of the newest 20
+    #[arg(long = "all", short = 'a')]
+    show_all: bool,
+}
+
 /// Runs `launch ps`: prints a table of the user's active and past runs.
-pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
+pub(crate) fn run(args: PsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let mut runs = runs::list_runs(&std::path::absolute(".").unwrap_or_default());
     if !args.show_all {
         let mut past = 0;
@@ -22,15 +30,15 @@ pub(crate) fn run(args: &PsArgs, as_json: bool) -> diagnostic::Result<u8> {
             run.state == RunState::Running || past <= MAX_PAST_RUNS
         });
     }
-    if as_json {
+    if context.format.json {
         let runs: Vec<Value> = runs.iter().map(run_to_json).collect();
-        return super::print_output(&format!("{}\n", Value::from(runs)));
+        return print_output(&format!("{}\n", Value::from(runs)));
     }
     if runs.is_empty() {
         crate::report::command_output::write_message("there are no runs\n");
         return Ok(contract::exit::DONE);
     }
-    super::print_output(&format_run_table(&runs, read_unix_time_ms()))
+    print_output(&format_run_table(&runs, read_unix_time_ms()))
 }
 
 /// Returns a run as the JSON object that `--json` prints.

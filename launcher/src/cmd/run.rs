@@ -1,58 +1,90 @@
 //! `launch run`: prepares a job and runs the job's controller.
 use super::{
-    OutputFormat,
+    context::CommandContext,
+    output::{self, OutputFormat},
     prepare::{JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    cli::RunArgs,
-    controller::{self, StartNotifier},
+    cluster::{self, ClusterError, Transport},
+    controller,
+    detached_controller::{DetachedStart, StartNotifier, start_detached_controller},
     report::command_output,
-    transport::detached::{self, DetachedStart},
 };
+use clap::Args;
 use contract::{
-    JobSource,
+    JobSource, JobSpec,
     control::ExitStatus,
     event::{Event, FailureReport},
     failure::FailureReason,
     ids::RunId,
     job::JobArgument,
-    preflight::Preflight,
 };
 use diagnostic::{
-    Diagnostic,
+    Category, Diagnostic,
     codes::{command, run as run_codes},
 };
 use std::{
     ffi::OsString,
     fs::{self, OpenOptions},
     hash::{BuildHasher, RandomState},
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime},
 };
 
+/// Arguments of `launch run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Job file
+    #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
+    pub(crate) job: Option<PathBuf>,
+    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
+    #[arg(long, value_name = "PATH=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Number of workers of the program after `--`, on this machine [default: 1]
+    #[arg(
+        long,
+        visible_alias = "nproc-per-node",
+        alias = "nproc_per_node",
+        value_name = "N",
+        conflicts_with = "job",
+        value_parser = clap::value_parser!(u32).range(1..=1024)
+    )]
+    pub(crate) workers: Option<u32>,
+    /// Program and arguments to run as workers, without a job file
+    #[arg(last = true, value_name = "PROGRAM")]
+    pub(crate) command: Vec<OsString>,
+    /// In a Slurm batch job: save and requeue the job before its time limit (SIGUSR1), and requeue
+    /// it after the loss of a node; at most `slurm.requeues` times
+    #[arg(long, requires = "job")]
+    pub(crate) requeue: bool,
+    /// Return when the workers have started; the job continues without this terminal
+    #[arg(long, conflicts_with = "dry_run")]
+    pub(crate) detach: bool,
+    /// Internal: name of the run and descriptor of a detached controller
+    #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
+    pub(crate) detached: Option<String>,
+    /// Show the plan and the job with all defaults, and run nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
 /// Runs `launch run`: runs a job in this process, starts a detached run or, with `--dry-run`,
 /// prints the plan. Prints errors and returns the exit code.
-///
-/// `command_line` is the command line of this process, which the run record stores.
-pub(crate) fn run(
-    args: &RunArgs,
-    format: OutputFormat,
-    command_line: Vec<String>,
-    preflight: &dyn Preflight,
-) -> u8 {
-    let began = Instant::now();
+pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    let (began, args) = (Instant::now(), &args);
+    let &CommandContext { format, preflight, .. } = context;
     let result = build_job_request(args).and_then(|request| match args.dry_run {
         true => super::plan::run_dry(&request, format.json, preflight),
-        false if args.detach => start_detached(args, &request, format.json, preflight),
-        false => run_controller(args, &request, format, command_line, preflight),
+        false if args.detach => start_detached(args, &request, context),
+        false => run_controller(args, &request, context),
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
             // The events replace the JSON object that other commands print for an error.
             print_failure_events(&error, began.elapsed(), format);
-            super::report_error(&error, OutputFormat::default())
+            Ok(output::report_error(&error, OutputFormat::default()))
         }
-        result => super::report_result(result, format),
+        result => result,
     }
 }
 
@@ -125,17 +157,13 @@ fn quote_yaml_string(text: &str) -> String {
 /// has ended. Prints the run ID.
 ///
 /// Returns 0, or the exit code of a controller that ended before the workers ran.
-fn start_detached(
-    args: &RunArgs,
-    request: &JobRequest,
-    json: bool,
-    preflight: &dyn Preflight,
-) -> diagnostic::Result<u8> {
+fn start_detached(args: &RunArgs, request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+    let (json, preflight) = (context.format.json, context.preflight);
     let run = create_run_id(SystemTime::now(), draw_random_bits());
     // The job is prepared here as well as in the controller, so that mistakes are reported on this
     // terminal.
     let PreparedJob { plan, warnings, .. } = prepare_job(request, &run, preflight)?;
-    super::print_warnings(&warnings);
+    output::print_warnings(&warnings);
     let directory = &plan.run_dir;
     let console = directory.join("console.log");
     let file = fs::create_dir_all(directory)
@@ -146,22 +174,24 @@ fn start_detached(
                 .with_subject(path)
                 .with_cause(&e)
         })?;
-    let started = detached::start_detached_controller(|fd| build_controller_args(args, &run, fd), file)
-        .map_err(|e| {
-            Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller").with_cause(&e)
-        })?;
+    let started =
+        start_detached_controller(|fd| build_controller_args(args, &run, fd, context.verbosity), file)
+            .map_err(|e| {
+                Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller")
+                    .with_cause(&e)
+            })?;
     match started {
         DetachedStart::Started(pid) => {
             if json {
                 let object = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
-                return super::print_output(&format!("{object}\n"));
+                return output::print_output(&format!("{object}\n"));
             }
             command_output::write_message(&format!(
                 "launch: run {run} continues in the background (pid {pid}, files in {})\n  \
                  launch logs {run} --follow    launch events {run} --follow    launch stop {run}\n",
                 directory.display()
             ));
-            super::print_output(&format!("{run}\n"))
+            output::print_output(&format!("{run}\n"))
         }
         DetachedStart::Ended(status) => {
             command_output::write_message(&fs::read_to_string(&console).unwrap_or_default());
@@ -175,8 +205,9 @@ fn start_detached(
 
 /// Returns the command-line arguments of a detached controller. `fd` is the descriptor of the pipe
 /// through which the controller reports that the job has started.
-fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32) -> Vec<OsString> {
+fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
+    words.extend((0..verbosity).map(|_| "--verbose".into()));
     words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
     words.extend(["--detached".into(), format!("{run}:{fd}").into()]);
     words.extend(args.requeue.then(|| "--requeue".into()));
@@ -207,13 +238,9 @@ fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier
 
 /// Prepares the job and runs the controller of the job in this process. Blocks until the run ends
 /// and returns the exit code of the run.
-fn run_controller(
-    args: &RunArgs,
-    request: &JobRequest,
-    format: OutputFormat,
-    mut command_line: Vec<String>,
-    preflight: &dyn Preflight,
-) -> diagnostic::Result<u8> {
+fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+    let CommandContext { format, preflight, .. } = *context;
+    let mut command_line = context.command_line.clone();
     let (run, starter) = match args.detached.as_deref().map(parse_detached_option).transpose()? {
         Some((run, starter)) => (run, Some(starter)),
         None => (create_run_id(SystemTime::now(), draw_random_bits()), None),
@@ -227,8 +254,8 @@ fn run_controller(
     plan.warnings = warnings;
     let prepare_resume = super::ckpt::resume::prepare_program_resume;
     prepare_resume(&job, &mut plan)?;
-    let transport = super::targets::create_job_transport(&job)?;
-    let requeue = if args.requeue { Some(super::targets::build_requeue(&job)?) } else { None };
+    let transport = create_transport(&job)?;
+    let requeue = if args.requeue { cluster::find_batch_job(&job)? } else { None };
     let job_file = match &request.source {
         JobSource::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
         JobSource::Text { .. } | JobSource::CommandLine { .. } => None,
@@ -249,38 +276,22 @@ fn run_controller(
     Ok(controller::run_job(request, options))
 }
 
+/// Creates the transport that starts agents on the hosts of a job.
+fn create_transport(job: &JobSpec) -> diagnostic::Result<Box<dyn Transport>> {
+    let transport = cluster::find_cluster(job).and_then(|cluster| cluster.transport(job));
+    transport.map_err(|error| match error {
+        ClusterError::Job(mistakes) => {
+            output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)
+        }
+        ClusterError::Provider(error) => error,
+    })
+}
+
 /// Creates the ID of a run from the time `now` in UTC and 16 random bits, such as
 /// `20261120-223145-7f3a`.
 fn create_run_id(now: SystemTime, random: u16) -> RunId {
-    let seconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (year, month, day) = compute_civil_date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    RunId(format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}-{random:04x}"))
-}
-
-/// Computes the date that is `days` days after 1970-01-01. Returns year, month (from 1) and day
-/// (from 1).
-fn compute_civil_date(mut days: u64) -> (u64, u64, u64) {
-    let leap = |y: u64| (y.is_multiple_of(4) && !y.is_multiple_of(100)) || y.is_multiple_of(400);
-    let mut year = 1970;
-    loop {
-        let length = if leap(year) { 366 } else { 365 };
-        if days < length {
-            break;
-        }
-        days -= length;
-        year += 1;
-    }
-    let february = if leap(year) { 29 } else { 28 };
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    (year, month, days + 1)
+    let now = jiff::Timestamp::try_from(now).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
+    RunId(format!("{}-{random:04x}", now.strftime("%Y%m%d-%H%M%S")))
 }
 
 /// Draws 16 random bits with the random state of std's hash maps, for the ID of a run.

@@ -1,10 +1,10 @@
 //! `launch stop`: stops a run from another terminal.
-use super::ps::resolve_run;
+use super::{context::CommandContext, ps::resolve_run};
 use crate::{
-    cli::StopArgs,
     report::command_output,
     runs::{self, LossReason, ProcessHandle, RunFilter, RunState},
 };
+use clap::Args;
 use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
@@ -12,9 +12,27 @@ use std::time::{Duration, Instant};
 /// The interval at which a command that waits for the end of the controller checks its time limit.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
+/// Arguments of `launch stop`.
+#[derive(Debug, Args)]
+pub(crate) struct StopArgs {
+    /// Name of a run or its first characters, name of a job, or run directory
+    /// [default: the only active run]
+    #[arg(value_name = "RUN")]
+    run: Option<String>,
+    /// Kill the run without saving
+    #[arg(long)]
+    now: bool,
+    /// Return without waiting for the end of the run
+    #[arg(long)]
+    no_wait: bool,
+    /// Seconds to wait for the end of the run; if the run has not ended by then, the exit code is 1
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    wait: u64,
+}
+
 /// Runs `launch stop`: sends SIGTERM or, with `--now`, SIGQUIT to the controller of a run. Without
 /// `--no-wait`, blocks until the controller has ended.
-pub(crate) fn run(args: &StopArgs) -> diagnostic::Result<u8> {
+pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Active)?;
     let (name, controller) = (&run.record.run, &run.record.controller);
     if run.state == RunState::Elsewhere {

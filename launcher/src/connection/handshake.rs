@@ -9,7 +9,7 @@
 //! connection relies on a network in which no one modifies traffic.
 use contract::control::MAX_ADDRESSES;
 use diagnostic::{Code, Diagnostic, codes};
-use std::{fmt, io, io::Read as _, net::SocketAddr, time::Duration};
+use std::{fmt, io, net::SocketAddr, time::Duration};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The time limit of a whole handshake, on either side.
@@ -153,7 +153,7 @@ impl From<InvitationError> for Diagnostic {
 /// Reads 32 random bytes from the kernel.
 fn read_random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    getrandom::fill(&mut bytes)?;
     Ok(bytes)
 }
 

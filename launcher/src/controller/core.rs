@@ -7,6 +7,7 @@
 //! message does not depend on the number of hosts or workers, except for broadcasts and the end of
 //! an attempt.
 mod ending;
+pub(super) mod host_state;
 mod hosts;
 mod roster;
 mod workers;
@@ -14,8 +15,9 @@ mod workers;
 use super::{
     peer_exchange::PeerExchange,
     policy::{AttemptEnd, NoRestartReason, RestartHistory},
-    root_cause::{AgentEnd, RootCause, WorkerEnd},
+    root_cause::{AgentEnd, RootCause},
 };
+use crate::{leases::HEARTBEAT_INTERVAL, worker_end::PeerEnd};
 use contract::{
     control::{ExitStatus, FromAgent, HostInventory, ToAgent, WorkerAddresses},
     event::{Event, WorkerPhase},
@@ -25,27 +27,10 @@ use contract::{
     job::{JobSpec, MinHosts, ReloadValues},
 };
 use diagnostic::Diagnostic;
-use hosts::{AgentConnectionState, HostState, LeaseQueue};
+pub(crate) use host_state::HostIndex;
+use host_state::{AgentConnectionState, HostState, LeaseQueue};
 use std::{path::PathBuf, time::Duration};
 
-/// Index of a host in the job's list of hosts.
-pub(crate) type HostIndex = usize;
-
-/// The time limit from starting an agent to its hello, its first message. The limit covers the
-/// connection, the login and, where necessary, copying the executable.
-pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an agent on the controller's machine may be silent before the controller counts it as
-/// lost.
-pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
-/// How long an agent on another host may be silent before the controller counts it as lost. The
-/// lease is short because networks fail silently.
-pub(crate) const REMOTE_LEASE: Duration = Duration::from_secs(5);
-/// The interval between two heartbeats to an agent on another host.
-pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a lost remote host is not used again. If the agent of the host is still alive, it
-/// notices within this time that the controller is silent, and ends its workers.
-pub(crate) const LOST_HOST_QUARANTINE: Duration =
-    Duration::from_secs(crate::agent::CONTROLLER_LEASE.as_secs() + 7);
 /// The time limit for planning an attempt and binding its rendezvous.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
@@ -207,15 +192,6 @@ pub(crate) enum ControllerAction {
     KillAgent(HostIndex),
     /// The run is over. No action follows.
     End(RunOutcome),
-}
-
-/// The end of a rank that was not the root cause of a failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PeerEnd {
-    pub(crate) rank: Rank,
-    /// The host's name in the job.
-    pub(crate) host: String,
-    pub(crate) end: WorkerEnd,
 }
 
 /// The end of a run: the exit code of `launch` and the circumstances that determine it.

@@ -1,28 +1,34 @@
 //! [`ControllerDriver`]: executes what the core decides. The driver starts agents, exchanges
 //! messages with them, catches signals, and writes the journal and the report.
 mod cleanup;
+mod debug_log;
 mod start_attempt;
 
 use super::{
-    HostTarget, RequeueableJob, ResumePreparer, RunOptions, RunRequest, SecretVariables, StartNotifier,
-    StoreServer,
     core::{ControllerAction, ControllerCore, ControllerInput, CoreSetup, HostIndex, HostSetup, RunOutcome},
     file_watch::WatchedFileContent,
     hostfile::{FilteredHostfile, HostfileWatch},
     job_file::{JobFile, JobFileWatch},
     journal::Journal,
     preparation::{AttemptPreparation, HostInventories},
+    requeue::decide_requeue,
     root_cause::AgentEnd,
+    run_request::{ResumePreparer, RunOptions, RunRequest},
     signals::{SignalEvent, SignalReceiver},
     streamed_logs::StreamedLogs,
 };
 use crate::{
-    agent::{self, descendants::list_children},
-    connection::{FrameError, MessagePriority, Outbox, RunningClock, read_frames, write_frames},
+    clock::RunningClock,
+    cluster::{AgentHandle, AgentOutput, AgentProcess, BatchJob, HostTarget, Transport},
+    connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
+    detached_controller::StartNotifier,
+    format::{format_notice, quote_shell_words},
     plan::Plan,
+    processes::{become_subreaper, list_children},
+    rendezvous::StoreServer,
     report::{self, Reporter},
     runs,
-    transport::{self, AgentHandle, AgentProcess, Transport},
+    secrets::SecretVariables,
 };
 use contract::{
     control::{ExitStatus, FromAgent, ToAgent},
@@ -33,13 +39,13 @@ use contract::{
 };
 use diagnostic::{Diagnostic, codes};
 use nix::sys::signal::{SigHandler, Signal};
-use start_attempt::format_notice;
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     hash::{BuildHasher, RandomState},
     time::Duration,
 };
 use tokio::{io::AsyncReadExt, sync::mpsc, time::sleep};
+use tracing::info;
 
 /// The capacity of each of the driver's two channels, in messages: the channel for the messages of
 /// all agents, and the channel for lines that are shown to the user.
@@ -51,7 +57,7 @@ const STDERR_CHUNK_BYTES: usize = 4 << 10;
 const MAX_SLEEP: Duration = Duration::from_secs(1);
 
 /// Runs the job to its end and returns the exit code of `launch`. Blocks.
-pub(super) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
+pub(crate) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
     let config = report::ReportConfig {
         json: options.json.then_some(options.schema),
         prefix: request.job.run.logs.prefix,
@@ -124,7 +130,7 @@ struct ControllerDriver {
     /// The command line of `launch`.
     command: Vec<String>,
     secrets: SecretVariables,
-    requeue: Option<RequeueableJob>,
+    requeue: Option<BatchJob>,
     job_file: Option<JobFile>,
     hostfile: Option<FilteredHostfile>,
     /// Notifies the process that started this detached controller, once all workers of an attempt
@@ -229,6 +235,12 @@ impl ControllerDriver {
                 .with_cause(&error)
         })?;
         self.journal = Some(journal);
+        // Without this file the run is complete, so an error is only a line on the terminal.
+        if let Err(error) = debuglog::open_file(&directory.join("logs/controller.debug.log")) {
+            self.emit_notice(format!("cannot write the debug log: {error}"));
+        }
+        info!(target: "controller::plan", run = %self.plan.run, world = self.plan.world,
+            hosts = self.hosts.len(), "planned run");
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
         self.emit_event(Event::Start { run, run_dir: directory, world });
         if let Err(error) = runs::register_run(&self.plan, &self.job.name, &self.command) {
@@ -247,7 +259,7 @@ impl ControllerDriver {
             drop(preparation.bind_rendezvous(&self.lines.0)?);
         }
         self.preexisting_children = list_children();
-        agent::become_subreaper()
+        become_subreaper()
             .map_err(|error| build_setup_error("cannot become a child subreaper").with_cause(&error))?;
         SignalReceiver::install(self.job.run.signals, self.requeue.is_some())
             .map_err(|error| build_setup_error("cannot catch signals").with_cause(&error))
@@ -302,6 +314,7 @@ impl ControllerDriver {
         let (outbox, outgoing) = Outbox::channel();
         self.agents_started = self.agents_started.wrapping_add(1);
         let number = self.agents_started;
+        info!(target: "controller::transport", host, number, "started agent");
         tokio::spawn(read_frames((host, number), process.output, self.messages.0.clone()));
         tokio::spawn(write_frames(process.input, outgoing));
         tokio::spawn(forward_stderr(process.stderr, self.lines.0.clone()));
@@ -362,10 +375,12 @@ impl ControllerDriver {
     /// Gives an input to the core and executes the resulting actions. Then processes each input
     /// that these actions have produced in the same way.
     fn handle_input(&mut self, input: ControllerInput) {
+        debug_log::log_input(&input);
         let now = self.clock.now();
         let actions = self.core.handle_input(now, input);
         actions.into_iter().for_each(|action| self.execute_action(action));
         while let Some(input) = self.pending_inputs.pop_front() {
+            debug_log::log_input(&input);
             let now = self.clock.now();
             let actions = self.core.handle_input(now, input);
             actions.into_iter().for_each(|action| self.execute_action(action));
@@ -375,6 +390,7 @@ impl ControllerDriver {
     /// Executes one action that the core has decided on. Some actions add an input to
     /// `pending_inputs`.
     fn execute_action(&mut self, action: ControllerAction) {
+        debug_log::log_action(&action);
         match action {
             ControllerAction::Send(host, message) => self.send_to_agent(host, message),
             ControllerAction::RecordInventory(host, inventory) => {
@@ -463,10 +479,12 @@ impl ControllerDriver {
     fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = self.clock.now().as_secs_f64();
         let exit_code = outcome.exit_code;
-        let requeue = self.requeue.take().and_then(|requeue| {
-            let decision = requeue.decide_requeue(&outcome)?;
-            self.emit_notice(decision.message);
-            decision.job
+        let requeued = self.requeue.take().filter(|job| match decide_requeue(job, &outcome) {
+            Some(decision) => {
+                self.emit_notice(decision.message);
+                decision.requeue
+            }
+            None => false,
         });
         self.emit_event(Event::Done { exit_code, step: outcome.step, seconds });
         // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
@@ -481,11 +499,11 @@ impl ControllerDriver {
             killed: outcome.killed,
             peers: outcome.peers,
             run_dir: self.plan.run_dir,
-            resume: quote_command(&self.command),
+            resume: quote_shell_words(&self.command),
             seconds,
         });
-        // Requeuing is the last step, because Slurm then ends this process, too.
-        if let Some(Err(error)) = requeue.map(transport::requeue_job) {
+        // Requeuing is the last step, because the scheduler then ends this process, too.
+        if let Some(Err(error)) = requeued.map(|job| (job.requeue)(&job.id)) {
             report::command_output::write_message(&diagnostic::render(
                 &error,
                 report::command_output::is_color_enabled(),
@@ -497,7 +515,7 @@ impl ControllerDriver {
 
 /// Sends each line that an agent writes to stderr to the channel `lines`. Ends when the stream ends
 /// or the channel is closed.
-async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<String>) {
+async fn forward_stderr(mut stream: AgentOutput, lines: mpsc::Sender<String>) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {
         for line in String::from_utf8_lossy(&buffer[..n]).lines() {
@@ -508,19 +526,6 @@ async fn forward_stderr(mut stream: transport::AgentOutput, lines: mpsc::Sender<
     }
 }
 
-/// Joins the words of a command line, quoted for a shell.
-fn quote_command(words: &[String]) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    let quote = |word: &String| {
-        if !word.is_empty() && word.chars().all(plain) {
-            word.clone()
-        } else {
-            format!("'{}'", word.replace('\'', "'\\''"))
-        }
-    };
-    words.iter().map(quote).collect::<Vec<_>>().join(" ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -528,6 +533,6 @@ mod tests {
     #[test]
     fn command_lines_are_quoted_for_a_shell() {
         let words = ["launch", "my job.yaml", "--set", "a=it's", ""].map(String::from);
-        assert_eq!(quote_command(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
+        assert_eq!(quote_shell_words(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
     }
 }

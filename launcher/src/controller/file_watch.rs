@@ -1,27 +1,18 @@
 //! Watches files that a user may edit while the job runs, and reports their changed content.
 //!
-//! Each watch observes the directory of a file, because editors replace a file by a new one.
-//! Changes that the kernel does not report (by other clients of a network file system) are found by
-//! polling.
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+//! [`ChangeWatcher`] wakes the watch. Changes that it does not report are found by polling.
+use crate::change_watcher::{ChangeWatcher, WatchTarget};
 use std::{
     fs::{self, File},
     io::{self, Read},
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::MetadataExt,
-    },
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Duration,
 };
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    sync::mpsc,
-    time::{sleep, timeout},
-};
+use tokio::{sync::mpsc, time::sleep};
 
-/// The longest interval between two examinations of a watched file, for changes that the kernel
-/// does not report.
+/// The longest interval between two examinations of a watched file, for changes that no watcher
+/// reports.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
@@ -67,12 +58,12 @@ pub(crate) fn watch_file(
 ) -> mpsc::Receiver<WatchedFileContent> {
     let (sender, receiver) = mpsc::channel(CHANNEL_CAPACITY);
     // The file is read before this function returns, so that no later change is missed.
+    let mut watcher = ChangeWatcher::start(WatchTarget::File(path.clone()));
     let first = (read_fingerprint(&path), read_content(&path, limit));
     tokio::spawn(async move {
-        let inotify = watch_directories(&path);
         let (mut last_fingerprint, mut last_content) = first;
         while !sender.is_closed() {
-            wait_for_change(inotify.as_ref()).await;
+            watcher.wait_for_change(POLL_INTERVAL).await;
             let fingerprint = wait_for_settled_fingerprint(&path).await;
             if fingerprint == last_fingerprint {
                 continue;
@@ -93,41 +84,6 @@ pub(crate) fn watch_file(
         }
     });
     receiver
-}
-
-/// Watches the directory of a file with inotify and, if the file is a symbolic link, the directory
-/// of the link's target. Returns `None` if inotify is not available, so that the file must be
-/// polled.
-fn watch_directories(path: &Path) -> Option<AsyncFd<OwnedFd>> {
-    let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
-    let flags = AddWatchFlags::IN_CLOSE_WRITE
-        | AddWatchFlags::IN_CREATE
-        | AddWatchFlags::IN_DELETE
-        | AddWatchFlags::IN_MOVED_FROM
-        | AddWatchFlags::IN_MOVED_TO;
-    let parent = |path: &Path| match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    };
-    inotify.add_watch(&parent(path), flags).ok()?;
-    if let Ok(target) = fs::canonicalize(path) {
-        _ = inotify.add_watch(&parent(&target), flags);
-    }
-    let fd = inotify.as_fd().try_clone_to_owned().ok()?;
-    // SAFETY: an OwnedFd always returns the same descriptor, which is open until it is dropped.
-    unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.ok()
-}
-
-/// Waits until a watched directory changes, but at most [`POLL_INTERVAL`]. Without inotify, waits
-/// for the whole interval.
-async fn wait_for_change(inotify: Option<&AsyncFd<OwnedFd>>) {
-    let Some(inotify) = inotify else { return sleep(POLL_INTERVAL).await };
-    if let Ok(Ok(mut guard)) = timeout(POLL_INTERVAL, inotify.readable()).await {
-        // The events are discarded, because the file itself is compared.
-        let mut buffer = [0; 4096];
-        while matches!(nix::unistd::read(inotify.get_ref(), &mut buffer), Ok(1..)) {}
-        guard.clear_ready();
-    }
 }
 
 /// The device, inode, modification time and size of a file, which differ after each change; `None`
@@ -187,6 +143,7 @@ fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::time::timeout;
 
     /// Runs an asynchronous test to its end, in a runtime on this thread.
     fn run_in_runtime(test: impl Future<Output = ()>) {

@@ -1,12 +1,9 @@
 //! [`HostfileWatch`]: finds out, while a job runs, which hosts were added to the job's hostfile and
 //! which hosts are no longer listed in the file.
-use super::{
-    HostTarget,
-    file_watch::{WatchedFileContent, watch_file},
-};
+use super::file_watch::{WatchedFileContent, watch_file};
 use crate::{
-    discover::cluster_hosts::{ClusterHost, resolve_hostfile_text},
-    report::format_first_error,
+    cluster::{ClusterHost, HostTarget, resolve_hostfile_text},
+    format::format_first_error,
 };
 use contract::{
     hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
@@ -25,7 +22,7 @@ const MAX_LISTED_NAMES: usize = 8;
 
 /// The hostfile of a job, with the job's filters.
 #[derive(Clone, Debug)]
-pub struct FilteredHostfile {
+pub(crate) struct FilteredHostfile {
     path: PathBuf,
     cluster: ClusterSpec,
 }

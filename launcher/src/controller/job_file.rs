@@ -1,6 +1,6 @@
 //! [`JobFileWatch`]: finds out, while a job runs, which changes of its job file take effect.
 use super::file_watch::{WatchedFileContent, watch_file};
-use crate::report::format_first_error;
+use crate::format::format_first_error;
 use contract::{
     JobSource, JobSpec, SourceMap,
     job::{MAX_JOB, ReloadValues, compare_jobs, load_job},
@@ -11,11 +11,11 @@ use tokio::sync::mpsc;
 
 /// The path of a job file, with the overrides of the command line.
 #[derive(Clone, Debug)]
-pub struct JobFile {
+pub(crate) struct JobFile {
     /// The path of the file.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// The arguments of `--set`, which override keys of the file.
-    pub set: Vec<String>,
+    pub(crate) set: Vec<String>,
 }
 
 /// The consequences of a changed job file: notices and reloaded values.

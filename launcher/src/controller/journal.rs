@@ -3,7 +3,7 @@
 //!
 //! Events are appended line by line, so that a crash loses at most the last line.
 use super::tensorboard::TensorboardFile;
-use crate::plan::Plan;
+use crate::{clock::read_unix_time_ms, plan::Plan, runs::write_atomically};
 use contract::{
     event::{Event, EventSchema},
     job::JobSpec,
@@ -12,7 +12,6 @@ use serde::Serialize;
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
-    path::Path,
 };
 
 /// The format version that `job.json` contains.
@@ -91,7 +90,7 @@ impl Journal {
 
 /// Returns the current time in seconds since 1970.
 fn read_unix_time() -> f64 {
-    crate::agent::log_times::read_unix_time_ms() as f64 / 1000.0
+    read_unix_time_ms() as f64 / 1000.0
 }
 
 /// Creates the TensorBoard file of a run of the built-in training. Returns `None` for a job that
@@ -101,22 +100,12 @@ fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
     trains.then(|| TensorboardFile::create(&plan.run_dir, &plan.run.0, read_unix_time())).transpose()
 }
 
-/// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. After
-/// a crash, the file has either all of `bytes` or its previous content.
-pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let temporary = directory.join(format!(".{name}.tmp"));
-    let mut file = File::create(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&temporary, directory.join(name))?;
-    File::open(directory)?.sync_all()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing;
     use contract::{control::HostPlan, ids::RunId};
+    use std::path::Path;
 
     /// Builds a plan of one host without workers.
     fn build_plan(run_dir: &Path) -> Plan {
@@ -129,12 +118,14 @@ mod tests {
             world: 1,
             workers: Vec::new(),
             grace_ms: 0,
+            debug_filter: String::new(),
         };
         Plan {
             run: RunId("r1".into()),
             run_dir: run_dir.into(),
             world: 1,
             master_address: None,
+            master_port: None,
             host_plans: vec![node],
             host_names: vec!["here".into()],
             warnings: Vec::new(),

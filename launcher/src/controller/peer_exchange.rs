@@ -1,5 +1,5 @@
 //! [`PeerExchange`]: collects the addresses of the built-in workers of an attempt, without I/O.
-use super::core::HostIndex;
+use super::core::host_state::HostIndex;
 use contract::{
     control::{MAX_ADDRESSES, WorkerAddresses},
     ids::Rank,

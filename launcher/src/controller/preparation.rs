@@ -1,13 +1,11 @@
 //! [`AttemptPreparation`]: what an attempt needs before its workers can start: a plan for its hosts
 //! and a bound rendezvous. [`HostInventories`] holds the inventories for the plan.
-use super::{
-    HostTarget,
-    core::{HostIndex, PlannedWorker},
-    rendezvous::BoundRendezvous,
-};
+use super::core::{HostIndex, PlannedWorker};
 use crate::{
+    cluster::HostTarget,
     discover::Inventory,
     plan::{JobHost, Plan},
+    rendezvous::BoundRendezvous,
 };
 use contract::{
     control::{HostInventory, HostPlan, RendezvousRequest},

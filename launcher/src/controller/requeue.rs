@@ -1,77 +1,66 @@
-//! Decides whether a Slurm batch job is requeued after its run has ended. Calls no Slurm command.
+//! [`decide_requeue`]: decides whether a batch job is requeued after its run has ended.
 use super::core::RunOutcome;
-use crate::report::format_count;
-
-/// A Slurm batch job that may be requeued after its run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RequeueableJob {
-    /// The Slurm id of the batch job.
-    pub job: u64,
-    /// How often Slurm has requeued the job so far.
-    pub restarts: u32,
-    /// How often the job may be requeued (`slurm.requeues`).
-    pub max_requeues: u32,
-}
+use crate::{cluster::BatchJob, format::format_count};
 
 /// The decision whether to requeue the batch job, and a notice about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RequeueDecision {
-    /// The id of the batch job to requeue; `None` if the batch job is not requeued.
-    pub(super) job: Option<u64>,
+    /// Whether the batch job is requeued.
+    pub(super) requeue: bool,
     /// A notice for the user with the decision and its reason.
     pub(super) message: String,
 }
 
-impl RequeueableJob {
-    /// Decides by the outcome of the run whether the batch job is requeued. Returns `None`, without
-    /// a notice for the user, unless a host was lost or the time limit of the batch job was near.
-    /// Decides against a requeue if `max_requeues` is reached, or if the run completed no step
-    /// before the time limit.
-    pub(super) fn decide_requeue(&self, outcome: &RunOutcome) -> Option<RequeueDecision> {
-        let why = match outcome {
-            RunOutcome { near_time_limit: true, .. } => "the time limit is near",
-            RunOutcome { host_lost: true, .. } => "a host was lost",
-            _ => return None,
-        };
-        let RequeueableJob { job, restarts, max_requeues: most } = *self;
-        let objection = if restarts >= most {
-            let times = format_count(u64::from(restarts), "time", "times");
-            Some(format!("the job was requeued {times} already, and `slurm.requeues` is {most}"))
-        } else if outcome.near_time_limit && !outcome.made_progress {
-            Some(
-                "this run completed no step; request a longer time limit, or reduce the work of a step"
-                    .to_owned(),
-            )
-        } else {
-            None
-        };
-        Some(match objection {
-            Some(objection) => RequeueDecision {
-                job: None,
-                message: format!("{why}, but Slurm job {job} is not requeued: {objection}"),
-            },
-            None => RequeueDecision {
-                job: Some(job),
-                message: format!(
-                    "{why}: requeuing Slurm job {job} (requeue {} of at most {most})",
-                    restarts + 1
-                ),
-            },
-        })
-    }
+/// Decides by the outcome of the run whether the batch job is requeued. Returns `None`, without a
+/// notice for the user, unless a host was lost or the time limit of the batch job was near. Decides
+/// against a requeue if `max_requeues` is reached, or if the run completed no step before the time
+/// limit.
+pub(super) fn decide_requeue(job: &BatchJob, outcome: &RunOutcome) -> Option<RequeueDecision> {
+    let why = match outcome {
+        RunOutcome { near_time_limit: true, .. } => "the time limit is near",
+        RunOutcome { host_lost: true, .. } => "a host was lost",
+        _ => return None,
+    };
+    let BatchJob { label, restarts, max_requeues: most, limit_key, .. } = job;
+    let objection = if restarts >= most {
+        let times = format_count(u64::from(*restarts), "time", "times");
+        Some(format!("the job was requeued {times} already, and `{limit_key}` is {most}"))
+    } else if outcome.near_time_limit && !outcome.made_progress {
+        Some(
+            "this run completed no step; request a longer time limit, or reduce the work of a step"
+                .to_owned(),
+        )
+    } else {
+        None
+    };
+    Some(match objection {
+        Some(objection) => RequeueDecision {
+            requeue: false,
+            message: format!("{why}, but {label} is not requeued: {objection}"),
+        },
+        None => RequeueDecision {
+            requeue: true,
+            message: format!("{why}: requeuing {label} (requeue {} of at most {most})", restarts + 1),
+        },
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Decides whether batch job 7, which was requeued `restarts` times and may be requeued twice,
-    /// is requeued. Returns `None` if there is no decision, `Some(None)` if the job is not
-    /// requeued, and otherwise the id of the job.
-    fn decide_requeue_after(restarts: u32, outcome: RunOutcome) -> Option<Option<u64>> {
-        RequeueableJob { job: 7, restarts, max_requeues: 2 }
-            .decide_requeue(&outcome)
-            .map(|decision| decision.job)
+    /// Decides whether a batch job that was requeued `restarts` times, and may be requeued twice,
+    /// is requeued. Returns `None` if there is no decision.
+    fn decide_requeue_after(restarts: u32, outcome: RunOutcome) -> Option<bool> {
+        let job = BatchJob {
+            label: "job 7".into(),
+            id: "7".into(),
+            restarts,
+            max_requeues: 2,
+            limit_key: "batch.requeues",
+            requeue: |_| Ok(()),
+        };
+        decide_requeue(&job, &outcome).map(|decision| decision.requeue)
     }
 
     #[test]
@@ -83,18 +72,18 @@ mod tests {
             ..RunOutcome::default()
         };
         assert_eq!(decide_requeue_after(0, ended(false, false, true)), None, "completed, failed or stopped");
-        assert_eq!(decide_requeue_after(0, ended(true, false, true)), Some(Some(7)));
+        assert_eq!(decide_requeue_after(0, ended(true, false, true)), Some(true));
         assert_eq!(
             decide_requeue_after(1, ended(false, true, false)),
-            Some(Some(7)),
+            Some(true),
             "the job is not at fault for the loss of a host"
         );
         assert_eq!(
             decide_requeue_after(0, ended(true, false, false)),
-            Some(None),
+            Some(false),
             "the job would never get further"
         );
-        assert_eq!(decide_requeue_after(2, ended(true, false, true)), Some(None));
-        assert_eq!(decide_requeue_after(2, ended(false, true, true)), Some(None));
+        assert_eq!(decide_requeue_after(2, ended(true, false, true)), Some(false));
+        assert_eq!(decide_requeue_after(2, ended(false, true, true)), Some(false));
     }
 }

@@ -1,5 +1,6 @@
 //! [`RootCause`]: the first failure of an attempt, from which the others follow.
-use super::core::HostIndex;
+use super::core::host_state::HostIndex;
+use crate::worker_end::{PANIC_EXIT, WorkerEnd, describe_process_end, format_signal_name};
 use contract::{
     control::ExitStatus,
     exit::{self, WorkerExit},
@@ -7,11 +8,7 @@ use contract::{
     ids::Rank,
 };
 use diagnostic::Diagnostic;
-use nix::sys::signal::Signal;
 use std::fmt;
-
-/// The exit code of a Rust process that panicked.
-const PANIC_EXIT: u8 = 101;
 
 /// The root cause of a failed attempt, or a candidate for it.
 #[derive(Clone, Debug, PartialEq)]
@@ -160,57 +157,6 @@ impl WorkerProcessEnd {
         };
         RootCause::new(host, reason, message).with_rank(Some(rank))
     }
-}
-
-/// The end of a worker that was not the root cause of a failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum WorkerEnd {
-    /// The process ended. `builtin` states whether it ran the built-in runtime.
-    Exited { status: ExitStatus, builtin: bool },
-    /// The kernel killed the process because the host ran out of memory.
-    OutOfMemory(ExitStatus),
-    /// The worker was running when its agent was lost.
-    LostWithAgent,
-    /// The process of the worker was never started.
-    NeverStarted,
-}
-
-impl fmt::Display for WorkerEnd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            WorkerEnd::Exited { status, builtin } => f.write_str(&describe_process_end(*status, *builtin)),
-            WorkerEnd::OutOfMemory(status) => {
-                write!(f, "{} because memory ran out (OOM killer)", describe_process_end(*status, false))
-            }
-            WorkerEnd::LostWithAgent => f.write_str("lost with its agent"),
-            WorkerEnd::NeverStarted => f.write_str("never started"),
-        }
-    }
-}
-
-/// Describes how a process ended, such as `exited with code 3` or `killed by SIGSEGV (core
-/// dumped)`. The exit codes of the built-in runtime are explained if `builtin` is set.
-pub(crate) fn describe_process_end(status: ExitStatus, builtin: bool) -> String {
-    match status {
-        ExitStatus::Code(0) => "finished".into(),
-        ExitStatus::Code(code) => match WorkerExit::from_exit_code(code).filter(|_| builtin) {
-            Some(WorkerExit::Aborted) => "aborted after the failure".into(),
-            Some(WorkerExit::Stopped) => "saved and stopped although no stop was requested".into(),
-            None if builtin && code == PANIC_EXIT => {
-                "panicked (exit code 101), which is a bug of launch".into()
-            }
-            _ => format!("exited with code {code}"),
-        },
-        ExitStatus::Signal(number, core_dumped) => {
-            let core = if core_dumped { " (core dumped)" } else { "" };
-            format!("killed by {}{core}", format_signal_name(number))
-        }
-    }
-}
-
-/// Returns the name of a signal, such as `SIGKILL`, or `signal N` if the number has no name.
-fn format_signal_name(number: i32) -> String {
-    Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |signal| signal.to_string())
 }
 
 /// The way in which a host's agent ended or was lost. Every process of the job on that host is gone

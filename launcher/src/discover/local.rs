@@ -1,11 +1,9 @@
 //! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
 //! environment.
-use super::{Inventory, cgroup, gpus, topology};
+use super::{Inventory, cgroup, cpu_list::parse_cpu_list, gpus, host_name::read_host_name_below, topology};
 use contract::{control::InterfaceAddress, env};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// The limit of CPU numbers: a CPU list with a number of this value or above is rejected.
-const MAX_CPUS: u32 = 65_536;
 /// The largest number of network addresses in an inventory. Further addresses are left out.
 const MAX_INTERFACE_ADDRESSES: usize = 256;
 
@@ -20,7 +18,7 @@ pub fn discover_local() -> io::Result<Inventory> {
 /// Reads an inventory from the files below `root`. The addresses, the size of /dev/shm and the
 /// environment are missing in the result.
 fn discover_below(root: &Path) -> io::Result<Inventory> {
-    let host = read_system_file(root, "proc/sys/kernel/hostname")?.trim().to_owned();
+    let host = read_host_name_below(root)?;
     let status = read_system_file(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
     let cpus = parse_cpu_list(list.trim()).ok_or_else(|| {
@@ -69,23 +67,6 @@ fn list_addresses() -> Vec<InterfaceAddress> {
 /// Reads the file `path` below `root`. The error contains the path.
 fn read_system_file(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
-}
-
-/// Parses a list such as `0-3,8,10-11` into CPU numbers in ascending order. Returns `None` if the
-/// list is empty or malformed.
-pub(super) fn parse_cpu_list(text: &str) -> Option<Vec<u32>> {
-    let mut cpus = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?);
-        if first > last || last >= MAX_CPUS {
-            return None;
-        }
-        cpus.extend(first..=last);
-    }
-    cpus.sort_unstable();
-    cpus.dedup();
-    (!cpus.is_empty()).then_some(cpus)
 }
 
 /// Parses `MemTotal` of /proc/meminfo. Returns the memory of the machine in bytes.

@@ -1,5 +1,5 @@
 //! Reads the CPU cores and NUMA nodes of this machine from /sys.
-use super::local::parse_cpu_list;
+use super::cpu_list::parse_cpu_list;
 use contract::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 

@@ -2,26 +2,18 @@
 //! default_config.yaml.
 //!
 //! The environment of the job equals the one that `accelerate launch` sets for the configuration.
+mod distributed_type;
 mod env;
 
 use super::{
-    ImportErrors, ImportOptions, ImportedJob, JobDraft, note_unnamed_hosts, remaining_keys::RemainingKeys,
-    set_command, set_hostfile,
+    draft::{ImportedJob, JobDraft},
+    import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_command, set_hostfile},
+    remaining_keys::RemainingKeys,
 };
 use contract::job::Document;
 use diagnostic::{Diagnostic, Location, codes::command};
+use distributed_type::DistributedType;
 use std::path::Path;
-
-/// The kind of job that a configuration describes: its key `distributed_type`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum DistributedType {
-    Single,
-    Cpu,
-    Gpu,
-    DeepSpeed,
-    Fsdp,
-    Megatron,
-}
 
 /// The values of `distributed_type` in a configuration, and what they mean.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[

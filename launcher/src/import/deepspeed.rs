@@ -7,16 +7,15 @@ mod unsupported_keys;
 mod zero;
 
 use super::{
-    ImportErrors, ImportOptions, ImportedJob, JobDraft, build_python_command, count_slots,
-    remaining_keys::RemainingKeys, set_hostfile, value_text,
+    draft::{ImportedJob, JobDraft},
+    import_options::{ImportErrors, ImportOptions, build_python_command, count_slots, set_hostfile},
+    remaining_keys::RemainingKeys,
+    value_text,
 };
 use contract::job::{Document, DocumentValue};
 use diagnostic::Diagnostic;
 use std::path::Path;
-use unsupported_keys::UNSUPPORTED_KEYS;
-
-/// The reason in notes about keys with the value `auto`.
-const AUTO: &str = "HF Trainer replaces `auto`";
+use unsupported_keys::{AUTO, UNSUPPORTED_KEYS};
 
 /// Converts a configuration of DeepSpeed to a job with notes. `hosts` is the text of the hostfile.
 pub(crate) fn convert_deepspeed_config(

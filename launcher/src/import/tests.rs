@@ -1,11 +1,11 @@
 //! Golden tests of imports. Each input in tests/import is converted, and the job and the notes are
 //! compared with golden files. `UPDATE_EXPECTED=1` rewrites the golden files.
-use super::{draft::NoteKind, *};
+use super::{draft::NoteKind, import_options::ImportErrors, *};
 use contract::{
     JobSource, JobSpec,
     job::{Document, DocumentSyntax},
 };
-use diagnostic::codes::command;
+use diagnostic::{Diagnostic, codes::command};
 use std::{
     collections::BTreeMap,
     fs,

@@ -2,7 +2,9 @@
 mod arguments;
 
 use super::{
-    ImportErrors, ImportOptions, ImportedJob, JobDraft, note_unnamed_hosts, set_hostfile, value_text,
+    draft::{ImportedJob, JobDraft},
+    import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_hostfile},
+    value_text,
 };
 use arguments::{TorchrunArgs, TorchrunArgsError, parse_torchrun_args};
 use contract::job::quote_yaml;

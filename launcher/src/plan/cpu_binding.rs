@@ -1,5 +1,5 @@
 //! [`assign_cpus`]: assigns the CPUs of a host to its workers, by `run.cpu_bind`.
-use crate::{discover::Inventory, report::format_count};
+use crate::{discover::Inventory, format::format_count};
 use contract::{hardware::CpuCore, job::CpuBind};
 use std::collections::BTreeMap;
 

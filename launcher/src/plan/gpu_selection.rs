@@ -1,8 +1,8 @@
 //! [`GpuSelection`]: the GPUs that the workers of a host can use.
-use super::{JobHost, key_error};
-use crate::{discover::Inventory, report};
+use super::{job_host::JobHost, key_error::key_error};
+use crate::{discover::Inventory, format::format_count};
 use contract::{
-    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, VISIBLE_DEVICES},
+    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
     hardware::GpuVendor,
     job::{DeviceSelection, JobSpec, VisibleDevices},
 };
@@ -198,7 +198,7 @@ impl GpuSelection {
             let message = format!(
                 "{workers} workers with {} per GPU need more than the {} of {host}",
                 self.workers_per_gpu,
-                report::format_count(count as u64, "GPU", "GPUs")
+                format_count(count as u64, "GPU", "GPUs")
             );
             let help = "use fewer workers, or raise `cluster.workers_per_gpu`";
             return reject("cluster.workers_per_host", message, help);
@@ -236,12 +236,6 @@ impl GpuSelection {
         }
         env
     }
-}
-
-/// Returns whether the variable `name` restricts which GPUs a process sees. `run.pass_env` never
-/// passes such variables, because the user or [`GpuSelection::build_gpu_env`] sets them.
-pub(crate) fn is_device_variable(name: &str) -> bool {
-    VISIBLE_DEVICES.contains(&name)
 }
 
 /// Parses the entries of `CUDA_VISIBLE_DEVICES`. Like CUDA, ignores the first invalid entry and

@@ -1,6 +1,6 @@
 //! [`choose_master_address`]: chooses `MASTER_ADDR` as an IP address, so that no worker has to
 //! resolve a hostname.
-use super::{JobHost, key_error};
+use super::{job_host::JobHost, key_error::key_error};
 use contract::{control::InterfaceAddress, job::InterfaceSelector};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};

@@ -66,7 +66,9 @@ fn two_workers_get_separate_cpus_and_the_environment_of_torchrun() {
     assert_eq!((&first.cpus[..], &second.cpus[..]), (&[0, 1][..], &[4, 5][..]));
     assert_eq!((second.rank, second.local_rank, second.local_world, second.threads), (1, 1, 2, 2));
     assert_eq!(second.log.to_str(), Some("/w/runs/demo/R/logs/rank-1.log"));
-    let env: Vec<String> = second.env.iter().map(|(n, v)| format!("{n}={v}")).collect();
+    let mut env = second.env.clone();
+    plan.insert_rendezvous(&mut env);
+    let env: Vec<String> = env.iter().map(|(n, v)| format!("{n}={v}")).collect();
     assert_eq!(
         env,
         [
@@ -167,9 +169,17 @@ fn an_absent_rank_is_warned_about() {
 }
 
 #[test]
-fn a_port_that_is_not_fixed_is_auto() {
-    let plan = expect_plan(&load_job_text("run: {command: [true]}"), &build_inventory(&[0], None));
-    assert!(plan.host_plans[0].workers[0].env.contains(&("MASTER_PORT".to_owned(), "auto".to_owned())));
+fn a_port_that_is_not_fixed_is_unknown_and_shown_as_auto() {
+    let mut plan = expect_plan(&load_job_text("run: {command: [true]}"), &build_inventory(&[0], None));
+    let find_port = |plan: &Plan| {
+        let mut env = plan.host_plans[0].workers[0].env.clone();
+        assert!(env.iter().all(|(name, _)| name != "MASTER_PORT"));
+        plan.insert_rendezvous(&mut env);
+        env.into_iter().find(|(name, _)| name == "MASTER_PORT").map(|(_, value)| value)
+    };
+    assert_eq!((plan.master_port, find_port(&plan).as_deref()), (None, Some("auto")));
+    plan.master_port = Some(7);
+    assert_eq!(find_port(&plan).as_deref(), Some("7"));
 }
 
 #[test]
@@ -250,7 +260,8 @@ fn plan_hosts(job: &JobSpec, hosts: &[JobHost], attempt: &Attempt) -> Result<Pla
 /// variable is not set.
 fn find_env_value(plan: &Plan, rank: usize, name: &str) -> String {
     let mut workers = plan.host_plans.iter().flat_map(|n| &n.workers);
-    let env = &workers.nth(rank).expect("the rank").env;
+    let mut env = workers.nth(rank).expect("the rank").env.clone();
+    plan.insert_rendezvous(&mut env);
     env.iter().find(|(n, _)| n == name).expect("the name").1.clone()
 }
 

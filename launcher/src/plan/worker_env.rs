@@ -1,12 +1,11 @@
 //! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
-use super::{gpu_selection::GpuSelection, key_error};
+use super::{gpu_selection::GpuSelection, key_error::key_error};
 use crate::discover::Inventory;
 use contract::{
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
-    job::{CommBackend, JobSpec, MasterPort, StoreHost, VisibleDevices},
+    job::{CommBackend, JobSpec, StoreHost, VisibleDevices},
 };
-use core::net::IpAddr;
 use diagnostic::codes;
 use std::path::Path;
 
@@ -23,7 +22,6 @@ pub(super) struct SharedEnvValues<'a> {
     pub(super) groups: u32,
     /// The directory of the workers' log files.
     pub(super) logs: &'a Path,
-    pub(super) master_address: Option<IpAddr>,
     /// The number of restarts so far, without those that only change hosts.
     pub(super) restarts: u32,
 }
@@ -40,26 +38,20 @@ pub(super) struct WorkerPosition<'a> {
     pub(super) gpus: &'a GpuSelection,
 }
 
-/// Returns the variables that are added to a worker's environment. The variables that launch
-/// defines come first, followed by those of `run.env`, which replace defaults of launch.
+/// Returns the variables that are added to a worker's environment, without `MASTER_ADDR` and
+/// `MASTER_PORT`, which [`insert_rendezvous`] adds. The variables that launch defines come first,
+/// followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
     inventory: &Inventory,
     position: &WorkerPosition<'_>,
 ) -> Vec<(String, String)> {
     let job = job_env.job;
-    let port = match job.cluster.master_port {
-        MasterPort::Auto => "auto".to_owned(),
-        MasterPort::Fixed(port) => port.to_string(),
-    };
-    let master = job_env.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
     let mut env = vec![
         (env::RANK, position.rank.to_string()),
         (env::LOCAL_RANK, compute_local_rank_env(job, position.local_rank).to_string()),
         (env::WORLD_SIZE, job_env.world.to_string()),
         (env::LOCAL_WORLD_SIZE, position.local_world.to_string()),
-        (env::MASTER_ADDR, master),
-        (env::MASTER_PORT, port),
     ];
     let mut defaults = vec![(env::OMP_NUM_THREADS, position.threads.to_string())];
     let trains = job.run.command.is_none();
@@ -85,6 +77,13 @@ pub(super) fn build_worker_env(
     env.extend(defaults.into_iter().filter(|(name, _)| !is_given(*name)));
     let added = env.into_iter().map(|(name, value)| (name.to_owned(), value));
     added.chain(job.run.env.iter().cloned()).collect()
+}
+
+/// Inserts `MASTER_ADDR` and `MASTER_PORT` after the ranks of a worker's environment.
+pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
+    let position = env.iter().position(|(name, _)| name == env::LOCAL_WORLD_SIZE).map_or(0, |i| i + 1);
+    let variables = [(env::MASTER_ADDR.to_owned(), address), (env::MASTER_PORT.to_owned(), port)];
+    env.splice(position..position, variables);
 }
 
 /// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it can see:

@@ -1,5 +1,5 @@
 //! Formats events as one line of text for people.
-use super::format::{format_binary_bytes, format_count, format_duration, format_hosts, format_number};
+use crate::format::{format_binary_bytes, format_count, format_duration, format_hosts, format_number};
 use contract::event::{Event, FailureReport};
 
 /// Formats an event as one line of text. Omits the output lines and the help of a failure.

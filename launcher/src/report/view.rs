@@ -1,16 +1,20 @@
 //! [`RunView`]: shows the events, lines and messages of a run on the console. The reporting thread
 //! owns the view.
 use super::{
-    ReportConfig, ReportItem, RunSummary,
     console::Console,
     deduplicator::{Deduplicator, MergedLine},
     event_text::{format_event, format_failure, format_restart},
-    format::{format_clock, format_count, format_duration, format_number, format_phases, format_ranks},
-    format::{format_rank_label, group_ranks_by_value, replace_control_characters},
     loss_curve::LossCurve,
     rate_limit::{LineDecision, LineRateLimit},
+    report_item::{ReportConfig, ReportItem, RunSummary},
 };
-use crate::controller::PeerEnd;
+use crate::{
+    format::{
+        format_clock, format_count, format_duration, format_number, format_phases, format_rank_label,
+        format_ranks, group_ranks_by_value, replace_control_characters,
+    },
+    worker_end::PeerEnd,
+};
 use contract::{
     event::{Event, FailureReport, WorkerPhase},
     ids::Rank,

@@ -1,5 +1,5 @@
 //! [`select_run`]: finds the run that a command line names.
-use super::{Run, RunState};
+use super::registry::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
 /// Which runs a command may select: any run, or active runs only.
@@ -123,8 +123,11 @@ fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LossReason, ProcessIdentity, RunRecord};
     use super::*;
+    use crate::runs::{
+        process_identity::ProcessIdentity,
+        registry::{LossReason, RunRecord},
+    };
     use diagnostic::Code;
 
     #[test]

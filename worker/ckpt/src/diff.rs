@@ -5,13 +5,12 @@
 //! checkpoints.
 mod stats;
 
-pub use self::stats::{ElementDiff, ElementPair, RoundingCast};
+pub use crate::diff::stats::{ElementDiff, ElementPair, RoundingCast};
 
-use self::stats::DiffStats;
-use crate::catalog::{TensorInfo, TensorRole, TiedWeight};
-use crate::dtype::Dtype;
+use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TiedWeight};
+use crate::diff::stats::DiffStats;
 use crate::error::{CkptError, Result};
-use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::tensor::{Dtype, TensorRole};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;

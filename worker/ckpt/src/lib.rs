@@ -24,76 +24,60 @@
 compile_error!("checkpoints are little-endian; big-endian machines are not supported");
 
 mod catalog;
-mod checkpoint;
-mod checkpoint_dir;
-mod checkpoint_watch;
-mod commit;
+mod codec;
 mod convert;
-mod diagnosis;
 mod diff;
-mod disk;
-mod dtype;
-mod element_ranges;
-mod error;
-mod external;
+pub mod error;
 pub mod fault_points;
-pub mod format_errors;
-pub mod formats;
+mod format_constants;
 mod gather;
 mod hash;
-pub mod host_local;
-mod manifest;
-mod manifest_error;
-mod parity;
-mod passthrough;
-pub mod peft;
-mod pickle;
-mod remote_shards;
+mod layout;
+mod open;
 mod repair;
 pub mod rng_files;
-mod shard_writer;
-mod storage_host;
-mod stripes;
-mod tensor_source;
+mod save;
+mod stream_kind;
+mod tensor;
 #[cfg(test)]
 mod tests;
-mod training_state;
 #[doc(hidden)]
 pub mod untrusted;
 mod verify;
+mod watch;
 
-pub use catalog::{ModelSpec, RunFacts, TensorInfo, TensorRole, TextFile, TiedWeight, WeightShape};
-pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
-pub use checkpoint_dir::{
-    NewestCheckpoint, OpenedCheckpoint, find_latest, list_checkpoints, open_checkpoint, open_newest,
-    open_with_trained_names, step_dir_name,
+pub use catalog::{
+    ExternalCheckpoint, ExternalFacts, LossScale, ModelSpec, ParamGroup, ParamGroupInfo, PassthroughState,
+    ReadRequest, RunFacts, StatePart, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
+    WeightShape,
 };
-pub use checkpoint_watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
-pub use commit::{CommittedCheckpoint, StagingDir, commit_save, commit_save_with_parity, prune_checkpoints};
+pub use codec::pickle::PythonObject;
 pub use convert::{
-    ConvertError, ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights,
-    convert_checkpoint, find_ungrouped_weights,
+    ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights, convert_checkpoint,
+    find_ungrouped_weights,
 };
-pub use diagnosis::Diagnosis;
 pub use diff::{
     DiffOptions, DiffReport, DiffSide, DtypeDiff, ElementDiff, ElementPair, FloatTensorDiff,
     IntegerTensorDiff, RoundingCast, ShapeDiff, diff_checkpoints,
 };
-pub use dtype::Dtype;
 pub use error::{
-    CkptError, Damage, DamageReason, MissingPart, OptionProblem, OutputProblem, ReadFailure, RemoteShard,
-    Result, SaveProblem, UnsupportedFeature,
+    CkptError, ConvertError, Damage, DamageReason, Diagnosis, MissingPart, OptionProblem, OutputProblem,
+    ReadFailure, RemoteShard, Result, SaveProblem, UnsupportedFeature, format_bytes,
 };
-pub use external::{ExternalCheckpoint, ExternalFacts, StatePart};
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights};
 pub use hash::Hash;
-pub use parity::{ParityFileReport, write_parity};
-pub use passthrough::{ParamGroup, PassthroughState};
-pub use pickle::PythonObject;
+pub use layout::native::{
+    BlockFetcher, BlockRange, BlockSink, Checkpoint, find_latest, list_checkpoints, step_dir_name,
+};
+pub use layout::peft;
+pub use open::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest, open_with_trained_names};
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
-pub use shard_writer::{PieceElements, PieceReport, ShardReport, TensorPiece, write_shard};
-pub use tensor_source::{ReadRequest, TensorSource};
-pub use training_state::{LossScale, ParamGroupInfo, TrainingState};
+pub use save::{
+    CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,
+    commit_save, commit_save_with_parity, host_local, prune_checkpoints, write_parity, write_shard,
+};
+pub use tensor::{Dtype, TensorRole};
 pub use verify::{
     CheckpointReport, VerifyOptions, VerifyReport, verify_checkpoints, verify_checkpoints_with,
 };
+pub use watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};

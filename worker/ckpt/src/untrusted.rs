@@ -2,10 +2,12 @@
 //!
 //! Each function fails if the bytes are invalid. A function must not panic, loop forever, or
 //! allocate more memory than the limits of its parser.
+use crate::codec::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
+use crate::codec::{safetensors as header, zip as container};
 use crate::error::CkptError;
-use crate::formats::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
-use crate::formats::{dcp, optimizer_state as state_dict, safetensors as header, zip as container};
-use crate::manifest::Manifest;
+use crate::layout::dcp;
+use crate::layout::hf::optimizer_state as state_dict;
+use crate::layout::native::Manifest;
 use diagnostic::{Diagnostic, Result};
 use std::io;
 use std::path::Path;
@@ -32,9 +34,9 @@ fn report_rejected(reason: impl Into<crate::DamageReason>) -> Diagnostic {
 
 /// Parses a pickle that is not in a container, and converts it to JSON.
 pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
-    let tree = crate::pickle::parse_pickle(bytes, &[TENSOR_GLOBALS, PLAIN_GLOBALS]);
+    let tree = crate::codec::pickle::parse_pickle(bytes, &[TENSOR_GLOBALS, PLAIN_GLOBALS]);
     tree.map(|tree| drop(tree.root_value().to_json()))
-        .map_err(|e| report_rejected(crate::formats::torch_error::TorchFileError::from(e)))
+        .map_err(|e| report_rejected(crate::error::TorchFileError::from(e)))
 }
 
 /// Parses the central directory of a zip file.
@@ -83,7 +85,7 @@ pub fn parse_dcp_metadata(bytes: &[u8]) -> Result<()> {
 
 /// Parses PEFT's `adapter_config.json`.
 pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
-    crate::peft::AdapterConfig::from_json(bytes)
+    crate::layout::peft::AdapterConfig::from_json(bytes)
         .map(|config| drop(config.to_json(None)))
         .map_err(report_rejected)
 }

@@ -29,6 +29,11 @@ impl BufferShape {
     pub(crate) fn new(view: device::View<'_>) -> Self {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
+
+    /// Returns the length of a buffer of `bytes` bytes whose elements are single bytes.
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
+        BufferShape { len: bytes.len(), element_bytes: 1 }
+    }
 }
 
 /// One call of a collective: the kind, the call number and the arguments that must be equal on all

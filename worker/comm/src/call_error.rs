@@ -143,6 +143,14 @@ pub enum CallMismatch {
         /// Number of ranks in the group.
         world: usize,
     },
+    /// A rank passes bytes to a collective of numbers that are no whole number of numbers.
+    #[error("rank {rank} gives {bytes} bytes to all_gather_u64, which takes multiples of 8 bytes")]
+    IncompleteNumber {
+        /// The rank that passes the bytes.
+        rank: usize,
+        /// Number of bytes that the rank passes.
+        bytes: usize,
+    },
     /// A message on a connection between two ranks does not have the next sequence number.
     #[error("rank {rank} received message {number} from rank {peer} instead of message {expected}")]
     MessageNumber {
@@ -209,9 +217,9 @@ impl CallMismatch {
                 .with_field("sent", *sent)
                 .with_field("expected", *expected)
                 .with_field("unit", unit.to_string()),
-            CallMismatch::TooManyBytes { rank, .. } | CallMismatch::TooManyPartials { rank, .. } => {
-                diagnostic.with_field("rank", *rank)
-            }
+            CallMismatch::TooManyBytes { rank, .. }
+            | CallMismatch::TooManyPartials { rank, .. }
+            | CallMismatch::IncompleteNumber { rank, .. } => diagnostic.with_field("rank", *rank),
             CallMismatch::PartialCountMissing { .. } => diagnostic,
             CallMismatch::MessageNumber { rank, peer, .. } => {
                 diagnostic.with_field("rank", *rank).with_field("peer", *peer)

@@ -1,6 +1,7 @@
 //! [`Comm`]: the collectives that every transport implements.
 use crate::abort_reason::AbortReason;
-use crate::error::Result;
+use crate::call_error::CallMismatch;
+use crate::error::{CommError, Result};
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
@@ -63,12 +64,49 @@ pub trait Comm: Send + Sync {
         send_counts: &[usize],
     ) -> Result<()>;
 
+    /// Sends `send_counts[r]` bytes of `send` to each rank r, and stores `recv_counts[r]` bytes
+    /// from rank r in `recv`. In both buffers the parts are stored one after another, in rank
+    /// order.
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()>;
+
+    /// Sends `send_counts[r]` numbers of `send` to each rank r. Returns the numbers that this rank
+    /// received, `recv_counts[r]` from each rank r, in rank order.
+    fn all_to_all_u64(&self, recv_counts: &[usize], send: &[u64], send_counts: &[usize]) -> Result<Vec<u64>> {
+        let to_bytes = |counts: &[usize]| counts.iter().map(|n| n * size_of::<u64>()).collect::<Vec<usize>>();
+        let mut received = vec![0u64; recv_counts.iter().sum()];
+        self.all_to_all_bytes(
+            bytemuck::cast_slice_mut(&mut received),
+            &to_bytes(recv_counts),
+            bytemuck::cast_slice(send),
+            &to_bytes(send_counts),
+        )?;
+        Ok(received)
+    }
+
     /// Gathers a byte string from every rank and returns the byte strings of all ranks, indexed by
     /// rank.
     ///
     /// The collective is meant for small payloads such as reports and errors. Fails if a rank
     /// passes more than [`crate::MAX_GATHER_BYTES`].
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Gathers numbers from every rank, each any number of them, and returns the numbers of all
+    /// ranks, indexed by rank. Has the limit of [`Comm::all_gather_bytes`].
+    fn all_gather_u64(&self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
+        let gathered = self.all_gather_bytes(bytemuck::cast_slice(numbers))?;
+        let incomplete = |rank: usize, bytes: usize| CallMismatch::IncompleteNumber { rank, bytes };
+        let to_numbers = |(rank, bytes): (usize, Vec<u8>)| match bytes.as_chunks::<8>() {
+            (numbers, []) => Ok(numbers.iter().map(|number| u64::from_ne_bytes(*number)).collect()),
+            _ => Err(CommError::Mismatch(incomplete(rank, bytes.len()))),
+        };
+        gathered.into_iter().enumerate().map(to_numbers).collect()
+    }
 
     /// Allocates zeroed memory that all ranks share and that holds `counts[r]` elements of each
     /// rank r, in rank order.

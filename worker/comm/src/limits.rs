@@ -1,6 +1,6 @@
 //! Limits of groups and of their collectives.
 
-/// The largest number of bytes that one rank may pass to [`Comm::all_gather_bytes`](crate::Comm::all_gather_bytes).
+/// The largest number of bytes that one rank may pass to [`crate::Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
 
 /// The largest number of ranks in a group.

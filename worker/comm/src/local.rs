@@ -93,6 +93,45 @@ impl LocalComm {
             }
         })
     }
+
+    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
+    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    fn exchange_parts(
+        &self,
+        [recv_shape, send_shape]: [BufferShape; 2],
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = CollectiveCall::describe_all_to_all(
+            self.position,
+            recv_shape,
+            recv_counts,
+            send_shape,
+            send_counts,
+        );
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
+            recv.copy_from_slice(send);
+            return Ok(());
+        }
+        let size = send_shape.element_bytes;
+        let starts = call::compute_offsets(send_counts);
+        let slice = |(&start, &n)| PublishedSlice::from_bytes(&send[start * size..(start + n) * size], size);
+        let slices = starts.iter().zip(send_counts).map(slice).collect();
+        let contribution = Contribution { call, slices, expected: recv_counts.to_vec() };
+        self.exchange_contributions(&mut call_state, contribution, |peers| {
+            let mut rest = recv;
+            for peer in peers {
+                // SAFETY: inside the exchange.
+                let part = unsafe { peer.slices[self.position.rank].as_bytes() };
+                let (to, tail) = rest.split_at_mut(part.len());
+                to.copy_from_slice(part);
+                rest = tail;
+            }
+        })
+    }
 }
 
 impl Comm for LocalComm {
@@ -236,30 +275,19 @@ impl Comm for LocalComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call =
-            CollectiveCall::describe_all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
-        let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.bytes(), send.bytes());
-        if self.position.world == 1 {
-            recv.copy_from_slice(send);
-            return Ok(());
-        }
-        let size = shapes.1.element_bytes;
-        let starts = call::compute_offsets(send_counts);
-        let slice = |(&start, &n)| PublishedSlice::from_bytes(&send[start * size..(start + n) * size], size);
-        let slices = starts.iter().zip(send_counts).map(slice).collect();
-        let contribution = Contribution { call, slices, expected: recv_counts.to_vec() };
-        self.exchange_contributions(&mut call_state, contribution, |peers| {
-            let mut rest = recv;
-            for peer in peers {
-                // SAFETY: inside the exchange.
-                let part = unsafe { peer.slices[self.position.rank].as_bytes() };
-                let (to, tail) = rest.split_at_mut(part.len());
-                to.copy_from_slice(part);
-                rest = tail;
-            }
-        })
+        let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
+        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

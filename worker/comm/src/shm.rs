@@ -3,10 +3,10 @@
 //! A collective is a series of *rounds*. In a round every rank fills its slot of the staging
 //! memory, enters the round, waits until all have entered it, and reads what it needs from the
 //! peers' slots. Each rank has two slots that alternate, so one wait per round is enough (`wait.rs`
-//! explains why). Rounds of streaming collectives move [`MAX_CHUNK_BYTES`](communicator::MAX_CHUNK_BYTES), which stay in the
+//! explains why). Rounds of streaming collectives move `MAX_CHUNK_BYTES`, which stay in the
 //! processors' caches between the writer and the reader.
 //!
-//! Memory: a rank touches 2 × min([`MAX_CHUNK_BYTES`](communicator::MAX_CHUNK_BYTES), staging) of the segment in streaming
+//! Memory: a rank touches 2 × min(`MAX_CHUNK_BYTES`, staging) of the segment in streaming
 //! collectives and up to 2 × staging in [`reduce_scatter_ordered`](Comm::reduce_scatter_ordered).
 //! If the partials do not fit into staging, the latter also keeps a private buffer of 8 × staging
 //! or two of the largest pieces, whichever is more (`ordered_reduce.rs`). The kernel allocates a
@@ -47,6 +47,34 @@ pub(crate) use ordered_reduce::partition_into_windows;
 pub fn abort_group(fd: BorrowedFd<'_>, reason: &str) -> Result<()> {
     HeaderMapping::open(fd)?.header().abort(&AbortReason::from_request(reason));
     Ok(())
+}
+
+impl ShmComm {
+    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
+    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    fn exchange_parts(
+        &self,
+        [recv_shape, send_shape]: [BufferShape; 2],
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = CollectiveCall::describe_all_to_all(
+            self.position,
+            recv_shape,
+            recv_counts,
+            send_shape,
+            send_counts,
+        );
+        let (mut call_state, call) = self.begin_call(call)?;
+        if self.position.world == 1 {
+            recv.copy_from_slice(send);
+            return Ok(());
+        }
+        let size = send_shape.element_bytes;
+        self.all_to_all_in_chunks(&mut call_state, &call, (recv, recv_counts), (send, send_counts), size)
+    }
 }
 
 impl Comm for ShmComm {
@@ -129,17 +157,19 @@ impl Comm for ShmComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call =
-            CollectiveCall::describe_all_to_all(self.position, shapes.0, recv_counts, shapes.1, send_counts);
-        let (mut call_state, call) = self.begin_call(call)?;
-        let (recv, send) = (recv.bytes(), send.bytes());
-        if self.position.world == 1 {
-            recv.copy_from_slice(send);
-            return Ok(());
-        }
-        let size = shapes.1.element_bytes;
-        self.all_to_all_in_chunks(&mut call_state, &call, (recv, recv_counts), (send, send_counts), size)
+        let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
+        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -44,13 +44,15 @@ impl PinnedBuffers {
     }
 
     /// Returns `x` itself if it is in host memory, otherwise a copy of `x` in pinned host memory.
-    fn copy_to_host<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> View<'a> {
+    /// Fails if the device has failed, so that no invalid data is sent.
+    fn copy_to_host<'a>(&'a mut self, storage: &dyn Storage, x: View<'a>) -> Result<View<'a>> {
         if x.is_on_host() {
-            return x;
+            return Ok(x);
         }
         let mut host = self.reserve(storage, x.dtype(), x.len());
         storage.copy(host.reborrow(), x);
-        host.into_view()
+        storage.status()?;
+        Ok(host.into_view())
     }
 }
 
@@ -97,6 +99,7 @@ impl StagedComm {
         let mut buffers = self.lock_buffers();
         let mut host = buffers.recv.reserve(self.storage.as_ref(), x.dtype(), x.len());
         self.storage.copy(host.reborrow(), x.as_view());
+        self.storage.status()?;
         f(host.reborrow())?;
         self.storage.copy(x.reborrow(), host.as_view());
         Ok(())
@@ -114,7 +117,7 @@ impl Comm for StagedComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
-        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send)?;
         self.run_with_host_recv(recv_staging, recv, |recv| self.inner.all_gather(recv, send, counts))
     }
 
@@ -135,6 +138,7 @@ impl Comm for StagedComm {
             end += partial.len();
             storage.copy(host.slice_mut(end - partial.len()..end), *partial);
         }
+        storage.status()?;
         let (mut rest, mut host_partials) = (host.as_view(), Vec::with_capacity(partials.len()));
         for partial in partials {
             host_partials.push(rest.slice(0..partial.len()));
@@ -147,7 +151,7 @@ impl Comm for StagedComm {
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
-        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send)?;
         self.run_with_host_recv(recv_staging, recv, |recv| self.inner.reduce_scatter(recv, send, counts))
     }
 
@@ -167,10 +171,20 @@ impl Comm for StagedComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let StagingBuffers { send: send_staging, recv: recv_staging, .. } = &mut *self.lock_buffers();
-        let send = send_staging.copy_to_host(self.storage.as_ref(), send);
+        let send = send_staging.copy_to_host(self.storage.as_ref(), send)?;
         self.run_with_host_recv(recv_staging, recv, |recv| {
             self.inner.all_to_all(recv, recv_counts, send, send_counts)
         })
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        self.inner.all_to_all_bytes(recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -35,6 +35,39 @@ const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
 /// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
+impl TcpComm {
+    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
+    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    fn exchange_parts(
+        &self,
+        [recv_shape, send_shape]: [BufferShape; 2],
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let call = CollectiveCall::describe_all_to_all(
+            self.position(),
+            recv_shape,
+            recv_counts,
+            send_shape,
+            send_counts,
+        );
+        let (mut call_state, call) = self.begin_call(call)?;
+        let size = send_shape.element_bytes;
+        let to_ranges = |counts: &[usize]| {
+            compute_consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>())
+        };
+        let (recv_ranges, send_ranges) = (to_ranges(recv_counts), to_ranges(send_counts));
+        let parts = [send];
+        let me = self.rank();
+        recv[recv_ranges[me].clone()].copy_from_slice(&parts[0][send_ranges[me].clone()]);
+        let message = |r: &Range<usize>| OutgoingMessage { parts: &parts, range: r.clone() };
+        let messages: Vec<OutgoingMessage> = send_ranges.iter().map(message).collect();
+        self.exchange_messages(&mut call_state.connections, &call, &messages, recv, &recv_ranges)
+    }
+}
+
 impl Comm for TcpComm {
     fn rank(&self) -> usize {
         self.topology.rank
@@ -127,26 +160,19 @@ impl Comm for TcpComm {
         send: View,
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_to_all(
-            self.position(),
-            shapes.0,
-            recv_counts,
-            shapes.1,
-            send_counts,
-        );
-        let (mut call_state, call) = self.begin_call(call)?;
-        let size = shapes.1.element_bytes;
-        let to_ranges = |counts: &[usize]| {
-            compute_consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>())
-        };
-        let (recv_ranges, send_ranges) = (to_ranges(recv_counts), to_ranges(send_counts));
-        let parts = [send.bytes()];
-        let (recv, me) = (recv.bytes(), self.rank());
-        recv[recv_ranges[me].clone()].copy_from_slice(&parts[0][send_ranges[me].clone()]);
-        let message = |r: &Range<usize>| OutgoingMessage { parts: &parts, range: r.clone() };
-        let messages: Vec<OutgoingMessage> = send_ranges.iter().map(message).collect();
-        self.exchange_messages(&mut call_state.connections, &call, &messages, recv, &recv_ranges)
+        let shapes = [BufferShape::new(recv.as_view()), BufferShape::new(send)];
+        self.exchange_parts(shapes, recv.bytes(), recv_counts, send.bytes(), send_counts)
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

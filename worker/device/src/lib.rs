@@ -15,4 +15,4 @@ pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use fp8::Fp8Format;
 pub use ops::Ops;
-pub use storage::{Storage, with_alloc_label};
+pub use storage::Storage;

@@ -13,7 +13,8 @@
 //! **Determinism.** The result of an op depends only on its arguments. It is bit-equal for any
 //! number of threads and any alignment of the buffers, because every sum has one fixed order.
 //!
-//! **Errors.** Ops return no errors. A wrong length or type is a bug, and panics.
+//! **Errors.** Ops return no errors. A failure is recorded in the backend's status
+//! ([`Storage::status`]). A wrong length or type is a bug, and panics.
 mod shapes;
 
 use crate::buffer::{Buf, View, ViewMut};

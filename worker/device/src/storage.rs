@@ -1,7 +1,7 @@
 //! [`Storage`]: the memory that a backend computes in, and copies between it and the host's memory.
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
-use std::{any::Any, cell::Cell, fmt, ops::Range, sync::Arc, time::Duration};
+use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 
 /// Memory and streams of a backend.
 ///
@@ -9,15 +9,34 @@ use std::{any::Any, cell::Cell, fmt, ops::Range, sync::Arc, time::Duration};
 /// which they are made. The exception is a thread in [`Storage::with_separate_stream`]. The calls
 /// of such a thread are ordered among themselves, and are ordered relative to other streams only by
 /// [`Event`]s. The CPU backend computes in the host's memory and makes no second copy of a buffer.
+///
+/// Calls return no errors. The first failure is recorded in the backend's status
+/// ([`Storage::status`]), and later calls do nothing. Buffers then have unspecified content, so the
+/// caller must check the status before it saves, sends or prints a result, and before a result
+/// decides what it does next.
 pub trait Storage: Send + Sync {
     /// Returns true if the backend computes in the host's memory.
     fn is_host(&self) -> bool;
-    /// Allocates `len` zeros in the memory in which ops compute. Panics with a [`DeviceError`] when
-    /// the memory is full. The error names the label that [`with_alloc_label`] set.
-    fn zeroed(&self, dtype: Dtype, len: usize) -> Buf;
+    /// Returns the first failure of this backend, if a call has failed.
+    fn status(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// Allocates `len` zeros in the memory in which ops compute. `purpose` names the use of the
+    /// memory in errors, such as `gradients`. If the memory is full, records the failure and
+    /// returns a buffer without memory, which later calls do not access.
+    fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
+    /// Allocates `len` zeros, as [`Storage::zeroed_for`] does, for the current step.
+    fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
+        self.zeroed_for("this step", dtype, len)
+    }
     /// Allocates a staging buffer of `len` zeros on the host. Copies between this buffer and the
-    /// backend are fast: on GPUs its memory is pinned.
+    /// backend are fast: on GPUs its memory is pinned. If there is no pinned memory, records the
+    /// failure and returns pageable memory.
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
+    /// Allocates a staging buffer, as [`Storage::alloc_staging`] does. Does not record a failure.
+    fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
+        Ok(self.alloc_staging(dtype, len))
+    }
     /// Copies the elements of `from` to `to`. Both must have the same type and length, and either
     /// may be on the host. A copy to or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
@@ -26,8 +45,11 @@ pub trait Storage: Send + Sync {
     /// Moves the elements `from` of `x` to the lower position `to`, which must be at most
     /// `from.start`. The ranges may overlap.
     fn move_elements_down(&self, x: ViewMut, from: Range<usize>, to: usize);
-    /// Blocks until all work that this thread has enqueued on its stream is complete.
-    fn synchronize(&self);
+    /// Blocks until all work that this thread has enqueued on its stream is complete. Returns the
+    /// status.
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.status()
+    }
     /// Runs `work` with a separate stream for this thread's calls, and blocks until that stream's
     /// work is complete.
     ///
@@ -71,7 +93,7 @@ pub trait Storage: Send + Sync {
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
         // copies complete in order, so the last event covers them all
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
-        Download { bufs: to, done }
+        Download { bufs: to, done, status: self.status() }
     }
     /// Records the duration of the training step that has just ended. A backend that can run steps
     /// in several ways compares their durations and chooses the fastest way. Returns a notice of
@@ -230,13 +252,8 @@ impl Event {
         }
     }
 
-    /// Blocks until the event is reached. Panics with a [`DeviceError`] if work before it failed.
-    pub fn synchronize(&self) {
-        self.synchronize_checked().unwrap_or_else(|error| std::panic::panic_any(error));
-    }
-
     /// Blocks until the event is reached. Fails if work before it failed.
-    pub fn synchronize_checked(&self) -> Result<(), DeviceError> {
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.0.as_ref().map_or(Ok(()), |event| event.synchronize())
     }
 }
@@ -245,6 +262,8 @@ impl Event {
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
+    /// The status of the backend after the copies were started.
+    status: Result<(), DeviceError>,
 }
 
 impl Download {
@@ -253,63 +272,37 @@ impl Download {
         self.done.clone()
     }
 
-    /// Blocks until the copies are complete, and returns the filled buffers. Panics with a
-    /// [`DeviceError`] if a copy failed.
-    pub fn wait(mut self) -> Vec<Buf> {
-        let bufs = std::mem::take(&mut self.bufs);
-        match self.done.synchronize_checked() {
-            Ok(()) => bufs,
-            Err(error) => {
-                std::mem::forget(bufs); // the copies may still be running
-                std::panic::panic_any(error)
-            }
-        }
+    /// Blocks until the copies are complete, and returns the filled buffers. Fails if a copy, or
+    /// work before it, failed.
+    pub fn wait(mut self) -> Result<Vec<Buf>, DeviceError> {
+        self.done.synchronize()?; // dropping the copies keeps the buffers
+        std::mem::replace(&mut self.status, Ok(()))?;
+        Ok(std::mem::take(&mut self.bufs))
     }
 }
 
 impl Drop for Download {
     fn drop(&mut self) {
-        if !self.bufs.is_empty() && self.done.synchronize_checked().is_err() {
+        if !self.bufs.is_empty() && self.done.synchronize().is_err() {
             // The copies may still be running, so the buffers must not be freed.
             std::mem::forget(std::mem::take(&mut self.bufs));
         }
     }
 }
 
-thread_local! {
-    /// The label of this thread's allocations for out-of-memory errors; empty if none is set.
-    static ALLOC_LABEL: Cell<&'static str> = const { Cell::new("") };
-}
-
-/// Runs `f`, and labels the allocations that `f` makes. The label appears in the error message when
-/// memory is full.
-pub fn with_alloc_label<T>(label: &'static str, f: impl FnOnce() -> T) -> T {
-    struct Restore(&'static str);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ALLOC_LABEL.set(self.0);
-        }
-    }
-    let _restore = Restore(ALLOC_LABEL.replace(label));
-    f()
-}
-
-/// Returns the label of this thread's allocations, which is empty if no label is set.
-pub(crate) fn current_alloc_label() -> &'static str {
-    ALLOC_LABEL.get()
-}
-
-/// Failure of a backend's op, with the diagnostic for the user. Ops return no errors, so this value
-/// is the payload of a panic.
+/// Failure of a call of a backend, with the diagnostic for the user.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);
 
-/// Returns the message in the payload of a panic: a text, or the message of a [`DeviceError`].
-pub fn extract_panic_message(panic: &(dyn Any + Send)) -> String {
-    if let Some(error) = panic.downcast_ref::<DeviceError>() {
-        return error.to_string();
+impl From<DeviceError> for Diagnostic {
+    fn from(error: DeviceError) -> Self {
+        error.0
     }
+}
+
+/// Returns the text in the payload of a panic.
+pub fn extract_panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic without a message").to_owned()
 }

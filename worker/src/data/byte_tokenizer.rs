@@ -4,9 +4,10 @@
 //! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
 //! each of these characters to the value of its byte and has no merges. Every implementation of
 //! `tokenizers` therefore encodes UTF-8 text to its bytes and decodes it without loss.
-use super::tokenizer::TOKENIZER_CONFIG_FILE;
 use serde_json::json;
 
+/// The companion file of a tokenizer that names the end-of-sequence token.
+pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// Vocabulary size of the byte tokenizer: 256 byte values and [`EOD_TOKEN`].
 pub(crate) const VOCAB_SIZE: u32 = 257;
 /// The id of the byte tokenizer's end-of-document token.

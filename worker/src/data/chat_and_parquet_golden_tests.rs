@@ -3,8 +3,9 @@
 use super::{
     chat_template::{ChatRecord, ChatTemplate},
     dataset::Dataset,
-    document_reader::{DocumentPart, SplitFilter, read_data_file},
+    document_reader::{DocumentPart, read_data_file},
     record::RecordReadOptions,
+    split::SplitFilter,
     token_cache::NO_LOSS_BIT,
     *,
 };

@@ -11,12 +11,13 @@
 //! record is rejected if these texts are not prefixes of the whole text.
 use super::{
     error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
+    loss_masked_text::LossMaskedText,
     tokenizer::{TextTokenizer, read_text_file},
 };
 use contract::job::LossTargets;
 use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};
 use regex::Regex;
-use std::{collections::BTreeMap, ops::Range, path::Path};
+use std::{collections::BTreeMap, path::Path};
 
 /// Largest size of a chat template, bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
@@ -39,15 +40,6 @@ pub(crate) struct ChatRecord {
     pub(crate) messages: Value,
     /// Tools that the assistant may call, for templates that list them.
     pub(crate) tools: Option<Value>,
-}
-
-/// A text with the byte ranges that count for the loss, in rising order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LossMaskedText {
-    /// The complete text.
-    pub(crate) text: String,
-    /// Byte ranges of `text`.
-    pub(crate) loss_ranges: Vec<Range<usize>>,
 }
 
 /// A compiled chat template, with the special tokens that are available to the template.

@@ -12,11 +12,12 @@
 //! characters, so that a few long files can be split, too. Adjacent pieces on the same side form
 //! one document.
 use super::{
-    chat_template::LossMaskedText,
     error::{DataError, RecordProblem},
     json_lines::read_json_lines,
+    loss_masked_text::LossMaskedText,
     parquet_reader,
     record::{Record, RecordReadOptions},
+    split::SplitFilter,
 };
 use std::{
     fs::File,
@@ -30,44 +31,6 @@ pub(crate) const PIECE_BYTES: usize = 16 << 10;
 /// documents are cut after a newline, or otherwise between characters. The text of a record is
 /// never cut and may be longer.
 const SEGMENT_BYTES: usize = 256 << 10;
-
-/// A side of the held-out split.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Split {
-    /// The data that the model is trained on.
-    Train,
-    /// The data that the model is evaluated on.
-    HeldOut,
-}
-
-/// Selects the pieces of text that are read: all, or one side of the held-out split.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum SplitFilter {
-    /// Accepts every piece.
-    All,
-    /// Accepts the pieces on the given side of the split. The number is the held-out share, from 0
-    /// to 1.
-    Only(Split, f64),
-}
-
-impl SplitFilter {
-    /// Returns whether the filter selects a piece of text.
-    pub(crate) fn accepts_piece(self, piece: &str) -> bool {
-        match self {
-            SplitFilter::All => true,
-            SplitFilter::Only(split, share) => (split == Split::HeldOut) == is_held_out(piece, share),
-        }
-    }
-}
-
-/// Returns whether a piece of text belongs to the held-out share, a number from 0 to 1.
-fn is_held_out(piece: &str, share: f64) -> bool {
-    let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
-    let mut first = [0; 8];
-    first.copy_from_slice(&digest[..8]);
-    // An f64 represents the top 53 bits exactly.
-    ((u64::from_le_bytes(first) >> 11) as f64) < share * (1u64 << 53) as f64
-}
 
 /// A part of a document, or its end. A file is read as a sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
@@ -360,7 +323,10 @@ fn find_first_piece_length(bytes: &[u8]) -> usize {
 mod tests {
     use super::*;
     use crate::data::error::RecordPosition;
-    use crate::data::json_lines::MAX_LINE_BYTES;
+    use crate::data::{
+        json_lines::MAX_LINE_BYTES,
+        split::{Split, is_held_out},
+    };
     use proptest::prelude::*;
     use serde_json::error::Category;
     use std::fs;

@@ -6,7 +6,8 @@ pub use problems::{
     RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
 };
 
-use super::document_reader::Split;
+use super::split::Split;
+use crate::error::Error;
 use diagnostic::{Code, Diagnostic, codes::data as codes};
 use serde_json::{Map, Value, json};
 use std::{io, path::PathBuf};
@@ -391,5 +392,11 @@ impl From<DataError> for Diagnostic {
             Some(cause) => diagnostic.with_cause(cause),
             None => diagnostic,
         }
+    }
+}
+
+impl From<DataError> for Error {
+    fn from(error: DataError) -> Self {
+        Diagnostic::from(error).into()
     }
 }

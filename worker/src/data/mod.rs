@@ -14,17 +14,18 @@ mod epoch_permutation;
 mod error;
 mod file_patterns;
 mod json_lines;
+mod loss_masked_text;
 mod mixture;
 mod packer;
 mod parquet_reader;
 mod preflight;
 mod record;
+mod split;
 mod token_cache;
 mod token_cache_builder;
 mod tokenizer;
 
 pub use dataset::Dataset;
-pub use document_reader::Split;
 pub use error::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, ParquetProblem, PatternProblem,
     RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
@@ -32,6 +33,7 @@ pub use error::{
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
 pub use preflight::{DataEstimate, check_and_estimate_data, check_eval_files};
+pub use split::Split;
 pub use tokenizer::TextTokenizer;
 
 #[cfg(test)]

@@ -7,10 +7,11 @@
 //! a warning.
 use super::{
     content_digests::{self, ContentDigest},
-    document_reader::{self, DataFileFormat, DocumentPart, Split, SplitFilter},
+    document_reader::{self, DataFileFormat, DocumentPart},
     error::{CacheOperation, DataError},
     file_patterns::DataFile,
     record::RecordReadOptions,
+    split::{Split, SplitFilter},
     token_cache::{self, CacheOpenError, TokenCache, TokenCacheWriter},
     tokenizer::TextTokenizer,
 };

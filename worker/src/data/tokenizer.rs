@@ -5,9 +5,9 @@
 //! encoded as special tokens, which is the default of `transformers` and necessary for rendered
 //! chats. Document boundaries do not depend on special tokens.
 use super::{
-    byte_tokenizer,
-    chat_template::LossMaskedText,
+    byte_tokenizer::{self, TOKENIZER_CONFIG_FILE},
     error::{ChatTemplateProblem, DataError, TextFileError, TokenizerProblem},
+    loss_masked_text::LossMaskedText,
     token_cache::NO_LOSS_BIT,
 };
 use contract::job::TokenizerSpec;
@@ -24,8 +24,6 @@ const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
 /// Largest vocabulary size.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
-/// The companion file that names the end-of-sequence token.
-pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// The companion file with the chat template.
 const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Names of the companion files, which are in the directory of the tokenizer.json.

@@ -1,106 +1,36 @@
 //! Compares the losses of training on a GPU with those of training on the CPU, for `launch
 //! gpu-check`. Models have random weights, and the data are generated.
-use super::{NCCL_TIMEOUT, panic_to_diagnostic};
-use crate::{
-    error::Error,
-    gpu::to_unusable_nccl_error,
-    model::MicroBatch,
-    stages::{ResolvedSpec, RunningTrainer, UninitializedTrainer},
-    train::step::{RankStepReport, SampleSource},
+use super::check_job::{
+    OpenGpu, build_check_job, build_trainer, require_train_section, run_check, take_step,
 };
+use crate::gpu::to_unusable_nccl_error;
 use comm::{
     Comm, local,
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
 };
-use contract::{
-    env,
-    job::{JobSpec, TrainSpec},
-};
-use device::{Cpu, Cuda, Ops};
+use contract::{env, job::TrainSpec};
+use device::{Cpu, Ops};
 use diagnostic::{Diagnostic, codes};
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-};
+use std::{panic::resume_unwind, sync::Arc, time::Duration};
 
-/// A function that opens the GPU. Each run and each rank opens the GPU separately.
-pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
+/// The longest wait until the ranks of a training check have joined the NCCL communicator.
+const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The loss and the gradient norm of each step.
 type TrainingCurve = Vec<(f64, f64)>;
 
-/// A source of generated tokens, which are functions of the number of the sample.
-struct GeneratedSamples {
-    vocab: u32,
-}
-
-impl SampleSource for GeneratedSamples {
-    fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<(), Error> {
-        let t = batch.seq_len;
-        for i in 0..batch.sequences * t {
-            let position = (first + (i / t) as u64) * (t as u64 + 1) + (i % t) as u64;
-            let token = |n: u64| (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u32 % self.vocab;
-            (batch.tokens[i], batch.labels[i], batch.starts[i]) = (token(position), token(position + 1), 0);
-        }
-        Ok(())
-    }
-}
-
-/// Builds a job that trains `model`, the keys of `train.model` as YAML. `rest` sets further keys of
-/// `train`, separated by spaces; all other keys have their defaults.
-pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
-    let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
-    let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
-    let loaded = contract::load_job(contract::JobSource::Text { name: "gpu-check".into(), text }, &set);
-    let (mut job, ..) = loaded.map_err(|mistakes| {
-        let summary = Diagnostic::error(codes::run::INTERNAL, "the job of the check is not valid");
-        mistakes.into_iter().fold(summary, Diagnostic::with_detail)
-    })?;
-    job.checkpoint.keep = 1;
-    Ok(job)
-}
-
-/// Returns the `train` section of the job. Fails if the job has no such section.
-pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
-    job.train.as_ref().ok_or_else(|| {
-        Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
-    })
-}
-
-/// Builds a trainer for the job. Collective: every rank must call it.
-pub(super) fn build_trainer(
-    train: &TrainSpec,
-    comm: Arc<dyn Comm>,
-    ops: Arc<dyn Ops>,
-) -> Result<UninitializedTrainer, Error> {
-    let parameters = ResolvedSpec::new(train, train.model.vocab_size)?.build_model()?;
-    Ok(parameters.shard_model(comm, ops)?.create_optimizer()?.into_trainer())
-}
-
-/// Runs one step on generated samples. Returns the loss and the gradient norm.
-pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
-    let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
-    let (outcome, _) = running.run_step(&source, RankStepReport::default())?;
-    Ok((outcome.loss, outcome.grad_norm))
-}
-
-/// Trains for `steps` steps from initial weights. Converts a panic of a device operation to an
-/// error.
+/// Trains for `steps` steps from initial weights.
 fn train_for_curve(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
     steps: usize,
 ) -> diagnostic::Result<TrainingCurve> {
-    let run = || -> Result<TrainingCurve, Error> {
+    run_check(|| {
         let mut running = build_trainer(train, comm, ops)?.start_fresh();
-        (0..steps).map(|_| take_step(&mut running)).collect()
-    };
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(result) => result.map_err(Diagnostic::from),
-        Err(panic) => Err(panic_to_diagnostic(panic.as_ref())),
-    }
+        (0..steps).map(|_| Ok(take_step(&mut running)?)).collect()
+    })
 }
 
 /// The transport between ranks that are threads of this process.
@@ -133,10 +63,7 @@ fn train_on_gpu_for_curve(
     let results: Vec<diagnostic::Result<TrainingCurve>> = std::thread::scope(|s| {
         let threads: Vec<_> =
             local::create_group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
-        threads
-            .into_iter()
-            .map(|t| t.join().unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref()))))
-            .collect()
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
     });
     let mut curves = results.into_iter().collect::<Result<Vec<_>, _>>()?;
     let first = curves.swap_remove(0);

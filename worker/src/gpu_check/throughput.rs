@@ -1,164 +1,33 @@
 //! Measures the speed of training on a GPU, for `launch gpu-check`. Models have random weights, and
 //! the data are generated.
 use super::{
-    curves::{OpenGpu, build_check_job, build_trainer, require_train_section, take_step},
-    panic_to_diagnostic,
+    check_job::{OpenGpu, build_trainer, run_check, take_step},
+    timed_models::{TimedModel, find_model_by_number, select_timed_models},
 };
 use crate::{
-    checkpoint_mapping::build_checkpoint_model_spec,
+    checkpoint::{
+        mapping::build_checkpoint_model_spec,
+        save::{CheckpointSaver, RunMetadata},
+        storage_topology::StorageTopology,
+    },
     error::Error,
     gpu::{collect_library_search_paths, select_attention_backend},
-    model,
-    save::{CheckpointSaver, RunMetadata},
-    stages::{RunningTrainer, resolve_model},
-    storage_topology::StorageTopology,
+    train::running_trainer::RunningTrainer,
 };
 use comm::{Comm, local, staged::StagedComm};
-use contract::job::{CudaGraphMode, JobSpec, OffloadTarget, Precision, RecomputeMode, TrainSpec, ZeroSpec};
+use contract::job::{CudaGraphMode, JobSpec, Precision, TrainSpec};
 use device::{Cuda, Storage};
 use diagnostic::{Diagnostic, codes};
 use serde_json::{Value, json};
 use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-/// A model whose training is timed.
-struct TimedModel {
-    name: &'static str,
-    /// Keys of `train.model`.
-    model: &'static str,
-    /// Further keys of `train`.
-    rest: &'static str,
-    /// Whether saving is measured, too.
-    saves: bool,
-    /// Whether optimizer states are offloaded to host memory.
-    offload: bool,
-}
-
-const GPT2: &str = "family: gpt2, vocab_size: 50257, hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 12, num_attention_heads: 12, tie_word_embeddings: true";
-const QWEN_05B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 896, intermediate_size: 4864, num_hidden_layers: 24, num_attention_heads: 14, num_key_value_heads: 2, tie_word_embeddings: true";
-const QWEN_15B: &str = "family: qwen2, vocab_size: 151936, hidden_size: 1536, intermediate_size: 8960, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2, tie_word_embeddings: true";
-const LLAMA_1B: &str = "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, tie_word_embeddings: true";
-const LLAMA_8B: &str = "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8";
-const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
-const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
-const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
-
-/// Defines a model that is timed without saving and offloading.
-const fn define_timed_model(name: &'static str, model: &'static str, rest: &'static str) -> TimedModel {
-    TimedModel { name, model, rest, saves: false, offload: false }
-}
-
-const TIMED_MODELS: [TimedModel; 15] = [
-    TimedModel { saves: true, ..define_timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
-    define_timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
-    TimedModel {
-        saves: true,
-        ..define_timed_model("Qwen2.5-1.5B, 4 × (16 × 1024)", QWEN_15B, BATCH_4X16X1024)
-    },
-    define_timed_model("Llama-3.2-1B, 4 × (8 × 2048)", LLAMA_1B, BATCH_4X8X2048),
-    define_timed_model(
-        "Llama-3.1-8B, 2 × 2048, ZeRO stage 3",
-        LLAMA_8B,
-        "data.seq_len=2048 batch.global=2 batch.micro=2 zero.stage=3",
-    ),
-    define_timed_model(
-        // With `deterministic: false` gradients need one running sum. The fixed-order tree over
-        // eight micro-batches would need four sums.
-        "Llama-3.1-8B, 8 × (2 × 2048), ZeRO stage 3, deterministic: false",
-        LLAMA_8B,
-        "data.seq_len=2048 batch.global=16 batch.micro=2 zero.stage=3 deterministic=false",
-    ),
-    define_timed_model(
-        "Llama-3.1-8B, 8 × 2048, ZeRO stage 3, recompute",
-        LLAMA_8B,
-        "data.seq_len=2048 batch.global=8 batch.micro=8 zero.stage=3 recompute=block",
-    ),
-    define_timed_model(
-        "Llama-3.1-8B, 4 × 2048, no master weights",
-        LLAMA_8B,
-        "data.seq_len=2048 batch.global=4 batch.micro=4 master_weights=false",
-    ),
-    TimedModel {
-        offload: true,
-        ..define_timed_model(
-            "Qwen2.5-1.5B, 4 × (16 × 1024), optimizer states on the host",
-            QWEN_15B,
-            BATCH_4X16X1024,
-        )
-    },
-    define_timed_model(
-        "Llama-3.2-1B, 4 × (8 × 2048), fp8 matmuls",
-        LLAMA_1B,
-        "data.seq_len=2048 batch.global=32 batch.micro=8 precision=fp8",
-    ),
-    // These models are limited by kernel launches. They are timed without and with CUDA graphs.
-    define_timed_model(
-        "GPT-2 124M, 2 × 256",
-        GPT2,
-        "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=false",
-    ),
-    define_timed_model(
-        "GPT-2 124M, 2 × 256, CUDA graphs",
-        GPT2,
-        "data.seq_len=256 batch.global=2 batch.micro=2 cuda_graphs=true",
-    ),
-    // Models from above with the fastest, non-deterministic algorithms, to show the cost of
-    // determinism.
-    define_timed_model(
-        "GPT-2 124M, 32 × 1024, deterministic: false",
-        GPT2,
-        "data.seq_len=1024 batch.global=32 batch.micro=32 deterministic=false",
-    ),
-    define_timed_model(
-        "Qwen2.5-0.5B, 4 × (16 × 1024), deterministic: false",
-        QWEN_05B,
-        "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
-    ),
-    define_timed_model(
-        "Qwen2.5-1.5B, 4 × (16 × 1024), deterministic: false",
-        QWEN_15B,
-        "data.seq_len=1024 batch.global=64 batch.micro=16 deterministic=false",
-    ),
-];
-const TINY_LLAMA: &str =
-    "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
-const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
-const TINY_TIMED_MODELS: [TimedModel; 5] = [
-    TimedModel { saves: true, ..define_timed_model("a tiny Llama, 1 × 6", TINY_LLAMA, BATCH_1X6) },
-    TimedModel {
-        saves: true,
-        offload: true,
-        ..define_timed_model("a tiny Llama, optimizer states on the host", TINY_LLAMA, BATCH_1X6)
-    },
-    define_timed_model(
-        "a tiny Llama, fp8 matmuls",
-        "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 1",
-        "data.seq_len=6 batch.global=1 batch.micro=1 precision=fp8",
-    ),
-    define_timed_model(
-        "a tiny Llama, deterministic: false, no master weights",
-        TINY_LLAMA,
-        "data.seq_len=6 batch.global=1 batch.micro=1 deterministic=false master_weights=false",
-    ),
-    define_timed_model(
-        "a tiny Llama, CUDA graphs",
-        TINY_LLAMA,
-        "data.seq_len=6 batch.global=1 batch.micro=1 cuda_graphs=true",
-    ),
-];
-
 /// The dense bf16 operations per second of GPUs, from NVIDIA's data sheets (SXM).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
-
-/// Returns the models to time, and the duration for which each model is timed.
-fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
-    if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, Duration::from_secs(10)) }
-}
 
 /// Measures and prints speed, memory and the cost of saving for each model.
 pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
@@ -168,41 +37,19 @@ pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!("|---|---|---|---|---|---|");
     let (models, duration) = select_timed_models(tiny);
     for timed in models {
-        let row = measure_or_report_panic(timed, open, duration).map(|m| m.to_table_cells());
+        let row = open().and_then(|cuda| run_check(|| measure_training(timed, cuda, duration)));
+        let row = row.map(|measured| measured.to_table_cells());
         println!("| {} | {} |", timed.name, row.unwrap_or_else(|e| format!("{e} | | | |")));
     }
     println!();
 }
 
-/// Describes the timed models as JSON, each with its `config.json`, so that other programs can
-/// train the models.
-pub(super) fn describe_models(tiny: bool) -> diagnostic::Result<Value> {
-    let models = select_timed_models(tiny).0.iter().map(|timed| {
-        let spec = timed.build_spec()?.1;
-        let model = resolve_model(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;
-        let model = model::build_model(&model, spec.data.seq_len).map_err(Diagnostic::from)?;
-        Ok(json!({
-            "what": timed.name,
-            "config": model.hf_config(),
-            "samples": spec.batch.micro,
-            "accumulated": spec.batch.global / spec.batch.micro,
-            "seq_len": spec.data.seq_len,
-            "recompute": spec.recompute != RecomputeMode::None,
-            "precision": spec.precision.name(),
-            "offload": timed.offload,
-            "master_weights": spec.master_weights,
-            "deterministic": spec.deterministic,
-            "cuda_graphs": spec.cuda_graphs.name(),
-        }))
-    });
-    models.collect()
-}
-
 /// Measures speed and memory of the model with this number. Returns the measured values as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
-    let (timed, duration) = (find_model_by_number(tiny, number)?, select_timed_models(tiny).1);
+    let timed = &TimedModel { saves: false, ..*find_model_by_number(tiny, number)? };
+    let (cuda, duration) = (open()?, select_timed_models(tiny).1);
     let Measurement { tokens_per_s, flops, mfu, memory, .. } =
-        measure_or_report_panic(&TimedModel { saves: false, ..*timed }, open, duration)?;
+        run_check(|| measure_training(timed, cuda, duration))?;
     Ok(json!({
         "what": timed.name, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu, "memory": memory,
     }))
@@ -231,39 +78,28 @@ impl Measurement {
     }
 }
 
-impl TimedModel {
-    /// Builds the job and its `train` section.
-    fn build_spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
-        let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
-        let mut spec = require_train_section(&job)?.clone();
-        spec.zero = ZeroSpec { offload: self.offload.then_some(OffloadTarget::Cpu), ..spec.zero };
-        Ok((job, spec))
+/// Builds the model on the GPU and runs the first steps.
+fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<WarmModel> {
+    let (job, spec) = timed.build_spec()?;
+    if spec.precision == Precision::Fp8 {
+        cuda.require_fp8()?;
     }
-
-    /// Opens the GPU, builds the model on it and runs the first steps.
-    fn warm_up(&self, open: OpenGpu) -> diagnostic::Result<WarmModel> {
-        let (job, spec) = self.build_spec()?;
-        let cuda = open()?;
-        if spec.precision == Precision::Fp8 {
-            cuda.require_fp8()?;
-        }
-        if !spec.deterministic {
-            cuda.enable_matmul_autotuning();
-        }
-        let paths = collect_library_search_paths(&[], Path::new(""));
-        // The reason why cuDNN is not usable is printed before the tables.
-        let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
-        // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
-        // comparable.
-        cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
-        let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
-        let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
-        let mut running = build_trainer(&spec, comm, cuda.clone())?.start_fresh();
-        for _ in 0..3 {
-            take_step(&mut running)?;
-        }
-        Ok(WarmModel { job, spec, cuda, running })
+    if !spec.deterministic {
+        cuda.enable_matmul_autotuning();
     }
+    let paths = collect_library_search_paths(&[], Path::new(""));
+    // The reason why cuDNN is not usable is printed before the tables.
+    let _unusable = cuda.set_attention_backend(select_attention_backend(&spec), &paths)?;
+    // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
+    // comparable.
+    cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
+    let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
+    let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
+    let mut running = build_trainer(&spec, comm, cuda.clone())?.start_fresh();
+    for _ in 0..3 {
+        take_step(&mut running)?;
+    }
+    Ok(WarmModel { job, spec, cuda, running })
 }
 
 /// A trainer that has run its first steps on an open GPU.
@@ -277,13 +113,13 @@ struct WarmModel {
 /// Prints the time of each operation in a step of the model with this number.
 pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
     let timed = find_model_by_number(tiny, number)?;
-    let printed = catch_unwind(AssertUnwindSafe(|| profile_and_print_step(timed, open)));
-    printed.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
+    let cuda = open()?;
+    run_check(|| profile_and_print_step(timed, cuda))
 }
 
 /// Profiles one step of the model and prints the time of each operation.
-fn profile_and_print_step(timed: &TimedModel, open: OpenGpu) -> diagnostic::Result<()> {
-    let WarmModel { cuda, mut running, .. } = timed.warm_up(open)?;
+fn profile_and_print_step(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<()> {
+    let WarmModel { cuda, mut running, .. } = warm_up_model(timed, cuda)?;
     let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
     cuda.start_profiling();
     take_step(&mut running)?;
@@ -303,32 +139,13 @@ fn profile_and_print_step(timed: &TimedModel, open: OpenGpu) -> diagnostic::Resu
     Ok(())
 }
 
-/// Finds the model with this number, counted from 0. Fails if there is none.
-fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
-    let models = select_timed_models(tiny).0;
-    models.get(number).ok_or_else(|| {
-        let message = format!("model {number} does not exist; models are 0 to {}", models.len() - 1);
-        Diagnostic::error(codes::command::USAGE, message)
-    })
-}
-
-/// Measures the training of a model. Converts a panic of a device operation to an error.
-fn measure_or_report_panic(
-    timed: &TimedModel,
-    open: OpenGpu,
-    duration: Duration,
-) -> diagnostic::Result<Measurement> {
-    let measured = catch_unwind(AssertUnwindSafe(|| measure_training(timed, open, duration)));
-    measured.unwrap_or_else(|panic| Err(panic_to_diagnostic(panic.as_ref())))
-}
-
 /// Measures speed, memory and, if [`TimedModel::saves`] is set, the cost of saving.
 fn measure_training(
     timed: &TimedModel,
-    open: OpenGpu,
+    cuda: Arc<Cuda>,
     duration: Duration,
 ) -> diagnostic::Result<Measurement> {
-    let WarmModel { job, spec, cuda, mut running } = timed.warm_up(open)?;
+    let WarmModel { job, spec, cuda, mut running } = warm_up_model(timed, cuda)?;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
     let seconds = time_steps(&mut running, is_enough)?;
     let tokens_per_s = running.trainer.global_batch() as f64 * f64::from(spec.data.seq_len) / seconds;
@@ -351,7 +168,7 @@ fn time_steps(
         take_step(running)?;
         steps += 1;
     }
-    running.trainer.ops.synchronize();
+    running.trainer.ops.synchronize()?;
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
@@ -380,7 +197,7 @@ fn measure_save(
     let mut saver = build_checkpoint_saver(running, job, &directory.0);
     // A run allocates staging memory when it starts, so the allocation is not measured.
     saver.wait_for_staging(running)?;
-    running.trainer.ops.synchronize();
+    running.trainer.ops.synchronize()?;
     let began = Instant::now();
     saver.begin_save(running)?;
     let blocked = began.elapsed().as_secs_f64();
@@ -394,7 +211,7 @@ fn measure_save(
 
 /// Creates the saver of a checkpoint in `directory`.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
-    let units: Vec<_> = running.trainer.engine.shards.iter().map(|s| s.unit.clone()).collect();
+    let units = running.trainer.engine.clone_units();
     let metadata = RunMetadata {
         model: build_checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
         tokenizer: Vec::new(),

@@ -2,7 +2,7 @@
 //!
 //! A mask is a function of the run's seed, the module, the sample's number in the run and the
 //! position in the sample (docs/numerics.md). The backward pass recomputes the mask.
-use super::MicroBatch;
+use super::micro_batch::MicroBatch;
 use crate::rng::{Purpose, RandomStream};
 use device::{
     Buf, Ops, View, ViewMut,

@@ -2,10 +2,7 @@
 //!
 //! A key or value that is not implemented is rejected by name. No setting is approximated or
 //! silently ignored.
-use super::{
-    error::{ModelError, Result},
-    rotary_embedding::RopeConfig,
-};
+use super::error::{ModelError, Result};
 use serde_json::{Map, Value};
 use std::{cell::RefCell, collections::BTreeSet, fs::File, io::Read, path::Path};
 
@@ -196,21 +193,6 @@ impl<'a> HfConfigFields<'a> {
                 value: format_short_value(v),
                 supported: supported.iter().filter(|s| !s.is_null()).map(Value::to_string).collect(),
             }),
-        }
-    }
-
-    /// Reads the rotary position embedding from `rope_parameters` (transformers 5), or from
-    /// `rope_theta` and `rope_scaling` (transformers 4).
-    pub(super) fn read_rope_config(&self) -> Result<RopeConfig> {
-        let theta = self.read_positive_number("rope_theta", 10000.0)?;
-        let (old, new) = (self.read_value("rope_scaling"), self.read_value("rope_parameters"));
-        match (old, new) {
-            (Some(a), Some(b)) if a != b => {
-                Err(ModelError::KeysContradict { key: "rope_scaling", other: "rope_parameters" })
-            }
-            (None, None) => Ok(RopeConfig::unscaled(theta)),
-            (_, Some(v)) => RopeConfig::parse_config_value("rope_parameters", v, theta),
-            (Some(v), None) => RopeConfig::parse_config_value("rope_scaling", v, theta),
         }
     }
 

@@ -1,4 +1,4 @@
-//! [`LinearPrecision`]: computes the matmuls of a layer's matrices in the compute dtype or in FP8.
+//! [`LinearFormat`]: computes the matmuls of a layer's matrices in the compute dtype or in FP8.
 //! The matmuls of adapters, routers and experts are always in the compute dtype.
 use super::error::{ModelError, Result};
 use device::{
@@ -7,9 +7,6 @@ use device::{
 };
 
 /// The precision in which the matmuls of a layer's matrices are computed.
-///
-/// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
-/// or `[inp, out]` in the functions for transformers' `Conv1D`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LinearPrecision {
     /// The dtype of weights and activations.
@@ -18,6 +15,17 @@ pub(super) enum LinearPrecision {
     /// FP8 (Micikevicius et al. 2022): weights and activations in E4M3, gradients in E5M2, each
     /// matrix with one scale.
     Fp8,
+}
+
+/// The precision of the matmuls of a layer's matrices, and the storage order of the matrices.
+///
+/// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
+/// or `[inp, out]` if it is transposed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LinearFormat {
+    pub(super) precision: LinearPrecision,
+    /// Whether weights are stored as in `Conv1D` of transformers.
+    pub(super) is_transposed: bool,
 }
 
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
@@ -46,7 +54,7 @@ pub(super) fn check_fp8_sizes(sizes: &[(&str, usize)]) -> Result<()> {
     }
 }
 
-impl LinearPrecision {
+impl LinearFormat {
     /// Computes `y = x · wᵀ + bias`.
     pub(super) fn forward(
         self,
@@ -57,11 +65,15 @@ impl LinearPrecision {
         bias: Option<View>,
         (m, inp, out): MatmulSizes,
     ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.matmul_bias_forward(y, x, w, bias, m, out, inp);
+        if self.precision == LinearPrecision::ComputeDtype {
+            return match (self.is_transposed, bias) {
+                (false, bias) => ops.matmul_bias_forward(y, x, w, bias, m, out, inp),
+                (true, Some(bias)) => ops.conv1d_bias_forward(y, x, w, bias, m, inp, out),
+                (true, None) => ops.conv1d_forward(y, x, w, m, inp, out),
+            };
         }
-        let (x, w) =
-            (create_fp8_operand(x, Fp8Format::E4M3, false), create_fp8_operand(w, Fp8Format::E4M3, true));
+        let x = create_fp8_operand(x, Fp8Format::E4M3, false);
+        let w = create_fp8_operand(w, Fp8Format::E4M3, !self.is_transposed);
         ops.fp8_matmul(y.reborrow(), x, w, m, out, inp, WriteMode::Overwrite);
         if let Some(bias) = bias {
             ops.bias_forward(y, bias, m, out);
@@ -71,7 +83,10 @@ impl LinearPrecision {
     /// Returns the gradient `dy` in the form in which the matmuls of the backward pass read it. If
     /// the backend rounds operands, writes the rounded gradient to `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
-        if self == LinearPrecision::ComputeDtype { ops.as_matmul_operand(dy, buffer) } else { dy }
+        match self.precision {
+            LinearPrecision::ComputeDtype => ops.as_matmul_operand(dy, buffer),
+            LinearPrecision::Fp8 => dy,
+        }
     }
 
     /// Computes the gradient of the input, `dx = dy · w`.
@@ -83,15 +98,18 @@ impl LinearPrecision {
         w: View,
         (m, inp, out): MatmulSizes,
     ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.matmul_backward_input(dx, dy, w, m, out, inp, WriteMode::Overwrite);
+        if self.precision == LinearPrecision::ComputeDtype {
+            return match self.is_transposed {
+                false => ops.matmul_backward_input(dx, dy, w, m, out, inp, WriteMode::Overwrite),
+                true => ops.conv1d_backward_input(dx, dy, w, m, inp, out),
+            };
         }
-        let (dy, w) =
-            (create_fp8_operand(dy, Fp8Format::E5M2, false), create_fp8_operand(w, Fp8Format::E4M3, false));
+        let dy = create_fp8_operand(dy, Fp8Format::E5M2, false);
+        let w = create_fp8_operand(w, Fp8Format::E4M3, self.is_transposed);
         ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
     }
 
-    /// Computes the gradient of the weight, `dw = dyᵀ · x`.
+    /// Computes the gradient of the weight, `dw = dyᵀ · x`, in the storage order of the weight.
     pub(super) fn backward_weight(
         self,
         ops: &dyn Ops,
@@ -100,65 +118,18 @@ impl LinearPrecision {
         x: View,
         (m, inp, out): MatmulSizes,
     ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.matmul_backward_weight(dw, dy, x, m, out, inp, WriteMode::Overwrite);
+        if self.precision == LinearPrecision::ComputeDtype {
+            return match self.is_transposed {
+                false => ops.matmul_backward_weight(dw, dy, x, m, out, inp, WriteMode::Overwrite),
+                true => ops.conv1d_backward_weight(dw, dy, x, m, inp, out),
+            };
         }
-        let (dy, x) =
-            (create_fp8_operand(dy, Fp8Format::E5M2, true), create_fp8_operand(x, Fp8Format::E4M3, false));
-        ops.fp8_matmul(dw, dy, x, out, inp, m, WriteMode::Overwrite);
-    }
-
-    /// Computes `y = x · w + bias` for a weight of `Conv1D`.
-    pub(super) fn conv1d_forward(
-        self,
-        ops: &dyn Ops,
-        mut y: ViewMut,
-        x: View,
-        w: View,
-        bias: View,
-        (m, inp, out): MatmulSizes,
-    ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.conv1d_bias_forward(y, x, w, bias, m, inp, out);
+        let x = create_fp8_operand(x, Fp8Format::E4M3, self.is_transposed);
+        let dy = create_fp8_operand(dy, Fp8Format::E5M2, !self.is_transposed);
+        match self.is_transposed {
+            false => ops.fp8_matmul(dw, dy, x, out, inp, m, WriteMode::Overwrite),
+            true => ops.fp8_matmul(dw, x, dy, inp, out, m, WriteMode::Overwrite),
         }
-        let (x, w) =
-            (create_fp8_operand(x, Fp8Format::E4M3, false), create_fp8_operand(w, Fp8Format::E4M3, false));
-        ops.fp8_matmul(y.reborrow(), x, w, m, out, inp, WriteMode::Overwrite);
-        ops.bias_forward(y, bias, m, out);
-    }
-
-    /// Computes the gradient of the input, `dx = dy · wᵀ`, for a weight of `Conv1D`.
-    pub(super) fn conv1d_backward_input(
-        self,
-        ops: &dyn Ops,
-        dx: ViewMut,
-        dy: View,
-        w: View,
-        (m, inp, out): MatmulSizes,
-    ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.conv1d_backward_input(dx, dy, w, m, inp, out);
-        }
-        let (dy, w) =
-            (create_fp8_operand(dy, Fp8Format::E5M2, false), create_fp8_operand(w, Fp8Format::E4M3, true));
-        ops.fp8_matmul(dx, dy, w, m, inp, out, WriteMode::Overwrite);
-    }
-
-    /// Computes the gradient of the weight, `dw = xᵀ · dy`, for a weight of `Conv1D`.
-    pub(super) fn conv1d_backward_weight(
-        self,
-        ops: &dyn Ops,
-        dw: ViewMut,
-        dy: View,
-        x: View,
-        (m, inp, out): MatmulSizes,
-    ) {
-        if self == LinearPrecision::ComputeDtype {
-            return ops.conv1d_backward_weight(dw, dy, x, m, inp, out);
-        }
-        let (x, dy) =
-            (create_fp8_operand(x, Fp8Format::E4M3, true), create_fp8_operand(dy, Fp8Format::E5M2, false));
-        ops.fp8_matmul(dw, x, dy, inp, out, m, WriteMode::Overwrite);
     }
 }
 
@@ -203,7 +174,9 @@ mod tests {
     #[test]
     fn every_matmul_equals_its_definition_on_quantized_operands() {
         let (m, inp, out) = SHAPE;
-        let (cpu, fp8) = (Cpu::new(1), LinearPrecision::Fp8);
+        let cpu = Cpu::new(1);
+        let [fp8, conv1d_fp8] = [false, true]
+            .map(|is_transposed| LinearFormat { precision: LinearPrecision::Fp8, is_transposed });
         let [x, dy, w, bias] =
             [(m * inp, 1), (m * out, 2), (inp * out, 3), (out, 4)].map(|(n, s)| generate_values(n, s));
         let (x_at, dy_at) =
@@ -224,13 +197,13 @@ mod tests {
         fp8.backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
         assert_elements_equal_sums_over_depth(&dw, inp, m, |i, j, p| dy_at(p, i) * x_at(p, j));
 
-        fp8.conv1d_forward(&cpu, y.view_mut(), vx, vw, vb, SHAPE);
+        conv1d_fp8.forward(&cpu, y.view_mut(), vx, vw, Some(vb), SHAPE);
         assert_elements_equal_sums_over_depth(&y, out, inp, |i, j, p| {
             x_at(i, p) * conv1d_w_at(p, j) + with_bias(j, p)
         });
-        fp8.conv1d_backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
+        conv1d_fp8.backward_input(&cpu, dx.view_mut(), vdy, vw, SHAPE);
         assert_elements_equal_sums_over_depth(&dx, inp, out, |i, j, p| dy_at(i, p) * conv1d_w_at(j, p));
-        fp8.conv1d_backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
+        conv1d_fp8.backward_weight(&cpu, dw.view_mut(), vdy, vx, SHAPE);
         assert_elements_equal_sums_over_depth(&dw, out, m, |i, j, p| x_at(p, i) * dy_at(p, j));
     }
 }

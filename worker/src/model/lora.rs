@@ -8,9 +8,12 @@
 //! that a new adapter does not change the output. In a layer's unit, adapters follow all other
 //! tensors.
 use super::{
-    MicroBatch,
+    activation_buffers::{BufferSpec, declare_buffer_set},
+    blocks::LayerInput,
     error::{ModelError, Result},
     hf_config::shorten_text,
+    linear_layout::LayerLinears,
+    micro_batch::MicroBatch,
 };
 use crate::{
     params::{ParamInit, ParamSpec, ParamUnit},
@@ -48,7 +51,7 @@ impl LoraConfig {
     /// # Errors
     ///
     /// Fails with [`ModelError::LoraTargetUnknown`] if a target matches no module.
-    pub(super) fn validate_targets<'a>(
+    fn validate_targets<'a>(
         &self,
         modules: impl Iterator<Item = &'a str> + Clone,
         has_experts: bool,
@@ -69,24 +72,6 @@ impl LoraConfig {
 /// the module's name ends with a dot and the target's name, as in PEFT.
 fn matches_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
-}
-
-/// The matrices that one matmul computes together. The matrices have a common input, and their
-/// outputs are adjacent columns.
-pub(super) struct FusedLinears<'a> {
-    /// The prefix of the matrices' names, with a trailing dot.
-    pub(super) prefix: String,
-    /// The width of the input.
-    pub(super) inputs: usize,
-    /// The name and the width of the output of each matrix.
-    pub(super) modules: &'a [(&'a str, usize)],
-}
-
-impl FusedLinears<'_> {
-    /// Returns the full names of the matrices.
-    pub(super) fn matrix_names(&self) -> impl Iterator<Item = String> {
-        self.modules.iter().map(|(name, _)| format!("{}{name}", self.prefix))
-    }
 }
 
 /// The layout and random numbers of the LoRA adapter of one matrix.
@@ -121,39 +106,45 @@ pub(super) struct LayerAdapters {
     dropout_rate: f64,
 }
 
-/// The number of scratch buffers that LoRA adds to the scratch buffers of a model.
-pub(super) const LORA_SCRATCH_BUFFERS: usize = 5;
-
-/// The scratch buffers that the LoRA adapters of all layers use. All buffers are f32 in every
-/// precision.
-pub(super) struct LoraScratchBuffers<'a> {
-    /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.
-    input: &'a mut Buf,
-    /// `A·dropout(x)` of one adapter, `[rows, rank]`.
-    low_rank: &'a mut Buf,
-    /// The gradients of `A·dropout(x)` of each adapter of a group, `[adapters, rows, rank]`.
-    d_low_rank: &'a mut Buf,
-    /// A matrix `[width, rank]` with one row for each column of the group's output. The rows for
-    /// the columns of one adapter contain its `s·B`; all other rows are zero.
-    padded_b: &'a mut Buf,
-    /// The gradient of `padded_b`.
-    d_padded_b: &'a mut Buf,
-}
-
-impl<'a> LoraScratchBuffers<'a> {
-    /// Assigns names to the scratch buffers that a model allocates for its adapters. The array must
-    /// contain these buffers in the order of the lengths that [`lora_scratch_lengths`] returns.
-    pub(super) fn new(
-        [input, low_rank, d_low_rank, padded_b, d_padded_b]: [&'a mut Buf; LORA_SCRATCH_BUFFERS],
-    ) -> Self {
-        LoraScratchBuffers { input, low_rank, d_low_rank, padded_b, d_padded_b }
+declare_buffer_set! {
+    /// The scratch buffers that the LoRA adapters of all layers use. All buffers are f32 in every
+    /// precision.
+    pub(super) struct LoraScratchBuffers {
+        /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.
+        input,
+        /// `A·dropout(x)` of one adapter, `[rows, rank]`.
+        low_rank,
+        /// The gradients of `A·dropout(x)` of each adapter of a group, `[adapters, rows, rank]`.
+        d_low_rank,
+        /// A matrix `[width, rank]` with one row for each column of the group's output. The rows
+        /// for the columns of one adapter contain its `s·B`; all other rows are zero.
+        padded_b,
+        /// The gradient of `padded_b`.
+        d_padded_b,
     }
 }
 
-/// Computes the lengths, in elements, of the buffers of [`LoraScratchBuffers`] for the adapters of
-/// these layers and `rows` rows.
-pub(super) fn lora_scratch_lengths(layers: &[LayerAdapters], rows: usize) -> [usize; LORA_SCRATCH_BUFFERS] {
-    let mut lengths = [0; LORA_SCRATCH_BUFFERS];
+/// The scratch buffers of [`LoraScratchBuffers`] for the computation of a block.
+pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
+
+/// Creates the LoRA adapters of each layer.
+///
+/// # Errors
+///
+/// Fails with [`ModelError::LoraTargetUnknown`] if a target matches no matrix.
+pub(super) fn create_layer_adapters(
+    lora: &LoraConfig,
+    layers: &[LayerLinears],
+    has_experts: bool,
+) -> Result<Vec<LayerAdapters>> {
+    let names: Vec<String> = layers.iter().flat_map(LayerLinears::matrix_names).collect();
+    lora.validate_targets(names.iter().map(String::as_str), has_experts)?;
+    Ok(layers.iter().map(|layer| LayerAdapters::new(lora, layer)).collect())
+}
+
+/// Declares the scratch buffers of the adapters of these layers for `rows` rows.
+pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> LoraScratchBuffers<BufferSpec> {
+    let mut lengths = [0; 5];
     for adapters in layers {
         for g in adapters.groups.iter().filter(|g| !g.adapters.is_empty()) {
             let input = if adapters.dropout_rate > 0.0 { rows * g.inputs } else { 0 };
@@ -163,22 +154,23 @@ pub(super) fn lora_scratch_lengths(layers: &[LayerAdapters], rows: usize) -> [us
             lengths.iter_mut().zip(needed).for_each(|(a, b)| *a = b.max(*a));
         }
     }
-    lengths
+    let [input, low_rank, d_low_rank, padded_b, d_padded_b] = lengths.map(BufferSpec::f32);
+    LoraScratchBuffers { input, low_rank, d_low_rank, padded_b, d_padded_b }
 }
 
 impl LayerAdapters {
-    /// Creates the adapters of a layer, and lays out their parameters from offset `at` of the flat
-    /// vector of the layer's unit.
-    pub(super) fn new(lora: &LoraConfig, fused: &[FusedLinears], mut at: usize) -> Self {
-        let (spec, mut params) = (&lora.spec, Vec::new());
+    /// Creates the adapters of a layer, and lays out their parameters after the other tensors of
+    /// the layer's unit.
+    fn new(lora: &LoraConfig, layer: &LayerLinears) -> Self {
+        let (spec, mut params, mut at) = (&lora.spec, Vec::new(), layer.unit_len);
         let rank = spec.rank as usize;
-        let mut groups = Vec::with_capacity(fused.len());
-        for t in fused {
+        let mut groups = Vec::with_capacity(layer.linears.len());
+        for t in &layer.linears {
             let (mut adapters, mut width) = (Vec::new(), 0);
-            for &(name, outputs) in t.modules {
+            for &(name, outputs) in &t.modules {
                 let columns = width..width + outputs;
                 width = columns.end;
-                let module = format!("{}{name}", t.prefix);
+                let module = format!("{}{name}", layer.prefix);
                 if !lora.has_adapter(&module) {
                     continue;
                 }
@@ -209,20 +201,20 @@ impl LayerAdapters {
     }
 
     /// Adds the outputs of the adapters of a group for input `x`, `[rows, in]`, to `y`,
-    /// `[rows, width]`. `p` are the parameters of the layer.
+    /// `[rows, width]`.
     pub(super) fn forward(
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &MicroBatch),
+        input: &LayerInput,
         x: View,
         mut y: ViewMut,
-        s: &mut LoraScratchBuffers,
+        s: &mut LoraScratch,
     ) {
-        let (g, m) = (&self.groups[group], batch.rows());
+        let (g, m) = (&self.groups[group], input.batch.rows());
         for ad in &g.adapters {
-            self.compute_low_rank_activation(ops, g, ad, (p, batch), x, s);
-            self.write_scaled_padded_b(ops, g, ad, p, s.padded_b);
+            self.compute_low_rank_activation(ops, g, ad, input, x, s);
+            self.write_scaled_padded_b(ops, g, ad, input.params, s.padded_b);
             let (low, wide) =
                 (s.low_rank.view().slice(0..m * self.rank), s.padded_b.view().slice(0..g.width * self.rank));
             ops.matmul_forward(y.reborrow(), low, wide, m, g.width, self.rank, WriteMode::Accumulate);
@@ -237,21 +229,21 @@ impl LayerAdapters {
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &MicroBatch),
+        input: &LayerInput,
         grads: &mut ViewMut,
         (x, dy): (View, View),
-        s: &mut LoraScratchBuffers,
+        s: &mut LoraScratch,
     ) {
-        let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
+        let (g, m, r) = (&self.groups[group], input.batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let has_dropout = self.compute_low_rank_activation(ops, g, ad, (p, batch), x, s);
+            let has_dropout = self.compute_low_rank_activation(ops, g, ad, input, x, s);
             let low = s.low_rank.view().slice(0..m * r);
             let mut d_padded_b = s.d_padded_b.view_mut().slice(0..g.width * r);
             ops.matmul_backward_weight(d_padded_b.reborrow(), dy, low, m, g.width, r, WriteMode::Overwrite);
             let db = d_padded_b.as_view().slice(ad.columns.start * r..ad.columns.end * r);
             ops.copy(grads.slice_mut(ad.b.clone()), db);
             ops.scale(grads.slice_mut(ad.b.clone()), self.scale);
-            self.write_scaled_padded_b(ops, g, ad, p, s.padded_b);
+            self.write_scaled_padded_b(ops, g, ad, input.params, s.padded_b);
             let mut d_low_rank = s.d_low_rank.view_mut().slice(i * m * r..(i + 1) * m * r);
             let wide = s.padded_b.view().slice(0..g.width * r);
             ops.matmul_backward_input(d_low_rank.reborrow(), dy, wide, m, g.width, r, WriteMode::Overwrite);
@@ -267,20 +259,21 @@ impl LayerAdapters {
         &self,
         ops: &dyn Ops,
         group: usize,
-        (p, batch): (View, &MicroBatch),
+        input: &LayerInput,
         mut dx: ViewMut,
-        s: &mut LoraScratchBuffers,
+        s: &mut LoraScratch,
     ) {
-        let (g, m, r) = (&self.groups[group], batch.rows(), self.rank);
+        let (g, m, r) = (&self.groups[group], input.batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let (a, d_low) = (p.slice(ad.a.clone()), s.d_low_rank.view().slice(i * m * r..(i + 1) * m * r));
-            if !self.has_dropout(batch) {
+            let (a, d_low) =
+                (input.params.slice(ad.a.clone()), s.d_low_rank.view().slice(i * m * r..(i + 1) * m * r));
+            if !self.has_dropout(input.batch) {
                 ops.matmul_backward_input(dx.reborrow(), d_low, a, m, r, g.inputs, WriteMode::Accumulate);
                 continue;
             }
             let mut t = s.input.view_mut().slice(0..m * g.inputs);
             ops.matmul_backward_input(t.reborrow(), d_low, a, m, r, g.inputs, WriteMode::Overwrite);
-            ops.dropout(t.reborrow(), &self.create_adapter_dropout(ad, g.inputs, batch));
+            ops.dropout(t.reborrow(), &self.create_adapter_dropout(ad, g.inputs, input.batch));
             ops.add(dx.reborrow(), t.as_view());
         }
     }
@@ -292,24 +285,32 @@ impl LayerAdapters {
         ops: &dyn Ops,
         g: &LoraAdapterGroup,
         ad: &LoraAdapter,
-        (p, batch): (View, &MicroBatch),
+        input: &LayerInput,
         x: View,
-        s: &mut LoraScratchBuffers,
+        s: &mut LoraScratch,
     ) -> bool {
-        let (m, has_dropout) = (batch.rows(), self.has_dropout(batch));
+        let (m, has_dropout) = (input.batch.rows(), self.has_dropout(input.batch));
         let x = match has_dropout {
             false => x,
             true => {
                 ops.cast(s.input.view_mut().slice(0..m * g.inputs), x.slice(0..m * g.inputs));
                 ops.dropout(
                     s.input.view_mut().slice(0..m * g.inputs),
-                    &self.create_adapter_dropout(ad, g.inputs, batch),
+                    &self.create_adapter_dropout(ad, g.inputs, input.batch),
                 );
                 s.input.view().slice(0..m * g.inputs)
             }
         };
         let low = s.low_rank.view_mut().slice(0..m * self.rank);
-        ops.matmul_forward(low, x, p.slice(ad.a.clone()), m, self.rank, g.inputs, WriteMode::Overwrite);
+        ops.matmul_forward(
+            low,
+            x,
+            input.params.slice(ad.a.clone()),
+            m,
+            self.rank,
+            g.inputs,
+            WriteMode::Overwrite,
+        );
         has_dropout
     }
 
@@ -351,6 +352,7 @@ impl LayerAdapters {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::linear_layout::LinearLayout;
     use device::Cpu;
 
     #[test]
@@ -358,8 +360,11 @@ mod tests {
         let targets = LoraTargets::Names(vec!["b".into()]);
         let spec = LoraSpec { from: None, rank: 2, alpha: 2.0, dropout: Some(0.3), rslora: false, targets };
         let (inputs, t) = (37, 50);
-        let fused = FusedLinears { prefix: "x.".into(), inputs, modules: &[("a", 5), ("b", 7), ("c", 3)] };
-        let adapters = LayerAdapters::new(&LoraConfig { spec, seed: 3 }, &[fused], 100);
+        let linear = |index, modules| LinearLayout { weight: 0..0, bias: None, inputs, modules, index };
+        let first = linear(0, vec![("a", 5), ("b", 7), ("c", 3)]);
+        let linears = [first, linear(1, Vec::new()), linear(2, Vec::new()), linear(3, Vec::new())];
+        let layer = LayerLinears { prefix: "x.".into(), unit_len: 100, linears };
+        let adapters = LayerAdapters::new(&LoraConfig { spec, seed: 3 }, &layer);
         let [only] = adapters.groups[0].adapters.as_slice() else { panic!("one target") };
         assert_eq!((only.columns.clone(), only.a.clone(), only.b.clone()), (5..12, 100..174, 174..188));
         let masked = |first, b| {

@@ -4,7 +4,7 @@
 //! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
 //! router, token dispatch, experts, return of the rows, and weighted sum. The model computes the
 //! first and the last part; the functions of this module compute the experts.
-use super::{ActivationBuffers, LayerInput};
+use super::{activation_buffers::ActivationBuffers, blocks::LayerInput};
 use crate::params::ParamSpec;
 use contract::job::ExpertsSpec;
 use device::{

@@ -2,7 +2,7 @@
 //! `ROPE_INIT_FUNCTIONS` of transformers, and the tables of cos and sin, [`RopeTables`].
 use super::{
     error::{ModelError, Result},
-    hf_config::{format_short_value, invalid_value_error, shorten_text},
+    hf_config::{HfConfigFields, format_short_value, invalid_value_error, shorten_text},
 };
 use device::{Buf, Ops, View};
 use serde_json::{Map, Value};
@@ -56,6 +56,21 @@ impl RopeConfig {
     /// Creates a config with base `theta` and without scaling.
     pub(super) fn unscaled(theta: f64) -> Self {
         RopeConfig { theta, scaling: RopeScaling::None }
+    }
+
+    /// Reads the rotary embedding from `rope_parameters` (transformers 5), or from
+    /// `rope_theta` and `rope_scaling` (transformers 4).
+    pub(super) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
+        let theta = fields.read_positive_number("rope_theta", 10000.0)?;
+        let (old, new) = (fields.read_value("rope_scaling"), fields.read_value("rope_parameters"));
+        match (old, new) {
+            (Some(a), Some(b)) if a != b => {
+                Err(ModelError::KeysContradict { key: "rope_scaling", other: "rope_parameters" })
+            }
+            (None, None) => Ok(RopeConfig::unscaled(theta)),
+            (_, Some(v)) => RopeConfig::parse_config_value("rope_parameters", v, theta),
+            (Some(v), None) => RopeConfig::parse_config_value("rope_scaling", v, theta),
+        }
     }
 
     /// Parses `value`, the value of config key `key`, which is `rope_scaling` or `rope_parameters`.

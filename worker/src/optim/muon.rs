@@ -5,7 +5,7 @@
 //! `adjust_lr_fn="match_rms_adamw"`: the learning rate is multiplied by 0.2·√max(rows, columns), so
 //! that a learning rate for AdamW suits Muon. Every rank that updates a part of a matrix
 //! orthogonalizes the whole matrix, so the result does not depend on the sharding.
-use device::{Buf, Dtype, Ops, View, ops::WriteMode, with_alloc_label};
+use device::{Buf, Dtype, Ops, View, ops::WriteMode};
 
 /// The number of Newton–Schulz iterations of one orthogonalization.
 const NEWTON_SCHULZ_STEPS: usize = 5;
@@ -23,7 +23,7 @@ pub(super) fn compute_lr_factor(rows: usize, columns: usize) -> f64 {
 /// values of the result are close to 1.
 pub(super) fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
     let norm = ops.sum_squares(x).sqrt().max(MIN_NORM);
-    let allocate = |len: usize| with_alloc_label("Muon's matrices", || ops.zeroed(Dtype::F32, len));
+    let allocate = |len: usize| ops.zeroed_for("Muon's matrices", Dtype::F32, len);
     let tall = rows > columns;
     let (m, n) = if tall { (columns, rows) } else { (rows, columns) };
     let mut wide = allocate(m * n);

@@ -4,7 +4,7 @@
 //! and no other process can truncate the file. The disk space is reserved on creation, so a full
 //! disk is found before the first step.
 use contract::job::OffloadTarget;
-use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
+use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
 use std::{
@@ -35,14 +35,8 @@ impl StateVector {
     /// selects.
     pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&OffloadTarget>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
-            None => StateStorage::Memory(with_alloc_label("the optimizer's states", || {
-                ops.zeroed(Dtype::F32, len)
-            })),
-            Some(OffloadTarget::Cpu) => {
-                StateStorage::Memory(with_alloc_label("the optimizer's states", || {
-                    ops.alloc_staging(Dtype::F32, len)
-                }))
-            }
+            None => StateStorage::Memory(ops.zeroed_for("the optimizer's states", Dtype::F32, len)),
+            Some(OffloadTarget::Cpu) => StateStorage::Memory(ops.alloc_staging(Dtype::F32, len)),
             Some(OffloadTarget::Files(directory)) => {
                 let file = create_unlinked_file(directory)?;
                 let bytes = i64::try_from(len * size_of::<f32>()).map_err(io::Error::other)?;
@@ -65,16 +59,23 @@ impl StateVector {
         self.len() == 0
     }
 
-    /// Waits for running copies, and returns the states for reading.
+    /// Waits for running copies, and returns the states for reading. The states are invalid if the
+    /// status of the backend is a failure.
     pub fn view(&self) -> View<'_> {
-        self.last_copy.synchronize();
+        self.wait_for_copies();
         self.unsynchronized_view()
     }
 
     /// Waits for running copies, and returns the states for writing.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        self.last_copy.synchronize();
+        self.wait_for_copies();
         self.unsynchronized_view_mut()
+    }
+
+    /// Blocks until no copy is running. A failure of a copy is recorded in the status of the
+    /// backend.
+    fn wait_for_copies(&self) {
+        let _ = self.last_copy.synchronize();
     }
 
     /// Returns the states for reading, possibly while a copy is running.
@@ -127,7 +128,7 @@ impl StateVector {
     /// in memory.
     pub fn evict_pages(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
-            self.last_copy.synchronize();
+            self.wait_for_copies();
             // both are advice: pages that are not written now are written later
             let _ = map.flush_async();
             // SAFETY: pages of a shared mapping are read from the file again, so no data are lost.
@@ -138,7 +139,7 @@ impl StateVector {
 
 impl Drop for StateVector {
     fn drop(&mut self) {
-        if self.last_copy.synchronize_checked().is_err() {
+        if self.last_copy.synchronize().is_err() {
             // a copy may still be running, so the memory must not be freed
             std::mem::forget(std::mem::replace(&mut self.storage, StateStorage::Memory(Buf::default())));
         }

@@ -5,7 +5,7 @@ use crate::{
     params::{ParamUnit, Segment},
     rng::{Purpose, RandomStream},
 };
-use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding, with_alloc_label};
+use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding};
 use std::ops::Range;
 
 /// The largest number of elements that are converted to fp32 at a time.
@@ -36,7 +36,7 @@ impl StochasticUpdate {
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
         let len =
             compute_update_chunk_len(units.iter().zip(states).map(|(unit, st)| (unit, st.range.clone())));
-        let chunk = with_alloc_label("the weights being updated", || ops.zeroed(Dtype::F32, len));
+        let chunk = ops.zeroed_for("the weights being updated", Dtype::F32, len);
         StochasticUpdate { keys, chunk }
     }
 

@@ -4,9 +4,8 @@ use crate::{
     optim::{compute_update_chunk_len, find_muon_matrices, needs_state_vectors},
     param_groups::find_first_backward_layer,
     params::ParamUnit,
-    stages::select_weight_dtypes,
     train::{activations::MicroBatchActivations, moe},
-    zero::{MicroBatchSchedule, ShardingPolicy, partition::Partition},
+    zero::{MicroBatchSchedule, ShardingPolicy, engine::ParamDtypes, partition::Partition},
 };
 use contract::{
     job::{JobSpec, Precision, TrainSpec},
@@ -68,7 +67,7 @@ impl MemoryPlan<'_> {
 
     /// Lists the memory that is needed on both CPUs and GPUs, in bytes by purpose.
     fn list_training_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
-        let weights = select_weight_dtypes(self.train);
+        let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
         let (shards, trained_shards) =
@@ -124,7 +123,7 @@ impl MemoryPlan<'_> {
 
     /// Lists the memory that is only needed on CPUs, in bytes by purpose.
     fn list_host_parts(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
-        let weights = select_weight_dtypes(self.train);
+        let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let (b, t) = self.micro_batch_shape();
         let widened = if dtype == Dtype::F32 { 0 } else { self.count_widened_result_bytes(b, t) };
@@ -139,7 +138,7 @@ impl MemoryPlan<'_> {
             true => bytes * self.estimate_peak_gathered_elements(policy, rank),
             false => 0,
         };
-        let token_bytes = if self.model.vocab_size() <= 1 << 16 { 2 } else { 4 };
+        let token_bytes = if self.model.sizes().vocab <= 1 << 16 { 2 } else { 4 };
         vec![
             ("fp8 operands", bytes * self.count_fp8_operand_elements(b * t)),
             ("operator workspace", self.count_cpu_workspace_bytes(b, t) + widened),
@@ -243,9 +242,9 @@ impl MemoryPlan<'_> {
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
     /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
     fn count_widened_result_bytes(&self, b: usize, t: usize) -> u64 {
-        let largest = self.model.scratch_buffer_lengths(b, t).into_iter().max().unwrap_or(0);
+        let largest = self.model.scratch_buffers(b, t).iter().map(|buffer| buffer.len).max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
-        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.qkv_width()) as u64
+        4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }
 
     /// Computes the bytes of temporary GPU memory: the workspace of matmuls, and the largest of
@@ -254,14 +253,13 @@ impl MemoryPlan<'_> {
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.
     fn count_gpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
-        let logits = device::cuda::count_classifier_workspace_bytes(b * t, self.model.vocab_size()) as u64;
+        let logits = device::cuda::count_classifier_workspace_bytes(b * t, self.model.sizes().vocab) as u64;
         let attention = match crate::gpu::select_attention_backend(self.train) {
             AttentionBackend::BuiltIn => 0,
             AttentionBackend::Auto | AttentionBackend::Cudnn => {
-                let [heads, kv_heads, head_dim] = self.model.attention_dims();
-                device::cuda::estimate_cudnn_workspace_bytes(AttentionShape::new(
-                    b, t, heads, kv_heads, head_dim,
-                )) as u64
+                let s = self.model.sizes();
+                let shape = AttentionShape::new(b, t, s.heads, s.kv_heads, s.head_dim);
+                device::cuda::estimate_cudnn_workspace_bytes(shape) as u64
             }
         };
         logits.max(self.count_fp8_operand_elements(b * t)).max(attention)
@@ -283,8 +281,8 @@ impl MemoryPlan<'_> {
     /// Computes the bytes of tiles, packed panels and chunks of logits of the CPU backend.
     fn count_cpu_workspace_bytes(&self, b: usize, t: usize) -> u64 {
         let logits = 4
-            * device::cpu::choose_classifier_chunk_rows(b * t, self.model.vocab_size())
-            * self.model.vocab_size();
+            * device::cpu::choose_classifier_chunk_rows(b * t, self.model.sizes().vocab)
+            * self.model.sizes().vocab;
         (logits + (2 << 20) * (1 + self.threads)) as u64
     }
 }

@@ -3,11 +3,10 @@
 use super::memory::MemoryPlan;
 use crate::{
     param_groups::find_first_backward_layer,
-    stages::select_weight_dtypes,
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
-        engine::casts_on_gather,
+        engine::{ParamDtypes, casts_on_gather},
         gather_retention::{self, PlannedFetch},
     },
 };
@@ -100,7 +99,7 @@ impl MemoryPlan<'_> {
 
     /// Returns whether parameters are cast to 16 bits when they are gathered.
     pub(super) fn casts_on_gather(&self, policy: ShardingPolicy) -> bool {
-        casts_on_gather(policy, select_weight_dtypes(self.train), !self.job.cluster.trains_on_gpus())
+        casts_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }
 
     /// Returns whether ranks read each other's parameters in shared memory, because they are on one

@@ -1,11 +1,9 @@
 //! Writes the weights of a run's last checkpoint as a Hugging Face directory when the run is done.
+use super::session::AgentSession;
 use crate::{
+    checkpoint::{host_local::HostLocalCheckpoint, save::CheckpointSaver, storage_topology::StorageTopology},
     consensus::{all_gather_results, values_or_abort},
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
-    host_local::HostLocalCheckpoint,
-    save::CheckpointSaver,
-    session::AgentSession,
-    storage_topology::StorageTopology,
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{Checkpoint, GatherOptions};

@@ -1,15 +1,14 @@
 //! [`SampleSets`]: the training and evaluation samples of a run, in their order.
+use super::{
+    session::AgentSession,
+    training_loop::{DecodeGeneration, HeldOutEval},
+};
 use crate::{
     consensus::exchange_values_without_queue,
     data::{Dataset, SampleOrder, Split, TextTokenizer},
     error::{Error, Result},
     model::MicroBatch,
-    session::AgentSession,
-    train::{
-        generation::GenerationRequest,
-        run::{DecodeGeneration, HeldOutEval},
-        step::SampleSource,
-    },
+    train::{generation::GenerationRequest, step::SampleSource},
 };
 use comm::Comm;
 use contract::{

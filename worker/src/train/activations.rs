@@ -1,6 +1,6 @@
 //! [`MicroBatchActivations`]: the activation buffers of one micro-batch, allocated once and used by
 //! every step.
-use crate::model::{ActivationBuffers, Model};
+use crate::model::{ActivationBuffers, BufferSpec, Model};
 use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops};
 
@@ -24,29 +24,24 @@ pub struct MicroBatchActivations {
     first_backward_layer: usize,
 }
 
-/// Computes the buffer lengths of a [`MicroBatchActivations`], in elements.
+/// Lists the buffers of a [`MicroBatchActivations`].
 ///
-/// The results are the length of each of the `layer_inputs`, the number of saved sets, and the
-/// lengths of the buffers of a saved set and of the scratch memory. A micro-batch has `b` sequences
-/// of `t` tokens; `first` is the first layer with a backward pass.
-pub fn compute_activation_lengths(
+/// The results are the number of elements of each of the `layer_inputs`, the number of saved sets,
+/// and the buffers of a saved set and of the scratch memory. A micro-batch has `b` sequences of `t`
+/// tokens; `first` is the first layer with a backward pass.
+pub fn list_activation_buffers(
     model: &dyn Model,
     layers: usize,
     b: usize,
     t: usize,
     recompute: RecomputeMode,
     first: usize,
-) -> (usize, usize, Vec<usize>, Vec<usize>) {
+) -> (usize, usize, Vec<BufferSpec>, Vec<BufferSpec>) {
     let saved_sets = match recompute {
         RecomputeMode::None => (layers - first).max(layers.min(1)),
         RecomputeMode::Block => layers.min(1),
     };
-    (
-        b * t * model.hidden_size(),
-        saved_sets,
-        model.saved_buffer_lengths(b, t),
-        model.scratch_buffer_lengths(b, t),
-    )
+    (b * t * model.sizes().hidden, saved_sets, model.saved_buffers(b, t), model.scratch_buffers(b, t))
 }
 
 impl MicroBatchActivations {
@@ -63,14 +58,13 @@ impl MicroBatchActivations {
         dtype: Dtype,
     ) -> Self {
         let (x, sets, saved, scratch) =
-            compute_activation_lengths(model, layers, b, t, recompute, first_backward_layer);
-        let statistics = model.f32_buffer_indices();
+            list_activation_buffers(model, layers, b, t, recompute, first_backward_layer);
         MicroBatchActivations {
-            layer_inputs: (0..=layers).map(|_| ops.zeroed(dtype, x)).collect(),
-            saved: (0..sets).map(|_| ActivationBuffers::new(ops, &saved, dtype, statistics.saved)).collect(),
-            scratch: ActivationBuffers::new(ops, &scratch, dtype, statistics.scratch),
-            residual_grad: ops.zeroed(Dtype::F32, x),
-            row_losses: ops.zeroed(Dtype::F32, b * t),
+            layer_inputs: (0..=layers).map(|_| ops.zeroed_for("activations", dtype, x)).collect(),
+            saved: (0..sets).map(|_| ActivationBuffers::new(ops, &saved, dtype)).collect(),
+            scratch: ActivationBuffers::new(ops, &scratch, dtype),
+            residual_grad: ops.zeroed_for("activations", Dtype::F32, x),
+            row_losses: ops.zeroed_for("activations", Dtype::F32, b * t),
             host_losses: Buf::default(),
             first_backward_layer,
         }
@@ -92,14 +86,9 @@ impl MicroBatchActivations {
         first: usize,
         dtype: Dtype,
     ) -> u64 {
-        let (x, sets, saved, scratch) = compute_activation_lengths(model, layers, b, t, recompute, first);
-        let statistics = model.f32_buffer_indices();
-        let bytes = |lengths: &[usize], statistics: &[usize]| -> usize {
-            let size = |i: usize| if statistics.contains(&i) { 4 } else { dtype.size() };
-            lengths.iter().enumerate().map(|(i, n)| n * size(i)).sum()
-        };
+        let (x, sets, saved, scratch) = list_activation_buffers(model, layers, b, t, recompute, first);
+        let bytes = |buffers: &[BufferSpec]| -> usize { buffers.iter().map(|b| b.count_bytes(dtype)).sum() };
         let stream = x * ((layers + 1) * dtype.size() + 4);
-        let kept = sets * bytes(&saved, statistics.saved) + bytes(&scratch, statistics.scratch);
-        (stream + kept + 4 * b * t) as u64
+        (stream + sets * bytes(&saved) + bytes(&scratch) + 4 * b * t) as u64
     }
 }

@@ -1,10 +1,11 @@
 //! Expert parallelism: dispatches rows of tokens to the ranks of their experts and combines the
 //! results. Exchanges run in the background until they are waited for.
-use super::moe::{MoeLayerPlan, resize_row_buffer};
+use super::moe::layer_plan::MoeLayerPlan;
 use crate::{
     error::{Error, Result},
     expert_layout::{RecvPlan, SendPlan},
     zero::{
+        buffer_pool::resize_buffer,
         collective_queue::{CollectiveQueue, PendingCollective},
         engine::ZeroEngine,
     },
@@ -87,6 +88,12 @@ impl PayloadBuffers {
     }
 }
 
+/// Resizes a buffer of rows to `len` elements. Returns a view of these elements, which have
+/// unspecified values.
+pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+    resize_buffer(ops, "MoE activations", buf, len)
+}
+
 impl TokenDispatcher {
     /// Creates a dispatcher for the ranks `group`, each of which sends at most `max_rows` rows of
     /// `width` elements.
@@ -133,16 +140,14 @@ impl TokenDispatcher {
         if self.is_local() {
             return Ok(RecvPlan::new(owned, sending.expert_rows.clone()));
         }
-        // the collective transports f32 values; counts are sent as their bits
-        let send: Vec<f32> = sending.expert_rows.iter().map(|&n| f32::from_bits(n as u32)).collect();
+        let send: Vec<u64> = sending.expert_rows.iter().map(|&n| n as u64).collect();
         let sent = self.spread_counts_over_ranks(layer.per_rank.iter().copied());
         let received = self.spread_counts_over_ranks(std::iter::repeat(owned));
-        let counts = self.queue.run_and_wait(move |comm| {
-            let mut counts = vec![0f32; received.iter().sum()];
-            comm.all_to_all((&mut counts[..]).into(), &received, (&send[..]).into(), &sent)?;
-            Ok(counts)
-        })?;
-        let receiving = RecvPlan::new(owned, counts.iter().map(|n| n.to_bits() as usize).collect());
+        let counts = self.queue.run_and_wait(move |comm| comm.all_to_all_u64(&received, &send, &sent))?;
+        // a count above the limit is rejected below
+        let limit = self.max_rows as u64 + 1;
+        let counts = counts.into_iter().map(|n| n.min(limit) as usize).collect();
+        let receiving = RecvPlan::new(owned, counts);
         match self.group.clone().zip(0..).find(|(_, i)| receiving.count_rows_from(*i) > self.max_rows) {
             None => Ok(receiving),
             Some((rank, _)) => {

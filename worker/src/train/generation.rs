@@ -69,7 +69,7 @@ impl Trainer {
         self.engine.begin_pass(order);
         self.batch.first_sample = None;
         let (mut tokens, mut logits) =
-            (request.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.vocab_size()));
+            (request.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.sizes().vocab));
         let mut host_logits = Buf::default();
         for i in 0..u64::from(request.tokens) {
             let context = tokens.len().min(seq_len);
@@ -79,8 +79,9 @@ impl Trainer {
             self.run_forward(is_leader)?;
             self.compute_last_logits(is_leader.then_some(context - 1), &mut logits)?;
             if is_leader {
-                let logits = self.ops.to_host(logits.view(), &mut host_logits).host();
-                tokens.push(request.choose_token(logits, i, step));
+                let logits = self.ops.to_host(logits.view(), &mut host_logits);
+                self.ops.status()?;
+                tokens.push(request.choose_token(logits.host(), i, step));
             }
         }
         Ok(tokens.split_off(request.prompt.len()))
@@ -122,7 +123,7 @@ impl Trainer {
         out: &mut Buf,
     ) {
         let (w, m, ops, engine) = (&mut self.activations, &self.model, self.ops.as_ref(), &self.engine);
-        let d = m.hidden_size();
+        let d = m.sizes().hidden;
         let x = w
             .layer_inputs
             .last()

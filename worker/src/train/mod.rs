@@ -1,9 +1,10 @@
-//! The training loop: one step, and the saves, evaluations and reloads between steps.
+//! One training step: the trainer of a rank, its activations, and the dispatch of tokens to
+//! experts.
 pub mod activations;
 pub mod boundary_flags;
 mod dispatch;
 pub mod generation;
 pub mod loss_scale;
 pub mod moe;
-pub mod run;
+pub mod running_trainer;
 pub mod step;

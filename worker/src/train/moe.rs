@@ -1,34 +1,21 @@
-//! [`MoeTrainer`]: mixture-of-experts layers in a step. Rows are dispatched to the ranks of their
-//! experts, computed there, and combined.
-//!
-//! The sequence of collectives depends neither on the routing nor on whether this rank has a
-//! micro-batch in the round. A rank whose experts receive no rows takes part with empty buffers.
-//! The gradients of experts are computed per micro-batch and summed in the order of the
-//! micro-batches (docs/numerics.md).
-use super::{
-    activations::MicroBatchActivations,
-    dispatch::{Payload, TokenDispatcher},
-    step::Trainer,
-};
+//! [`MoeTrainer`]: the state of mixture-of-experts layers in a step: plans, saved activations, and
+//! the buffers of the passes.
+pub(super) mod layer_plan;
+mod passes;
+
+use super::dispatch::TokenDispatcher;
 use crate::{
-    error::Result,
     expert_layout::{ExpertLayout, RecvPlan, SendPlan},
     model::{
-        LayerInput, Model,
-        moe::{
-            ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, ExpertOutputGrads, ExpertShape, MoeModel,
-            RouterOutput, RouterStats, compute_expert_activation, compute_expert_gradients, experts_backward,
-            experts_forward,
-        },
+        Model,
+        moe::{ExpertShape, RouterOutput, RouterStats},
     },
     params::ParamUnit,
-    zero::{
-        buffer_pool,
-        engine::{ParamsGuard, ZeroEngine},
-    },
+    zero::engine::ZeroEngine,
 };
 use contract::job::RecomputeMode;
-use device::{Buf, Dtype, Ops, ViewMut, with_alloc_label};
+use device::{Buf, Dtype, Ops};
+use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 
 /// The state of a trainer for MoE layers: plans, saved activations and the dispatcher.
@@ -42,19 +29,6 @@ pub struct MoeTrainer {
     saved: Vec<SavedMoeLayer>,
     workspace: MoeWorkspace,
     dispatcher: TokenDispatcher,
-}
-
-/// The distribution of the experts of one layer over the ranks of an expert-parallel group.
-#[derive(Clone)]
-pub(super) struct MoeLayerPlan {
-    /// The number of MoE layers before this layer.
-    index: usize,
-    /// The parameter unit of this rank's experts.
-    unit: usize,
-    /// The experts in the order in which their rows are sent.
-    order: Vec<usize>,
-    /// The number of experts on each rank of the group.
-    pub(super) per_rank: Vec<usize>,
 }
 
 /// The activations that the forward pass of an MoE layer saves for the backward pass.
@@ -101,12 +75,6 @@ impl MoeWorkspace {
             choices: ops.zeroed(Dtype::F32, 0),
         }
     }
-}
-
-/// Resizes a buffer of rows to `len` elements. Returns a view of these elements, which have
-/// unspecified values.
-pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
-    with_alloc_label("MoE activations", || buffer_pool::resize_buffer(ops, buf, len))
 }
 
 impl MoeTrainer {
@@ -170,282 +138,6 @@ impl MoeTrainer {
         let layer = self.layers[l].clone().expect("a layer with experts");
         let set = layer.index.min(self.saved.len() - 1);
         (layer, &mut self.saved[set], &mut self.workspace, &mut self.dispatcher, &mut self.router_stats)
-    }
-}
-
-/// Plans every layer for the rank with index `number` in its expert-parallel group. The plan of a
-/// dense layer is `None`.
-///
-/// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
-/// group.
-fn plan_moe_layers(
-    moe: &dyn MoeModel,
-    p: &ExpertLayout,
-    engine: &ZeroEngine,
-    number: usize,
-) -> Vec<Option<MoeLayerPlan>> {
-    let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
-    let mut index = 0;
-    let layer = |l: usize| {
-        moe.is_moe_layer(l).then(|| {
-            let first = layers + 2 + index * p.parallel;
-            index += 1;
-            MoeLayerPlan {
-                index: index - 1,
-                unit: first + number,
-                order: p.list_experts_in_dispatch_order(l),
-                per_rank: (0..p.parallel).map(|r| p.list_experts_on(l, r).len()).collect(),
-            }
-        })
-    };
-    (0..layers).map(layer).collect()
-}
-
-impl Trainer {
-    /// Returns the parameter unit of this rank's experts of layer `l`, or `None` if the layer is
-    /// dense.
-    pub(super) fn expert_unit(&self, l: usize) -> Option<usize> {
-        self.experts.as_ref().and_then(|e| e.unit(l))
-    }
-
-    /// Runs the forward pass of an MoE layer. If `compute` is false, this rank has no micro-batch,
-    /// and its experts only compute rows of other ranks.
-    pub(super) fn run_moe_layer_forward(&mut self, l: usize, unit: usize, compute: bool) -> Result<()> {
-        let guard = self.engine.fetch_params(l + 1)?;
-        if compute {
-            self.run_routing_forward(l, &guard);
-        }
-        self.engine.release_params(guard);
-        let guard = self.engine.fetch_params(unit)?;
-        self.run_experts_forward(l, &guard, compute, true)?;
-        self.engine.release_params(guard);
-        Ok(())
-    }
-
-    /// Runs the forward pass of attention and router, and records the router statistics.
-    fn run_routing_forward(&mut self, l: usize, guard: &ParamsGuard) {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return };
-        let (layer, saved, _, _, stats) = x.select_layer(l);
-        let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
-        let set = w.select_saved_set(l);
-        self.engine.with_params(guard, |params| {
-            let input = LayerInput { params, batch, x: w.layer_inputs[l].view(), layer: l };
-            moe.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
-        });
-        stats.record_layer(ops, layer.index, &saved.routing);
-    }
-
-    /// Dispatches this rank's tokens to their experts, and runs this rank's experts on the received
-    /// rows. If `compute` is false, this rank has no tokens to dispatch.
-    ///
-    /// If `output` is set, also sends the experts' outputs back, and combines those for this rank's
-    /// tokens into the input of the next layer. Otherwise only saves activations (recomputation).
-    fn run_experts_forward(
-        &mut self,
-        l: usize,
-        guard: &ParamsGuard,
-        compute: bool,
-        output: bool,
-    ) -> Result<()> {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
-        let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
-        let (w, ops) = (&mut self.activations, self.ops.as_ref());
-        match compute {
-            true => {
-                saved.send_plan.sort_choices(&saved.routing.selected_experts, shape.per_token, &layer.order)
-            }
-            false => saved.send_plan.clear(shape.experts),
-        }
-        saved.recv_plan = dispatcher.exchange_row_counts(&layer, &saved.send_plan)?;
-        let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_rows(&w.scratch));
-        let tokens = &saved.send_plan.row_tokens;
-        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
-            ops.gather_rows(to, normed, tokens, shape.hidden);
-        });
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut saved.rows)?;
-        let n = saved.recv_plan.count_rows();
-        let gate_up = resize_row_buffer(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
-        let out = output.then(|| {
-            (
-                resize_row_buffer(ops, &mut workspace.out, n * shape.hidden),
-                resize_row_buffer(ops, &mut workspace.act, n * shape.intermediate),
-            )
-        });
-        let (ranges, rows) =
-            (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * shape.hidden));
-        self.engine.with_params(guard, |params| {
-            experts_forward(ops, shape, &ExpertInputs { params, expert_ranges: &ranges, rows }, gate_up, out);
-        });
-        if !output {
-            return Ok(());
-        }
-        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.out);
-        let rows = dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.out)?;
-        if compute {
-            let set = w.select_saved_set(l);
-            let MicroBatchActivations { layer_inputs: x, saved: kept, .. } = w;
-            let places = &saved.send_plan.choice_rows;
-            moe.combine_forward(ops, x[l + 1].view_mut(), rows, places, &saved.routing, &mut kept[set]);
-        }
-        Ok(())
-    }
-
-    /// Runs the backward pass of an MoE layer and starts the reductions of its gradients.
-    pub(super) fn run_moe_layer_backward(
-        &mut self,
-        l: usize,
-        unit: usize,
-        round: usize,
-        compute: bool,
-    ) -> Result<()> {
-        let guard = self.engine.fetch_params(l + 1)?;
-        let experts = self.engine.fetch_params(unit)?;
-        if self.recompute == RecomputeMode::Block {
-            if compute {
-                self.run_routing_forward(l, &guard);
-            }
-            self.run_experts_forward(l, &experts, compute, false)?;
-        }
-        self.run_experts_backward(l, &experts)?;
-        self.engine.release_params(experts);
-        self.reduce_expert_gradients(l, unit, round, compute)?;
-        self.wait_for_combined_gradients(l)?;
-        let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
-        if let Some(g) = &mut grad {
-            self.run_routing_backward(l, &guard, g)?;
-        }
-        self.engine.release_params(guard);
-        Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
-    }
-
-    /// Dispatches the gradients of the layer's output to the experts of each token, and runs the
-    /// backward pass of this rank's experts. Then starts to send back the gradients of the experts'
-    /// inputs and of the router's factors.
-    /// [`Trainer::wait_for_combined_gradients`] waits for them.
-    fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
-        let Some(x) = &mut self.experts else { return Ok(()) };
-        let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
-        let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
-        let (plan, tokens) = ((&saved.send_plan, &saved.recv_plan), &saved.send_plan.row_tokens);
-        let dx = self.activations.residual_grad.view();
-        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
-            ops.gather_rows(to, dx, tokens, d)
-        });
-        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices());
-        dispatcher.start_dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
-            ops.gather_rows(to, weights, &choices, 1);
-        });
-        let n = saved.recv_plan.count_rows();
-        let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
-        compute_expert_activation(ops, shape, gate_up, resize_row_buffer(ops, &mut workspace.act, n * f));
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut workspace.out)?;
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Weights, &mut workspace.weights)?;
-        let (of, rows) = (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * d));
-        let back = ExpertBackwardBuffers {
-            gate_up,
-            dy: workspace.out.view().slice(0..n * d),
-            weights: workspace.weights.view().slice(0..n),
-            dweights: resize_row_buffer(ops, &mut workspace.dweights, n),
-            drows: resize_row_buffer(ops, &mut workspace.drows, n * d),
-            act: resize_row_buffer(ops, &mut workspace.act, n * f),
-            dact: resize_row_buffer(ops, &mut workspace.dact, n * f),
-            dgate_up: resize_row_buffer(ops, &mut workspace.dgate_up, n * 2 * f),
-        };
-        self.engine.with_params(guard, |params| {
-            experts_backward(ops, shape, &ExpertInputs { params, expert_ranges: &of, rows }, back);
-        });
-        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.drows);
-        dispatcher.start_combine(&layer, plan, Payload::Weights, &workspace.dweights);
-        Ok(())
-    }
-
-    /// Computes the gradients of the parameters of this rank's experts, separately for each
-    /// micro-batch whose tokens this rank received, and starts to reduce them to their owners.
-    fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
-        let Some(x) = &mut self.experts else { return Ok(()) };
-        let shape = x.shape;
-        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
-        let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
-        let shards = self.engine.shards.clone();
-        let expert_unit = &shards[unit].unit;
-        let (n, len) = (saved.recv_plan.count_rows(), expert_unit.len());
-        let given = ExpertGradInputs {
-            rows: saved.rows.view().slice(0..n * d),
-            dy: workspace.out.view().slice(0..n * d),
-            act: workspace.act.view().slice(0..n * f),
-            dgate_up: workspace.dgate_up.view().slice(0..n * 2 * f),
-        };
-        let write = |sender: usize, grads: &mut Buf| {
-            let ranges = saved.recv_plan.compute_expert_ranges_from(sender);
-            compute_expert_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
-                expert_unit.has_trained_in(m)
-            });
-        };
-        if dispatcher.is_local() {
-            let trained = expert_unit.has_any_trained();
-            let mut grad = (compute && trained).then(|| self.engine.take_gradient_buffer(unit));
-            if let Some(g) = &mut grad {
-                write(0, g);
-            }
-            return Ok(self.engine.reduce_gradient(unit, round, grad)?);
-        }
-        let mut partial_sums = self.engine.take_partial_sums(unit);
-        for (sender, rank) in dispatcher.group.clone().enumerate() {
-            let Some(micro_batch) = self.engine.schedule.find_micro_batch(rank, round) else { continue };
-            self.engine.push_micro_batch_gradient(unit, &mut partial_sums, micro_batch, |grads| {
-                write(sender, grads)
-            });
-        }
-        Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
-    }
-
-    /// Waits until this rank has received the gradients of the experts' inputs and of the router's
-    /// factors for its tokens. Sorts the gradients of the factors by token, and for each token in
-    /// the order of its selected experts.
-    fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
-        let Some(x) = &mut self.experts else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
-        let plan = (&saved.send_plan, &saved.recv_plan);
-        dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.drows)?;
-        let (ops, places) = (self.ops.as_ref(), &saved.send_plan.choice_rows);
-        let dweights = dispatcher.wait_for_combined_rows(plan, Payload::Weights, &workspace.dweights)?;
-        ops.gather_rows(resize_row_buffer(ops, &mut workspace.choices, dweights.len()), dweights, places, 1);
-        Ok(())
-    }
-
-    /// Runs the backward pass of router and attention, from the gradients that
-    /// [`Trainer::wait_for_combined_gradients`] collected. Writes the gradient of the layer's
-    /// parameters to `grad`.
-    fn run_routing_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) -> Result<()> {
-        let positions = self.global_batch() as f64 * self.batch.seq_len as f64;
-        let scale = f64::from(self.loss_scale.factor()) * self.batch.count_targets() as f64 / positions;
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, stats) = x.select_layer(l);
-        let (balance, z) = stats.compute_loss_gradient(scale);
-        let n = saved.send_plan.row_tokens.len();
-        let back = ExpertOutputGrads {
-            rows: dispatcher.wait_for_combined_rows(
-                (&saved.send_plan, &saved.recv_plan),
-                Payload::Rows,
-                &workspace.drows,
-            )?,
-            choice_rows: &saved.send_plan.choice_rows,
-            dweights: workspace.choices.view().slice(0..n),
-            balance_grad: &balance,
-            z_loss_coef: z,
-        };
-        let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
-        let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let set = w.select_saved_set(l);
-        let MicroBatchActivations { layer_inputs: x, saved: kept, scratch, residual_grad: dx, .. } = w;
-        self.engine.with_params(guard, |params| {
-            let input = LayerInput { params, batch, x: x[l].view(), layer: l };
-            let routing = &saved.routing;
-            moe.route_backward(ops, &input, g, dx.view_mut(), &back, routing, &mut kept[set], scratch);
-        });
-        Ok(())
     }
 }
 

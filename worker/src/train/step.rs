@@ -7,7 +7,7 @@ use crate::{
     model::{HeadGrads, HeadParams, LayerInput, MicroBatch, Model},
     optim::{Optimizer, StepInputs},
     param_groups::find_first_trained_unit,
-    params::{ParamUnit, list_tensors_in_canonical_order},
+    params::list_tensors_in_canonical_order,
     zero::{
         engine::{ParamsGuard, ZeroEngine},
         micro_batch_sums::sum_in_fixed_order,
@@ -133,7 +133,7 @@ impl Trainer {
             self.run_forward(micro_batch.is_some())?;
             self.run_backward(round, micro_batch.is_some())?;
             if let Some(s) = micro_batch {
-                let MicroBatchLoss { sum, targets } = self.sum_micro_batch_loss();
+                let MicroBatchLoss { sum, targets } = self.sum_micro_batch_loss()?;
                 // router losses are means per micro-batch; weight them by the micro-batch's targets
                 let routers = self.experts.as_ref().map_or(0.0, |e| e.router_loss() * targets as f64);
                 mine.push((s, MicroBatchLoss { sum: sum + routers, targets }));
@@ -166,7 +166,7 @@ impl Trainer {
             self.run_forward(micro_batch.is_some())?;
             self.run_head(None, micro_batch.is_some())?;
             if let Some(s) = micro_batch {
-                mine.push((s, self.sum_micro_batch_loss()));
+                mine.push((s, self.sum_micro_batch_loss()?));
             }
         }
         self.exchange_losses(&mine, micro_batches, RankStepReport::default())
@@ -368,10 +368,11 @@ impl Trainer {
 
     /// Returns the summed loss and the number of target tokens of the micro-batch that was just
     /// computed.
-    fn sum_micro_batch_loss(&mut self) -> MicroBatchLoss {
+    fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
+        self.ops.status()?;
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
-        MicroBatchLoss { sum, targets: self.batch.count_targets() }
+        Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
     }
 
     /// Exchanges the losses `mine` and the report of this rank with all ranks. Returns the mean
@@ -388,12 +389,10 @@ impl Trainer {
         words.extend(
             mine.iter().flat_map(|(micro_batch, l)| [*micro_batch as u64, l.sum.to_bits(), l.targets]),
         );
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
+        let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_u64(&words))?;
         let mut losses = vec![MicroBatchLoss::default(); micro_batches];
         let mut combined = RankStepReport::default();
-        for bytes in &gathered {
-            let words: Vec<u64> = bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect();
+        for words in &gathered {
             let [flags, peak_rss, exposed, records @ ..] = words.as_slice() else {
                 return Err(invalid_report_error("a rank reported no losses"));
             };
@@ -450,6 +449,7 @@ impl Trainer {
             }
         }
         self.engine.wait_param_gather()?;
+        self.ops.status()?;
         Ok(outcome)
     }
 
@@ -516,6 +516,7 @@ impl Trainer {
             }
         }
         let blocks = self.ops.sum_squares_by_block_concat(&parts);
+        self.ops.status()?;
         let bytes: Vec<u8> = blocks.iter().flat_map(|s| s.to_le_bytes()).collect();
         let gathered = self.engine.queue().run_and_wait(move |c| c.all_gather_bytes(&bytes))?;
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
@@ -525,7 +526,7 @@ impl Trainer {
     /// the placement of experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
-        let units: Vec<ParamUnit> = self.engine.shards.iter().map(|s| s.unit.clone()).collect();
+        let units = self.engine.clone_units();
         let mut by_param: Vec<Vec<Vec<f64>>> =
             units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
         for (s, sums) in self.engine.shards.iter().zip(&mut by_param) {

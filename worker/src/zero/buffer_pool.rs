@@ -5,13 +5,13 @@ use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 const GROWTH_ELEMENTS: usize = 1024;
 
 /// Returns the first `len` elements of `buf`, with unspecified content. Replaces `buf` by a longer
-/// buffer if necessary.
-pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
+/// buffer for `purpose` if necessary.
+pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
         // free the old buffer first, so that both do not exist at the same time
         *buf = ops.zeroed(dtype, 0);
-        *buf = ops.zeroed(dtype, len.next_multiple_of(GROWTH_ELEMENTS));
+        *buf = ops.zeroed_for(purpose, dtype, len.next_multiple_of(GROWTH_ELEMENTS));
     }
     buf.view_mut().slice(0..len)
 }
@@ -20,14 +20,17 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize) -> ViewMut
 /// allocates a buffer if no free one is long enough.
 pub struct BufferPool {
     dtype: Dtype,
+    /// What the buffers are for, in errors.
+    purpose: &'static str,
     /// Free buffers, each with the event after which it may be written.
     free: Vec<(Buf, Event)>,
 }
 
 impl BufferPool {
-    /// Creates an empty pool for elements of type `dtype`.
-    pub fn new(dtype: Dtype) -> Self {
-        BufferPool { dtype, free: Vec::new() }
+    /// Creates an empty pool for elements of type `dtype`. Errors name `purpose` as the use of
+    /// the memory.
+    pub fn new(dtype: Dtype, purpose: &'static str) -> Self {
+        BufferPool { dtype, purpose, free: Vec::new() }
     }
 
     /// Takes a buffer of at least `len` elements from the pool, or allocates one. The content of
@@ -45,7 +48,7 @@ impl BufferPool {
                 last_use.make_stream_wait();
                 buf
             }
-            None => ops.zeroed(self.dtype, len),
+            None => ops.zeroed_for(self.purpose, self.dtype, len),
         }
     }
 

@@ -8,9 +8,8 @@
 use comm::{Comm, CommError, Result};
 use device::{
     Ops,
-    storage::{DeviceError, Event, extract_panic_message},
+    storage::{Event, extract_panic_message},
 };
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{
     Arc,
@@ -72,15 +71,6 @@ impl ExposedWaits {
     }
 }
 
-/// Converts a panic of the communication thread to the error that callers get. A failed device
-/// operation panics with its error.
-fn to_comm_error(panic: &(dyn Any + Send)) -> CommError {
-    match panic.downcast_ref::<DeviceError>() {
-        Some(error) => error.clone().into(),
-        None => CommError::ThreadEnded { message: Some(extract_panic_message(panic)) },
-    }
-}
-
 impl CollectiveQueue {
     /// Returns the seconds in which computation waited for collectives since the previous call, and
     /// resets the count.
@@ -131,15 +121,24 @@ impl CollectiveQueue {
         let job: CollectiveJob = Box::new(move |comm| {
             let run = || {
                 before.make_stream_wait();
+                ops.status()?; // invalid data must not be sent
                 let result = f(comm)?;
-                Ok((result, record(ops.as_ref(), has_thread)))
+                let after = record(ops.as_ref(), has_thread);
+                ops.status()?;
+                Ok((result, after))
             };
             // the caller may have dropped its `PendingCollective` after another error
             let panic = match catch_unwind(AssertUnwindSafe(run)) {
-                Ok(result) => return drop(done.send(result)),
+                Ok(result) => {
+                    if let Err(error @ CommError::Device(_)) = &result {
+                        comm.abort(&error.to_string()); // peers wait for this rank
+                    }
+                    return drop(done.send(result));
+                }
                 Err(panic) => panic,
             };
-            drop(done.send(Err(to_comm_error(panic.as_ref()))));
+            let message = Some(extract_panic_message(panic.as_ref()));
+            drop(done.send(Err(CommError::ThreadEnded { message })));
             resume_unwind(panic);
         });
         match &self.jobs {

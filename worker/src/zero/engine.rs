@@ -17,13 +17,16 @@ use super::{
 };
 use crate::params::ParamUnit;
 use comm::{Comm, Result, SharedView};
-use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event, with_alloc_label};
+use contract::job::{Precision, TrainSpec};
+use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
+/// What the buffers of gathered units are for, in errors.
+const GATHERED_PARAMETERS: &str = "gathered parameters";
 /// The largest number of reductions in flight. One reduction runs while the gradient of the next
 /// block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
@@ -62,7 +65,7 @@ impl UnitShard {
         ops: &dyn Ops,
     ) -> Result<Self> {
         let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world(), weights.compute);
-        let parameters = |dtype, len| with_alloc_label("the parameters", || ops.zeroed(dtype, len));
+        let parameters = |dtype, len| ops.zeroed_for("the parameters", dtype, len);
         let part = Partition::new(&unit, world);
         let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
             true => {
@@ -110,6 +113,16 @@ pub struct ParamDtypes {
 }
 
 impl ParamDtypes {
+    /// Returns the types that a job's `train` section selects.
+    pub fn for_job(train: &TrainSpec) -> Self {
+        let compute = match train.precision {
+            Precision::Fp32 => Dtype::F32,
+            Precision::Bf16 | Precision::Fp8 => Dtype::Bf16,
+            Precision::Fp16 => Dtype::F16,
+        };
+        ParamDtypes { compute, updated: if train.rounds_stochastically() { compute } else { Dtype::F32 } }
+    }
+
     /// Returns whether fp32 master weights exist in addition to the parameters for computation.
     pub fn has_masters(&self) -> bool {
         self.compute != self.updated
@@ -214,9 +227,9 @@ impl ZeroEngine {
             queue: Arc::new(queue),
             prefetch,
             max_retained: max_live,
-            param_pool: Arc::new(Mutex::new(BufferPool::new(dtype))),
+            param_pool: Arc::new(Mutex::new(BufferPool::new(dtype, GATHERED_PARAMETERS))),
             cast_buffer,
-            gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32))),
+            gradient_pool: Arc::new(Mutex::new(BufferPool::new(Dtype::F32, "gradients"))),
             micro_batch_sums_pool: Arc::default(),
             exchange: Arc::default(),
             upcoming: VecDeque::new(),
@@ -253,6 +266,11 @@ impl ZeroEngine {
     /// of the shard's gradient and optimizer states.
     pub fn owned_trained_len(&self, u: usize) -> usize {
         self.shards[u].trained_counts[self.rank]
+    }
+
+    /// Copies the descriptions of all units, in the order of their indices.
+    pub fn clone_units(&self) -> Vec<ParamUnit> {
+        self.shards.iter().map(|shard| shard.unit.clone()).collect()
     }
 
     /// Returns the element types of the parameters.
@@ -384,8 +402,7 @@ impl ZeroEngine {
     /// Starts to gather the whole parameters of unit `u` into a buffer of the pool.
     fn submit_gather(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
-        let take = || lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
-        let mut whole = with_alloc_label("gathered parameters", take);
+        let mut whole = lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
         let (ops, buffers, cast_buffer) = (self.ops.clone(), self.exchange.clone(), self.cast_buffer.clone());
         let (casts, has_one_owner) =
             (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
@@ -410,9 +427,7 @@ impl ZeroEngine {
                 ops.cast(to, owned.view());
             } else {
                 let mut mine = lock_ignoring_poison(&cast_buffer);
-                let mut mine = with_alloc_label("gathered parameters", || {
-                    resize_buffer(ops.as_ref(), &mut mine, owned.len())
-                });
+                let mut mine = resize_buffer(ops.as_ref(), GATHERED_PARAMETERS, &mut mine, owned.len());
                 ops.cast(mine.reborrow(), owned.view());
                 exchange(to, mine.as_view())?;
             }

@@ -104,7 +104,10 @@ impl MicroBatchSums {
     /// CUDA graphs can be replayed.
     pub fn take_buffer(&mut self, ops: &dyn Ops) -> Buf {
         let first = (0..self.free_buffers.len()).min_by_key(|i| self.free_buffers[*i].view().address());
-        first.map_or_else(|| ops.zeroed(Dtype::F32, self.len), |i| self.free_buffers.swap_remove(i))
+        first.map_or_else(
+            || ops.zeroed_for("gradients", Dtype::F32, self.len),
+            |i| self.free_buffers.swap_remove(i),
+        )
     }
 
     /// Adds `x`, the sum over the micro-batches of `range`, to this sum. If `x` cannot be merged

@@ -12,6 +12,9 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
+/// What the buffers of an exchange are for, in errors.
+const EXCHANGED: &str = "exchanged parameters and gradients";
+
 /// Send and receive buffers that all collectives of this module reuse.
 #[derive(Default)]
 pub(super) struct ExchangeBuffers {
@@ -27,9 +30,9 @@ impl ExchangeBuffers {
     /// Returns the first `len` elements of the send buffer for elements of type `dtype`.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
-            return resize_buffer(ops, &mut self.sent, len);
+            return resize_buffer(ops, EXCHANGED, &mut self.sent, len);
         }
-        resize_buffer(ops, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(ops, EXCHANGED, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
     /// Takes a buffer that begins with a copy of `owned`. Must be followed by
@@ -39,7 +42,8 @@ impl ExchangeBuffers {
     /// one.
     pub(super) fn take_copy_of_shard(&mut self, ops: &dyn Ops, owned: View) -> Buf {
         let mut buffer = std::mem::take(&mut self.owned);
-        ops.copy(resize_buffer(ops, ensure_dtype(ops, &mut buffer, owned.dtype()), owned.len()), owned);
+        let typed = ensure_dtype(ops, &mut buffer, owned.dtype());
+        ops.copy(resize_buffer(ops, EXCHANGED, typed, owned.len()), owned);
         buffer
     }
 
@@ -183,8 +187,10 @@ pub(super) fn exchange_partial_sums(
     let received: Vec<usize> = theirs.iter().map(|ranges| ranges.len() * owned).collect();
     buffers.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());
     let ExchangeBuffers { sent: send, received: buffer, .. } = buffers;
-    let (mut send, mut buffer) =
-        (send.view_mut().slice(0..sent.iter().sum()), resize_buffer(ops, buffer, received.iter().sum()));
+    let (mut send, mut buffer) = (
+        send.view_mut().slice(0..sent.iter().sum()),
+        resize_buffer(ops, EXCHANGED, buffer, received.iter().sum()),
+    );
     let mut end = 0;
     for part in parts {
         for v in &kept {

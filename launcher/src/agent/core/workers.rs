@@ -1,6 +1,6 @@
 //! The part of the agent's state machine that handles the start, the messages and the exits of
 //! workers.
-use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, STEP_KILL_DELAY, WorkerState};
+use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, WorkerState};
 use crate::agent::progress::WorkerProgress;
 use contract::{
     control::{ExitStatus, FromAgent, FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit},
@@ -149,19 +149,16 @@ impl AgentCore {
     /// Returns the time at which the end of an ended worker is reported to the controller.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
-    /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL in a Slurm step, it is at least
-    /// [`STEP_KILL_DELAY`] later.
+    /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL that the agent did not send, it is at least
+    /// `kill_report_delay` later.
     pub(super) fn report_due_at(&self, worker: &WorkerState) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
         let is_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
         let was_killed = worker.status.is_some_and(is_sigkill) && !worker.oom;
         let output_delay = if complete { Duration::ZERO } else { FINAL_OUTPUT_TIMEOUT };
-        let step_delay = if self.in_slurm_step && was_killed && self.kill_at.is_none() {
-            STEP_KILL_DELAY
-        } else {
-            Duration::ZERO
-        };
-        worker.ended_at + output_delay.max(step_delay)
+        let is_unexpected = was_killed && self.kill_at.is_none();
+        let kill_delay = if is_unexpected { self.kill_report_delay } else { Duration::ZERO };
+        worker.ended_at + output_delay.max(kill_delay)
     }
 
     /// Sends the reports of ended workers that are due at `now` to the controller, in the order in

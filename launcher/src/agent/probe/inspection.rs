@@ -1,5 +1,9 @@
 //! Inspects this host for `launch check`: hardware, directories, limits and network addresses.
-use super::{super::executable::hash_executable, gpu};
+use super::gpu;
+use crate::{
+    discover::{self, local::discover_local},
+    executable::hash_executable,
+};
 use contract::probe::{DirectoryInspection, HostInspection};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::{
@@ -18,10 +22,10 @@ use std::{
 pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
     let meminfo = text("/proc/meminfo");
-    let inventory = crate::discover::local::discover_local().ok();
+    let inventory = discover_local().ok();
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let mut report = HostInspection {
-        hostname: text("/proc/sys/kernel/hostname").trim().to_owned(),
+        hostname: discover::read_host_name(),
         arch: std::env::consts::ARCH.to_owned(),
         kernel: text("/proc/sys/kernel/osrelease").trim().to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),

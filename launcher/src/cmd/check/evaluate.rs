@@ -1,11 +1,16 @@
 //! [`evaluate_probes`]: converts the probe results of the hosts to the check results of
 //! `launch check`.
-use super::{CheckLevel, CheckReport, CheckResult, HostReport, codes, gpus, probe::ProbeResult};
+use super::{
+    check_report::{CheckLevel, CheckReport, CheckResult, HostReport},
+    gpus,
+    probe::ProbeResult,
+};
 use crate::{
-    discover::cluster_hosts::ClusterHost, report::format_binary_bytes, transport::ssh::ConnectionStage,
+    cluster::{ClusterPreflight, ConnectionStage, HostTarget},
+    format::format_binary_bytes,
 };
 use contract::{JobSpec, probe::HostInspection};
-use diagnostic::codes::training;
+use diagnostic::codes::{host as codes, training};
 use std::collections::BTreeSet;
 
 /// The largest clock skew without a warning, in seconds. With a larger skew, the times in the logs
@@ -22,29 +27,19 @@ const MIN_SHM_BYTES: u64 = 1 << 30;
 /// need disk space.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
-/// The stages of connecting to a host, from the first to the last, each with the name of its check.
-const STAGE_CHECKS: [(ConnectionStage, &str); 7] = [
-    (ConnectionStage::Config, "config"),
-    (ConnectionStage::Name, "dns"),
-    (ConnectionStage::Tcp, "tcp"),
-    (ConnectionStage::HostKey, "host key"),
-    (ConnectionStage::Authentication, "authentication"),
-    (ConnectionStage::Exec, "exec"),
-    (ConnectionStage::Agent, "agent"),
-];
-
-/// Evaluates the probe results of all hosts. `hosts` are the SSH hosts of the job, in the order of
-/// `probes`, or `None` if the job runs on this machine or on the nodes of a Slurm allocation.
+/// Evaluates the probe results of all hosts. `hosts` are the hosts of the job, in the order of
+/// `probes`, and `preflight` states how the provider of the hosts is checked.
 pub(super) fn evaluate_probes(
     job: &JobSpec,
-    hosts: Option<&[ClusterHost]>,
+    hosts: &[HostTarget],
+    preflight: ClusterPreflight,
     probes: Vec<ProbeResult>,
 ) -> CheckReport {
     let checks = check_shared_directories(job, &probes);
     let first = probes.iter().find_map(|probe| probe.inspection.clone());
-    let slots = |index: usize| hosts.and_then(|h| h.get(index)).and_then(|h| h.slots.count());
+    let slots = |index: usize| hosts.get(index).filter(|_| preflight.declares_slots).and_then(|h| h.slots);
     let reports = probes.into_iter().enumerate().map(|(index, probe)| {
-        let mut checks = check_connection(&probe, hosts.is_some());
+        let mut checks = check_connection(&probe, preflight.stages);
         if let Some(inspection) = &probe.inspection {
             checks.extend(check_host(job, inspection, first.as_ref(), slots(index)));
             checks.extend(check_clock(&probe));
@@ -57,13 +52,11 @@ pub(super) fn evaluate_probes(
 }
 
 /// Returns one check result for each stage of connecting to a host, and a warning if the login
-/// shell printed text. The stages after a failed stage count as skipped. A host that is not remote
-/// has only the stage of starting the agent.
-fn check_connection(probe: &ProbeResult, is_remote: bool) -> Vec<CheckResult> {
+/// shell printed text. The stages after a failed stage count as skipped.
+fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static str)]) -> Vec<CheckResult> {
     let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
     let mut checks = Vec::new();
-    let stages = STAGE_CHECKS.into_iter().filter(|(stage, _)| is_remote || *stage == ConnectionStage::Agent);
-    for (stage, name) in stages {
+    for &(stage, name) in stages {
         checks.push(match &probe.error {
             Some(error) if stage == reached => CheckResult {
                 name,
@@ -343,11 +336,13 @@ mod tests {
     /// Applies `change` to the second of two healthy hosts and evaluates both. Returns the name and
     /// level of each check of the second host that did not pass.
     fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
-        let job = crate::testing::sample_job();
+        let mut job = crate::testing::sample_job();
+        job.cluster.hosts = contract::job::HostSelection::List(vec!["n[1-2]".into()]);
+        let preflight = crate::cluster::find_cluster(&job).expect("named hosts").preflight();
         let mut second = make_probe_result(Some(make_inspection()));
         change(&mut second);
-        let report =
-            evaluate_probes(&job, Some(&[]), vec![make_probe_result(Some(make_inspection())), second]);
+        let probes = vec![make_probe_result(Some(make_inspection())), second];
+        let report = evaluate_probes(&job, &[], preflight, probes);
         let host = report.hosts.last().expect("two hosts");
         host.checks.iter().filter(|c| c.level != CheckLevel::Ok).map(|c| (c.name, c.level)).collect()
     }

@@ -1,8 +1,8 @@
 //! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
-use super::{CheckResult, codes};
-use crate::report::format_binary_bytes;
+use super::check_report::CheckResult;
+use crate::format::format_binary_bytes;
 use contract::probe::{GpuReport, HostInspection, LibraryReport};
-use diagnostic::Diagnostic;
+use diagnostic::{Diagnostic, codes::host as codes};
 
 /// Checks number, driver, libraries, memory, health and links of a host's GPUs.
 ///

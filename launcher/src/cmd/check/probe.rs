@@ -1,9 +1,9 @@
 //! [`probe_hosts`]: sends the probes to the agents of all hosts in parallel and collects the
 //! answers.
-use super::StartedAgent;
+use super::agents::StartedAgent;
 use crate::{
+    cluster::ConnectionStage,
     connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
-    transport::{AgentHandle, RemoteConnection, ssh::ConnectionStage},
 };
 use contract::{
     control::{FromAgent, PROTOCOL_VERSION, ToAgent},
@@ -202,8 +202,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
         Ok((inspection, skew)) => (probe.inspection, probe.clock_skew_s) = (Some(inspection), Some(skew)),
         Err(error) => probe.error = Some(find_root_error(&host, error, stderr).await),
     }
-    if let Some(progress) = &host.progress {
-        (probe.stage, probe.shell_output) = (progress.stage(), progress.shell_output());
+    if let Some(connection) = host.connection() {
+        (probe.stage, probe.shell_output) = (connection.stage(), connection.shell_output());
     }
     ProbeSession { probe, host, connection }
 }
@@ -218,14 +218,11 @@ async fn find_root_error(
     error: Diagnostic,
     stderr: Option<JoinHandle<String>>,
 ) -> Diagnostic {
-    if let Some(failure) = host.progress.as_ref().and_then(|p| p.connection_failure()) {
-        return failure;
-    }
-    if let Some(AgentHandle::Connection(connection)) = host.agent.as_ref().ok().map(|a| &a.handle) {
+    if let Some(connection) = host.connection() {
         if let Some(failure) = connection.failure() {
             return failure;
         }
-        RemoteConnection::abort(connection.as_ref());
+        connection.abort();
     }
     let stderr = match stderr {
         Some(task) => {

@@ -1,8 +1,8 @@
 //! Formats the report of `launch check` as text and JSON.
-use super::{CheckLevel, CheckReport, CheckResult, HostReport};
+use super::check_report::{CheckLevel, CheckReport, CheckResult, HostReport};
 use crate::{
     cmd::plan::format_table,
-    report::{format_binary_bytes, replace_all_control_characters},
+    format::{format_binary_bytes, replace_all_control_characters},
 };
 use serde_json::{Value, json};
 use std::fmt::Write;

@@ -1,11 +1,17 @@
 //! `launch ckpt convert`: writes a checkpoint in another format, or for another ZeRO stage or world
 //! size.
 use super::{
-    DtypeOption, ProgressLine, describe::format_bytes, format_count, log_line, open_checkpoint, parse_size,
-    print_result, run_gather,
+    gather::{self, DtypeOption},
+    open::open_checkpoint,
+    output::{ProgressLine, format_count, log_line, print_result},
 };
-use crate::{cli::OptionValueError, report::replace_all_control_characters};
-use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
+use crate::{
+    cmd::option_value::{OptionValueError, parse_size},
+    format::replace_all_control_characters,
+};
+use ckpt::{
+    ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights, format_bytes,
+};
 use clap::{Args, ValueEnum};
 use contract::exit;
 use diagnostic::{Code, Diagnostic, codes::command};
@@ -24,7 +30,8 @@ pub(super) struct ConvertArgs {
     /// Format to write
     #[arg(long, value_enum)]
     to: TargetFormat,
-    /// ZeRO stage to write; not with `--to safetensors` [default: that of the source]
+    /// ZeRO stage to write; only with `--to native` and `--to deepspeed` [default: that of the
+    /// source]
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
     /// World size to write for; not with `--to safetensors` [default: that of the source]
@@ -39,7 +46,8 @@ pub(super) struct ConvertArgs {
     /// with `--to deepspeed` [default: 1000000000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     sub_group_size: Option<u64>,
-    /// Element type of the model's copies of the weights [default: that of the source]
+    /// Element type of the model's copies of the weights; not with `--to native` [default: that of
+    /// the source]
     #[arg(long, value_enum)]
     dtype: Option<DtypeOption>,
     /// Assign the parameters whose names match PATTERN to optimizer group N, counted from 0, if the
@@ -176,6 +184,12 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
     if weights_only && !args.groups.is_empty() {
         return unsupported("--group", "`--to safetensors` writes weights, which have no groups");
     }
+    if args.stage.is_some() && args.to == TargetFormat::Universal {
+        return unsupported("--stage", "`--to universal` writes a checkpoint for every ZeRO stage");
+    }
+    if args.dtype.is_some() && args.to == TargetFormat::Native {
+        return unsupported("--dtype", "`--to native` keeps the element types of the source");
+    }
     if args.sub_group_size.is_some() && args.to != TargetFormat::Deepspeed {
         return unsupported("--sub-group-size", "only `--to deepspeed` has sub-groups");
     }
@@ -190,8 +204,8 @@ fn check_options(args: &ConvertArgs) -> diagnostic::Result<()> {
 }
 
 /// Runs `launch ckpt convert`: writes the converted checkpoint and prints the path of the result.
-pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
-    check_options(args)?;
+pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
+    check_options(&args)?;
     let dtype = args.dtype.map(Dtype::from);
     let target = match args.to {
         TargetFormat::Native => ConvertTarget::Native,
@@ -200,7 +214,7 @@ pub(super) fn run(args: &ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         TargetFormat::Safetensors => {
             log_line(format_args!("note: optimizer states are left out"));
             let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
-            return run_gather(&args.dir, &args.out, &options, json);
+            return gather::write_weights(&args.dir, &args.out, &options, json);
         }
     };
     let found = open_checkpoint(&args.dir)?;

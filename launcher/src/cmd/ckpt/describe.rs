@@ -1,8 +1,8 @@
 //! Formats the properties and tensors of a checkpoint as text and JSON for `launch ckpt inspect`.
-use super::format_count;
-use crate::report::replace_all_control_characters;
+use super::output::format_count;
+use crate::format::replace_all_control_characters;
 use ckpt::{
-    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
+    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight, format_bytes,
     rng_files::rank_files::{self, StreamDigest},
 };
 use serde_json::{Map, Value, json};
@@ -108,9 +108,9 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
         ("kind", facts.kind.to_owned()),
         ("writer", facts.writer.clone()),
         ("tag", facts.tag.clone()),
-        ("step", facts.step.map_or("unknown".into(), |s| s.to_string())),
-        ("world", facts.world.map_or("unknown".into(), |w| w.to_string())),
-        ("stage", facts.stage.map_or("-".into(), |s| s.to_string())),
+        ("step", facts.state.step.map_or("unknown".into(), |s| s.to_string())),
+        ("world", facts.state.world.map_or("unknown".into(), |w| w.to_string())),
+        ("stage", facts.state.stage.map_or("-".into(), |s| s.to_string())),
         (
             "bytes",
             format!(
@@ -121,13 +121,13 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
         ),
     ];
     lines.extend(format_role_lines(&tensors));
-    lines.push(("ties", format_ties(&facts.ties)));
-    lines.push(("frozen", replace_empty(facts.frozen.join(", "), "none")));
-    lines.push(("scheduler", facts.scheduler.to_string()));
-    if !facts.loss_scaler.is_null() {
-        lines.push(("scaler", facts.loss_scaler.to_string()));
+    lines.push(("ties", format_ties(&facts.state.ties)));
+    lines.push(("frozen", replace_empty(facts.state.frozen.join(", "), "none")));
+    lines.push(("scheduler", facts.state.scheduler.to_string()));
+    if !facts.state.loss_scaler.is_null() {
+        lines.push(("scaler", facts.state.loss_scaler.to_string()));
     }
-    lines.push(("updates", format_update_counts(facts.steps.values())));
+    lines.push(("updates", format_update_counts(facts.state.steps.values())));
     lines.push(("rng files", replace_empty(facts.rng_files.join(", "), "none")));
     lines.push((
         "missing",
@@ -139,7 +139,7 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    join_sections(&lines, &json!(facts.groups), &tensors) + &format_rng_stream_table(checkpoint)
+    join_sections(&lines, &json!(facts.state.groups), &tensors) + &format_rng_stream_table(checkpoint)
 }
 
 /// Formats the update counts of all weights as one number or, if the counts differ, as a range.
@@ -313,20 +313,6 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
         ]
     }));
     align_columns(&rows)
-}
-
-/// Formats a size with a decimal unit: 1234567 as `1.23 MB`.
-pub(super) fn format_bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
-    let (mut value, mut unit) = (bytes as f64 / 1e3, 0);
-    if bytes < 1000 {
-        return format!("{bytes} B");
-    }
-    while value >= 999.95 && unit + 1 < UNITS.len() {
-        value /= 1e3;
-        unit += 1;
-    }
-    format!("{value:.2} {}", UNITS[unit])
 }
 
 #[cfg(test)]

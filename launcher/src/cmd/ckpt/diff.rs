@@ -1,20 +1,36 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
-use super::{ProgressLine, log_line, open_checkpoint, print_result};
-use crate::report::replace_all_control_characters;
+use super::{
+    open::open_checkpoint,
+    output::{ProgressLine, log_line, print_result},
+};
+use crate::format::replace_all_control_characters;
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
+use clap::Args;
 use contract::exit;
 use serde_json::Value;
-use std::path::Path;
+use std::path::PathBuf;
 
 /// The largest number of differing tensors that the text output lists. The JSON output lists all.
 const MAX_LISTED_TENSORS: usize = 40;
 
+/// Arguments of `launch ckpt diff`.
+#[derive(Debug, Args)]
+pub(super) struct DiffArgs {
+    /// First checkpoint
+    a: PathBuf,
+    /// Second checkpoint
+    b: PathBuf,
+    /// Ignore the optimizer state
+    #[arg(long)]
+    weights_only: bool,
+}
+
 /// Runs `launch ckpt diff`: compares two checkpoints and prints the differences. Returns exit code
 /// 0 if they are equal and 1 if they differ.
-pub(super) fn run(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnostic::Result<u8> {
-    let (a, b) = (open_checkpoint(a)?, open_checkpoint(b)?);
+pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
+    let (a, b) = (open_checkpoint(&args.a)?, open_checkpoint(&args.b)?);
     let mut progress = ProgressLine::new("comparing");
-    let options = DiffOptions { weights_only };
+    let options = DiffOptions { weights_only: args.weights_only };
     let report = ckpt::diff_checkpoints(to_diff_side(&a), to_diff_side(&b), &options, |done, total| {
         progress.update(done, total)
     });
@@ -37,7 +53,7 @@ pub(super) fn run(a: &Path, b: &Path, weights_only: bool, json: bool) -> diagnos
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.facts().model.ties,
-        OpenedCheckpoint::External(external) => &external.facts().ties,
+        OpenedCheckpoint::External(external) => &external.facts().state.ties,
     };
     DiffSide { source: found.source(), ties }
 }
@@ -159,13 +175,14 @@ mod tests {
     #[test]
     fn the_exit_code_reports_whether_checkpoints_are_equal() {
         let dir = tempfile::tempdir().expect("a directory");
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
+        let golden = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
         let ours = save_sample_checkpoint(dir.path());
+        let diff = |b: PathBuf, json| run(DiffArgs { a: ours.clone(), b, weights_only: false }, json).ok();
         for json in [false, true] {
-            assert_eq!(run(&ours, &ours, false, json).ok(), Some(exit::DONE));
-            assert_eq!(run(&ours, &golden.join("z2_frozen"), false, json).ok(), Some(exit::FAILED));
+            assert_eq!(diff(ours.clone(), json), Some(exit::DONE));
+            assert_eq!(diff(golden.join("z2_frozen"), json), Some(exit::FAILED));
         }
-        assert!(run(&ours, &dir.path().join("nowhere"), false, false).is_err());
+        assert_eq!(diff(dir.path().join("nowhere"), false), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
 //! parts, and reports the remaining damage as lost.
-use super::{log_line, print_result};
-use crate::report::replace_all_control_characters;
+use super::output::{log_line, print_result};
+use crate::format::replace_all_control_characters;
 use ckpt::RepairOptions;
 use clap::Args;
 use contract::exit;

@@ -1,6 +1,6 @@
 //! `launch ckpt rng`: reconciles the RNG streams in a program's checkpoint for another world size.
-use super::{log_line, print_result};
-use crate::report::replace_all_control_characters;
+use super::output::{log_line, print_result};
+use crate::format::replace_all_control_characters;
 use ckpt::rng_files::{
     prepare::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, StreamScope},

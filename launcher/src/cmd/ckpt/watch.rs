@@ -1,7 +1,8 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers the
 //! checkpoint if requested.
-use super::{log_line, print_result};
-use crate::report::replace_all_control_characters;
+use super::output::{log_line, print_result};
+use crate::change_watcher::{ChangeWatcher, WatchTarget};
+use crate::format::replace_all_control_characters;
 use ckpt::{CheckpointWatch, CkptError, DirectoryReport, DirectoryStatus, GatherOptions, VerifyOptions};
 use clap::Args;
 use contract::exit;
@@ -11,8 +12,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The time between two scans of the watched directory.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// The time between two scans of the watched directory while checkpoints are being written.
+const SCAN_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest time between two scans, for changes that no watcher reports.
+const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Arguments of `launch ckpt watch`.
 #[derive(Clone, Debug, Args)]
@@ -77,12 +80,16 @@ fn check_options(args: &WatchArgs) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Scans the watched directory every [`POLL_INTERVAL`] and reports new checkpoints until SIGINT or
+/// Scans the watched directory after each change and reports new checkpoints until SIGINT or
 /// SIGTERM arrives. Returns the exit code of the command.
+///
+/// While a checkpoint has no status yet or the directory does not exist, the directory is scanned
+/// every [`SCAN_INTERVAL`].
 async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     let handler = |kind| signal(kind).map_err(|error| event_loop_error(&error));
     let (mut interrupt, mut terminate) =
         (handler(SignalKind::interrupt())?, handler(SignalKind::terminate())?);
+    let mut watcher = ChangeWatcher::start(WatchTarget::Tree(args.dir.clone()));
     let mut watch =
         CheckpointWatch::new(&args.dir, Duration::from_secs(args.settle), Duration::from_secs(args.limit));
     loop {
@@ -110,8 +117,13 @@ async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> 
         if let Some(code) = ending {
             return Ok(code);
         }
+        let limit = if watch.is_settled() { IDLE_INTERVAL } else { SCAN_INTERVAL };
+        let next_change = async {
+            tokio::time::sleep(SCAN_INTERVAL).await;
+            watcher.wait_for_change(limit - SCAN_INTERVAL).await;
+        };
         tokio::select! {
-            () = tokio::time::sleep(POLL_INTERVAL) => {}
+            () = next_change => {}
             _ = interrupt.recv() => return Ok(exit::INTERRUPTED),
             _ = terminate.recv() => return Ok(exit::DONE),
         }

@@ -2,10 +2,12 @@
 //! ends the run.
 use super::{
     ABORT_GRACE, AGENT_END_TIMEOUT, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason,
-    HostIndex, PeerEnd, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerEnd, WorkerState,
-    build_attempt_end,
+    HostIndex, RootCause, RunOutcome, StopRequest, TAIL_TIMEOUT, WorkerState, build_attempt_end,
 };
-use crate::controller::policy::RestartDecision;
+use crate::{
+    controller::policy::RestartDecision,
+    worker_end::{PeerEnd, WorkerEnd},
+};
 use contract::{
     control::{ExitStatus, ToAgent},
     event::{Event, FailureReport},

@@ -1,12 +1,13 @@
 //! The hosts of the job: which agents have joined, which are lost, and which hosts an attempt uses.
+use super::host_state::{AgentConnectionState, HostIndex, HostState};
 use super::{
-    AGENT_LEASE, AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, HEARTBEAT_INTERVAL,
-    HELLO_TIMEOUT, HostIndex, LOST_HOST_QUARANTINE, MAX_HOST_FAILURES, PREPARE_TIMEOUT, PlannedWorker,
-    REMOTE_LEASE, RootCause, WorkerState,
+    AgentEnd, AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES,
+    PREPARE_TIMEOUT, PlannedWorker, RootCause, WorkerState,
 };
 use crate::{
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    report::format_count,
+    format::format_count,
+    leases::{AGENT_LEASE, HEARTBEAT_INTERVAL, HELLO_TIMEOUT, LOST_HOST_QUARANTINE, REMOTE_LEASE},
 };
 use contract::{
     control::{HostInventory, PROTOCOL_VERSION, ToAgent},
@@ -15,76 +16,7 @@ use contract::{
     ids::Rank,
 };
 use diagnostic::{Diagnostic, codes::run};
-use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
-
-/// The state of a host's agent, as far as the controller knows it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum AgentConnectionState {
-    /// The agent is not started, or is released.
-    #[default]
-    NotStarted,
-    /// The agent is started, and its hello has not arrived.
-    Starting,
-    /// The agent's hello has arrived.
-    Joined,
-    /// The agent ended, failed, or was killed because its lease expired.
-    Lost,
-}
-
-/// The state of a host and of its agent, as far as the controller knows it.
-#[derive(Debug, Default)]
-pub(super) struct HostState {
-    pub(super) agent: AgentConnectionState,
-    /// The host name that the agent reported in its hello; empty before the hello.
-    pub(super) hostname: String,
-    /// The process id of the agent; 0 before its hello.
-    pub(super) pid: u32,
-    /// The number of bytes of host memory that the job may use on the host; 0 if unknown.
-    pub(super) memory: u64,
-    /// The time at which the last message of the agent arrived, or at which the agent was started.
-    pub(super) last_heard: Duration,
-    /// The number of attempts that failed because of this host.
-    pub(super) failures: u32,
-    /// Whether the run no longer uses the host, because it caused too many failures or is no longer
-    /// listed.
-    pub(super) excluded: bool,
-    /// Whether the host is no longer in the list of hosts.
-    pub(super) unlisted: bool,
-    /// Whether a notice has reported that the host is used although it is unlisted.
-    pub(super) use_reported: bool,
-    /// For a lost host, the time after which no process of the job can be alive on the host.
-    pub(super) quarantined_until: Duration,
-    /// Whether the host may have processes of this attempt.
-    pub(super) active: bool,
-    /// The ranks whose workers run on the host in this attempt; a contiguous range.
-    pub(super) ranks: Range<Rank>,
-    /// The number of workers of this attempt that are running on the host.
-    pub(super) running: usize,
-    /// The ticket of the host's valid entry in the lease queue. Entries of the host with other
-    /// tickets are ignored.
-    ticket: u32,
-}
-
-impl HostState {
-    /// Whether the host's agent is starting or has joined. Only then are its messages processed.
-    pub(super) fn is_connected(&self) -> bool {
-        matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
-    }
-}
-
-/// The times of the next lease checks, as a queue with one valid entry per agent. When an entry is
-/// due, the check either finds that the lease has expired or schedules the next check. So a message
-/// of an agent needs no update of the queue.
-#[derive(Debug, Default)]
-pub(super) struct LeaseQueue(BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
-
-impl LeaseQueue {
-    /// Returns when the next lease check is due, or `None` if the queue is empty.
-    pub(super) fn find_next_check(&self) -> Option<Duration> {
-        // A lease expires when it is exceeded, not when it is reached.
-        self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
-    }
-}
+use std::{cmp::Reverse, time::Duration};
 
 impl ControllerCore {
     /// Returns how long the agent of a host may be silent in its present state.

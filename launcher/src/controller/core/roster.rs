@@ -1,10 +1,10 @@
 //! Applies changes of the list of hosts while the job runs. An added host becomes a spare host. A
 //! host that is no longer listed is released as soon as the other hosts are enough for the job.
 use super::{
-    AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, hosts::AgentConnectionState,
-    hosts::HostState,
+    AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, host_state::AgentConnectionState,
+    host_state::HostState,
 };
-use crate::report::format_count;
+use crate::format::format_count;
 use std::time::Duration;
 
 impl ControllerCore {

@@ -5,6 +5,10 @@ use super::{
     },
     *,
 };
+use crate::{
+    leases::{AGENT_LEASE, HELLO_TIMEOUT},
+    worker_end::WorkerEnd,
+};
 use contract::control::PROTOCOL_VERSION;
 use diagnostic::codes::run;
 use proptest::prelude::*;

@@ -241,7 +241,7 @@ impl ControllerCore {
             let ranks: Vec<Rank> = running.map(|(_, rank)| rank).collect();
             let message = format!(
                 "no rank made progress for {seconds} s (ranks {}); the stack of each is in its log",
-                crate::report::format_ranks(&ranks)
+                crate::format::format_ranks(&ranks)
             );
             RootCause::new(host, FailureReason::Hang { seconds, ranks }, message)
         } else {

@@ -1,13 +1,13 @@
-//! Ends agents and helper processes of the transport (such as `srun`), and kills every process that
+//! Ends agents and the child processes of the transport, and kills every process that
 //! an agent leaves behind on this machine.
 use super::{ControllerDriver, SupervisedAgent};
 use crate::{
-    agent::{self, descendants::kill_descendants},
+    cluster::AgentHandle,
     controller::{
         core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,
     },
-    transport::AgentHandle,
+    processes::{kill_descendants, reap_children},
 };
 use diagnostic::Diagnostic;
 use nix::{
@@ -19,9 +19,9 @@ use tokio::time::{sleep, timeout};
 
 /// The time from the end of an agent's stream until the agent is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The time from the end of the last agent until a helper process (such as `srun`) gets SIGTERM,
+/// The time from the end of the last agent until a child process of the transport gets SIGTERM,
 /// and from SIGTERM until it gets SIGKILL.
-const HELPER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long [`ControllerDriver::sweep_processes`] waits for killed processes to end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The interval between two scans for descendants.
@@ -65,7 +65,7 @@ impl ControllerDriver {
     /// died. Returns whether any child is left.
     pub(super) fn reap_children(&mut self) -> bool {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
-        agent::reap_children(
+        reap_children(
             |_| false,
             |pid, status| match agents.values_mut().find(|a| a.find_unreaped_pid() == Some(pid)) {
                 Some(agent) => agent.ended = Some(status),
@@ -83,7 +83,7 @@ impl ControllerDriver {
         while self.reap_children() && empty_scans < 2 {
             let running = self.agents.values().filter_map(SupervisedAgent::find_unreaped_pid);
             let kept = running.chain(self.preexisting_children.iter().copied());
-            let kept: Vec<u32> = kept.chain(self.transport.helper_pids()).collect();
+            let kept: Vec<u32> = kept.chain(self.transport.child_processes()).collect();
             empty_scans = if kill_descendants(&kept).is_empty() { empty_scans + 1 } else { 0 };
             if self.clock.now() > limit {
                 self.report.show_message(
@@ -110,8 +110,8 @@ impl ControllerDriver {
     }
 
     /// Closes the streams of all agents, which makes the agents exit, and kills agents that have
-    /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends helper processes and kills every process
-    /// of the job that is left on this machine.
+    /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends the child processes of the transport and
+    /// kills every process of the job that is left on this machine.
     pub(super) async fn close_agents(&mut self) {
         self.agents.values_mut().for_each(|a| a.outbox = None);
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
@@ -121,20 +121,20 @@ impl ControllerDriver {
             }
             _ = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await;
         }
-        self.end_helpers().await;
+        self.end_transport_processes().await;
         self.sweep_processes().await;
     }
 
-    /// Waits for the helper processes of the transport (such as `srun`), which end after the last
-    /// agent. Sends SIGTERM, and later SIGKILL, to each helper process that does not end in time.
-    pub(super) async fn end_helpers(&mut self) {
-        let limit = self.clock.now() + HELPER_EXIT_TIMEOUT;
-        while self.reap_children() && !self.transport.helper_pids().is_empty() {
+    /// Waits for the child processes of the transport, which end after the last agent. Sends
+    /// SIGTERM, and later SIGKILL, to each of them that does not end in time.
+    pub(super) async fn end_transport_processes(&mut self) {
+        let limit = self.clock.now() + TRANSPORT_EXIT_TIMEOUT;
+        while self.reap_children() && !self.transport.child_processes().is_empty() {
             let now = self.clock.now();
             if now > limit {
                 let signal =
-                    if now > limit + HELPER_EXIT_TIMEOUT { Signal::SIGKILL } else { Signal::SIGTERM };
-                for pid in self.transport.helper_pids() {
+                    if now > limit + TRANSPORT_EXIT_TIMEOUT { Signal::SIGKILL } else { Signal::SIGTERM };
+                for pid in self.transport.child_processes() {
                     // The child was not reaped, so no other process can have its pid.
                     _ = kill(Pid::from_raw(pid as i32), signal);
                 }

@@ -6,17 +6,18 @@ use crate::{
     controller::{
         core::{ControllerInput, HostIndex},
         preparation::{AttemptPreparation, list_workers_by_host},
-        rendezvous,
         root_cause::AgentEnd,
     },
+    format::format_notice,
     plan::{self, Attempt},
 };
 use contract::{
     control::{FromAgent, JobKey, ToAgent, WorkerAddresses, WorkerPeers},
+    env,
     event::Event,
 };
-use diagnostic::{Diagnostic, Severity, codes::run};
-use std::{collections::HashSet, io::Read as _, path::PathBuf};
+use diagnostic::{Diagnostic, codes::run};
+use std::{collections::HashSet, path::PathBuf};
 
 impl ControllerDriver {
     /// Starts a new agent on a host. If that fails, the core receives the failure as an input after
@@ -114,8 +115,8 @@ impl ControllerDriver {
     /// random key of the job. The key is never stored.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
         let mut key = JobKey([0; 32]);
-        if let Err(error) = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut key.0)) {
-            let message = "cannot read a random key for the job from /dev/urandom";
+        if let Err(error) = getrandom::fill(&mut key.0) {
+            let message = "the system provides no random key for the job";
             let diagnostic = Diagnostic::error(run::RANDOM_UNAVAILABLE, message).with_cause(&error);
             let host = members.first().map_or(0, |m| m.host_index as HostIndex);
             let failed = FromAgent::Failed { attempt, rank: None, diagnostic };
@@ -126,8 +127,8 @@ impl ControllerDriver {
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Sends each agent the plan of its workers, with the port of the rendezvous and the secrets
-    /// filled in. If the controller holds the rendezvous port for rank 0, frees the port first.
+    /// Sends each agent the plan of its workers, with the address of the rendezvous and the secrets
+    /// added. If the controller holds the rendezvous port for rank 0, frees the port first.
     pub(super) fn start_workers(&mut self) {
         let Some(mut preparation) = self.preparation.take() else { return };
         let (mut port, mut store) = (preparation.port, None);
@@ -137,6 +138,7 @@ impl ControllerDriver {
         }
         self.store = store;
         self.plan = preparation.plan;
+        self.plan.master_port = port.or(self.plan.master_port);
         self.not_started = self.plan.world;
         let hosts = preparation.hosts.iter().zip(&self.plan.host_plans);
         let is_remote = hosts.flat_map(|(host, plan)| {
@@ -146,11 +148,13 @@ impl ControllerDriver {
         self.streamed_logs.begin_attempt(is_remote.collect());
         for (position, host) in preparation.hosts.into_iter().enumerate() {
             let Some(mut plan) = self.plan.host_plans.get(position).cloned() else { continue };
-            if let Some(port) = port {
-                plan.workers.iter_mut().for_each(|w| rendezvous::fill_in_port(&mut w.env, port));
-            }
+            plan.workers.iter_mut().for_each(|w| self.plan.insert_rendezvous(&mut w.env));
             // Secrets are only in the message to the agent, not in the stored plan.
             plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
+            plan.debug_filter = debuglog::directives();
+            for worker in plan.workers.iter_mut().filter(|worker| worker.command.is_none()) {
+                worker.env.push((env::LAUNCH_LOG.to_owned(), plan.debug_filter.clone()));
+            }
             let start = ToAgent::Start(Box::new(plan));
             match encode_frame(&start) {
                 Ok(_) => self.send_to_agent(host, start),
@@ -184,20 +188,6 @@ fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     let message = format!("the job does not fit the hosts: {} problems", problems.len());
     let summary = Diagnostic::error(run::PLAN_INVALID, message);
     problems.into_iter().fold(summary, Diagnostic::with_detail)
-}
-
-/// Formats a warning or note as one line, with its location or the key that it concerns.
-pub(super) fn format_notice(notice: &Diagnostic) -> String {
-    let severity = match notice.severity() {
-        Severity::Error => "error",
-        Severity::Warning => "warning",
-        Severity::Note => "note",
-    };
-    let code = notice.code().name();
-    match (notice.location(), notice.subject()) {
-        (None, Some(subject)) => format!("{severity}[{code}]: {subject}: {notice}"),
-        _ => format!("{severity}[{code}]: {notice}"),
-    }
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! A test in the simulator that injects every fault on the first, a middle and the last host. Each
 //! run must report the right root cause and end in time.
 use super::{
-    super::core::REMOTE_LEASE,
     sim::{InjectedFault, SimScenario, Simulation},
     simulated_runs::{TIME_LIMIT, build_quiet_scenario, check_invariants},
 };
+use crate::leases::REMOTE_LEASE;
 use std::time::Duration;
 
 /// The simulated time at which the fault is injected.

@@ -504,6 +504,7 @@ impl Simulation {
                     world,
                     workers,
                     grace_ms: 3000,
+                    debug_filter: String::new(),
                 },
             )
         };

@@ -249,6 +249,6 @@ fn a_silent_host_is_lost_within_the_lease_and_a_second() {
     world.run_until(TIME_LIMIT).expect("runs");
     let took = world.ended_at - Duration::from_secs(3);
     // Programs that ignore SIGTERM run until the end of their grace period of 3 s.
-    assert!(took < super::super::core::REMOTE_LEASE + Duration::from_secs(1 + 4), "{took:?}");
+    assert!(took < crate::leases::REMOTE_LEASE + Duration::from_secs(1 + 4), "{took:?}");
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(1));
 }

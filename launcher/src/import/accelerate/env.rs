@@ -1,7 +1,7 @@
 //! [`set_environment`]: sets the environment variables that Accelerate's library reads in a worker.
-use super::{
-    super::{JobDraft, remaining_keys::RemainingKeys, set_hostfile, value_text},
-    DistributedType,
+use super::distributed_type::DistributedType;
+use crate::import::{
+    draft::JobDraft, import_options::set_hostfile, remaining_keys::RemainingKeys, value_text,
 };
 use std::path::Path;
 

@@ -1,10 +1,8 @@
 //! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration.
 //!
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
-use super::{
-    super::{JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number},
-    AUTO,
-};
+use super::unsupported_keys::AUTO;
+use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
 use contract::job::DocumentValue;
 
 /// The learning rate that DeepSpeed uses if the configuration contains none.

@@ -1,6 +1,9 @@
 //! The keys of DeepSpeed's configuration that have no counterpart in the built-in training. Each
 //! has the reason, which a note shows to the user.
 
+/// The reason in notes about keys with the value `auto`.
+pub(super) const AUTO: &str = "HF Trainer replaces `auto`";
+
 /// The unsupported keys at the top level of a configuration, with the reasons.
 pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("steps_per_print", "every step is reported"),

@@ -1,8 +1,6 @@
 //! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration.
-use super::{
-    super::{JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note},
-    unsupported_keys::UNSUPPORTED_ZERO_KEYS,
-};
+use super::unsupported_keys::UNSUPPORTED_ZERO_KEYS;
+use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
 use contract::job::DocumentValue;
 
 /// Converts the ZeRO stage, the offloading and the gathering of 16-bit weights. Sets stage 0 if the

@@ -1,12 +1,11 @@
 //! Links the companion files of a training state into the result of a conversion, so that the
 //! program that wrote the source can resume from the result.
-use super::OutputPlan;
-use super::file_plan::{FileContent, FilePlan};
+use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
-use crate::disk::{Directory, exists};
+use crate::catalog::TensorSource;
+use crate::codec::disk::{Directory, exists};
 use crate::error::Result;
-use crate::tensor_source::TensorSource;
 
 /// Names of files that are not linked into the result. The conversion writes such a file itself, or
 /// the file describes the source and would be wrong in the result.

@@ -1,14 +1,13 @@
 //! Plans a ZeRO checkpoint in DeepSpeed's layout, for any stage and number of ranks.
-use super::file_plan::{FilePlan, StorageBuilder, StorageSpan};
+use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
+use super::options::ConvertOptions;
 use super::param_groups::WeightGroup;
 use super::source_state::SourceState;
-use super::{ConvertOptions, FileContent, OutputPlan};
-use crate::catalog::TensorRole;
-use crate::dtype::Dtype;
+use crate::catalog::LossScale;
+use crate::codec::pickle::PythonObject;
 use crate::error::Result;
-use crate::pickle::PythonObject;
-use crate::training_state::LossScale;
+use crate::tensor::{Dtype, TensorRole};
 use std::ops::Range;
 
 const LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";

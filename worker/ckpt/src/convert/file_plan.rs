@@ -1,7 +1,7 @@
 //! [`FilePlan`]: the planned values of one output file of a conversion, and the elements of source
 //! tensors that the file stores.
-use crate::dtype::Dtype;
-use crate::pickle::{PythonObject, StoredTensor};
+use crate::codec::pickle::{PythonObject, StoredTensor};
+use crate::tensor::Dtype;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -177,4 +177,11 @@ impl StorageBuilder {
     pub(super) fn into_file(self, path: String, value: PythonObject) -> FilePlan {
         FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }
+}
+
+/// The planned files of a result.
+pub(super) struct OutputPlan {
+    pub(super) files: Vec<FilePlan>,
+    pub(super) stage: Option<u8>,
+    pub(super) world: u32,
 }

@@ -1,18 +1,16 @@
 //! Plans the conversion to a native checkpoint, from an external one or from a native one with
 //! another number of ranks.
-use super::file_plan::{FileContent, FilePlan, PlannedPiece};
+use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedPiece};
 use super::notice::ConvertNotice;
+use super::options::ConvertOptions;
 use super::param_groups::WeightGroup;
 use super::source_state::SourceState;
 use super::write_files::WrittenFiles;
-use super::{ConvertOptions, OutputPlan};
-use crate::catalog::{ModelSpec, RunFacts, STEP_LAG_KEY, TensorInfo, TensorRole, WeightShape};
-use crate::checkpoint_dir::{LATEST_FILE, encode_latest, step_dir_name};
-use crate::commit::write_manifest;
-use crate::dtype::Dtype;
+use crate::catalog::{LossScale, ModelSpec, RunFacts, STEP_LAG_KEY, TensorInfo, WeightShape};
 use crate::error::Result;
-use crate::manifest::shard_file_name;
-use crate::training_state::LossScale;
+use crate::layout::native::{LATEST_FILE, encode_latest, shard_file_name, step_dir_name};
+use crate::save::write_manifest;
+use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 

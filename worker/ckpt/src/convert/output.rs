@@ -4,14 +4,12 @@
 //! The hidden directory `.NAME.converting` contains the files, `.task.json` (the task: source and
 //! options) and `.done` (a line per finished file). A later conversion reuses the directory only
 //! for an equal task, and each file only after verifying it.
-use super::{ConvertOptions, ConvertTarget};
-use crate::commit::{ReplaceMethod, publish_directory};
-use crate::disk::{self, DirLock, Directory};
+use super::options::{ConvertOptions, ConvertTarget};
+use crate::catalog::TensorSource;
+use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
-use crate::gather::output::{OutputMarker, resolve_output_path};
 use crate::hash::Hash;
-use crate::shard_writer::ShardReport;
-use crate::tensor_source::TensorSource;
+use crate::save::{OutputMarker, ReplaceMethod, ShardReport, publish_directory, resolve_output_path};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -158,12 +156,7 @@ impl ConvertOutput {
 /// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free
 /// space for files of `bytes` bytes in total and [`OVERHEAD_BYTES`].
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
-    let free = disk::query_free_bytes(dir)?;
-    let needed = bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES);
-    match needed > free {
-        true => Err(CkptError::InsufficientSpace { path: dir.to_owned(), needed, free }),
-        false => Ok(()),
-    }
+    disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
 /// Reads the task of an interrupted conversion from its hidden directory `dir`. Returns `None` if

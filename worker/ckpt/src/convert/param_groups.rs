@@ -1,14 +1,11 @@
 //! Assigns weights to the optimizer's parameter groups. The checkpoint records the assignment, or
 //! the options provide it.
-use super::error::ConvertError;
-use super::{ConvertOptions, ConvertTarget};
-use crate::catalog::{TensorInfo, TensorRole};
-use crate::error::Result;
-use crate::formats::module_order;
-use crate::passthrough::{ParamGroup, PassthroughState};
-use crate::pickle::PythonObject;
-use crate::tensor_source::TensorSource;
-use crate::training_state::TrainingState;
+use super::options::{ConvertOptions, ConvertTarget};
+use crate::catalog::{ParamGroup, PassthroughState, TensorInfo, TensorSource, TrainingState};
+use crate::codec::pickle::PythonObject;
+use crate::error::{ConvertError, Result};
+use crate::layout::hf::module_order;
+use crate::tensor::TensorRole;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 type GroupResult<T> = std::result::Result<T, ConvertError>;

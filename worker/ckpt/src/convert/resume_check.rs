@@ -1,10 +1,10 @@
 //! Verifies files that a killed conversion had finished. Such a file is reused only if every byte
 //! is unchanged since it was written.
-use crate::disk::BLOCK;
-use crate::formats::torch_writer::digest_members;
-use crate::formats::zip;
+use crate::codec::disk::BLOCK;
+use crate::codec::torch_writer::digest_members;
+use crate::codec::zip;
 use crate::hash::Hash;
-use crate::shard_writer::ShardReport;
+use crate::save::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 

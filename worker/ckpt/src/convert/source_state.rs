@@ -1,15 +1,12 @@
 //! [`SourceState`]: the training state of a source, in the form from which every target is planned.
-use super::error::ConvertError;
 use super::notice::ConvertNotice;
+use super::options::{ConvertOptions, ConvertTarget};
 use super::param_groups::{self, GroupSet, WeightGroup};
-use super::{ConvertOptions, ConvertTarget};
-use crate::catalog::{TensorInfo, TensorRole, TiedWeight, is_plain_file_name};
-use crate::dtype::Dtype;
-use crate::error::Result;
-use crate::passthrough::PassthroughState;
-use crate::pickle::PythonObject;
-use crate::tensor_source::TensorSource;
-use crate::training_state::{LossScale, TrainingState};
+use crate::catalog::{LossScale, PassthroughState, TensorInfo, TensorSource, TiedWeight, TrainingState};
+use crate::codec::disk::is_plain_file_name;
+use crate::codec::pickle::PythonObject;
+use crate::error::{CkptError, ConvertError, Result};
+use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -77,7 +74,7 @@ impl SourceState {
         let index: HashMap<(TensorRole, String), usize> =
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let roles = find_optimizer_roles(&tensors);
-        let at_source = |error: ConvertError| error.into_ckpt_error(source.path());
+        let at_source = |error: ConvertError| CkptError::unsupported(source.path(), error);
         let has_groups = passthrough.native_facts.is_some() || !given.is_empty();
         let step =
             determine_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
@@ -165,7 +162,7 @@ impl SourceState {
                 let (first, second) = (name(members.start), name(members.start + i));
                 let (first_updates, second_updates) = (first_updates as u64, steps[i] as u64);
                 let error = ConvertError::UpdatesDiffer { first, first_updates, second, second_updates };
-                Err(error.into_ckpt_error(&self.path))
+                Err(CkptError::unsupported(&self.path, error))
             }
         }
     }

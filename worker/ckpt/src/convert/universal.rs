@@ -7,16 +7,13 @@
 use super::deepspeed::{
     add_default_options, add_full_tensor, make_engine_entries, make_name_list, make_shape_dict, make_tie_dict,
 };
-use super::error::ConvertError;
-use super::file_plan::{FilePlan, StorageBuilder, StorageSpan};
+use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::param_groups::WeightGroup;
 use super::source_state::SourceState;
-use super::{FileContent, OutputPlan};
-use crate::catalog::TensorRole;
-use crate::dtype::Dtype;
-use crate::error::Result;
-use crate::pickle::PythonObject;
+use crate::codec::pickle::PythonObject;
+use crate::error::{CkptError, ConvertError, Result};
+use crate::tensor::{Dtype, TensorRole};
 
 /// Maximum length of the name of a parameter's directory in bytes.
 const PARAMETER_NAME_MAX: usize = 200;
@@ -60,7 +57,10 @@ pub(super) fn plan_universal(state: &mut SourceState) -> Result<OutputPlan> {
 fn checked_parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
     let name = state.tensor_name(weight);
     match name.len() > PARAMETER_NAME_MAX || name.contains(['/', '\\']) || name.starts_with('.') {
-        true => Err(ConvertError::NameNotADirectory { name: name.to_owned() }.into_ckpt_error(&state.path)),
+        true => Err(CkptError::unsupported(
+            &state.path,
+            ConvertError::NameNotADirectory { name: name.to_owned() },
+        )),
         false => Ok(name),
     }
 }

@@ -1,6 +1,6 @@
 //! [`WriteStep`]: the steps by which a planned storage is written, in windows of a fixed size.
 use super::file_plan::StorageSpan;
-use crate::dtype::Dtype;
+use crate::tensor::Dtype;
 
 /// Maximum number of elements of a window: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;

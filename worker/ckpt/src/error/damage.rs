@@ -1,20 +1,20 @@
 //! [`Damage`]: a file of a checkpoint whose bytes are wrong, and why.
-use super::details::{MissingPart, format_names};
-use crate::catalog::InvalidTensorName;
-use crate::diagnosis::Diagnosis;
-use crate::element_ranges::CoverageError;
-use crate::formats::dcp::error::DcpError;
-use crate::formats::deepspeed::error::DeepSpeedError;
-use crate::formats::optimizer_state::OptimizerStateError;
-use crate::formats::safetensors::SafetensorsError;
-use crate::formats::torch_error::TorchFileError;
-use crate::formats::zip::ZipError;
-use crate::manifest_error::ManifestError;
-use crate::peft::AdapterConfigError;
-use crate::rng_files::{rank_files::RngFilesError, streams::RngStateError};
+use super::adapter_config::AdapterConfigError;
+use super::dcp::DcpError;
+use super::deepspeed::DeepSpeedError;
+use super::diagnosis::Diagnosis;
+use super::manifest::ManifestError;
+use super::missing_part::MissingPart;
+use super::optimizer_state::OptimizerStateError;
+use super::read_failure::ReadFailure;
+use super::rng_files::{RngFilesError, RngStateError};
+use super::safetensors::SafetensorsError;
+use super::text::format_names;
+use super::torch_file::TorchFileError;
+use super::zip::ZipError;
+use crate::tensor::{CoverageError, InvalidTensorName};
 use serde::{Serialize, Serializer};
-use std::fmt;
-use std::io;
+use std::{fmt, io};
 
 /// A damaged file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -240,20 +240,5 @@ impl From<io::Error> for DamageReason {
             io::ErrorKind::UnexpectedEof => DamageReason::Truncated,
             _ => DamageReason::Read(error.into()),
         }
-    }
-}
-
-/// An I/O error that can be cloned and compared: the kind and the text of the original.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct ReadFailure {
-    /// The kind of the original I/O error.
-    pub kind: io::ErrorKind,
-    message: String,
-}
-
-impl From<io::Error> for ReadFailure {
-    fn from(error: io::Error) -> Self {
-        ReadFailure { kind: error.kind(), message: error.to_string() }
     }
 }

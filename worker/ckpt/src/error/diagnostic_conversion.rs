@@ -1,7 +1,11 @@
 //! Converts a [`CkptError`] to a [`Diagnostic`]: chooses the code, the fields and the help texts.
-use super::{CkptError, Damage, DamageReason, MissingPart, OptionProblem, OutputProblem, UnsupportedFeature};
-use crate::formats::torch_error::TorchFileError;
-use crate::manifest_error::ManifestError;
+use super::ckpt_error::CkptError;
+use super::damage::{Damage, DamageReason};
+use super::manifest::ManifestError;
+use super::missing_part::MissingPart;
+use super::options::{OptionProblem, OutputProblem};
+use super::torch_file::TorchFileError;
+use super::unsupported_feature::UnsupportedFeature;
 use diagnostic::codes::checkpoint as codes;
 use diagnostic::{Code, Diagnostic};
 use std::io;

@@ -1,14 +1,13 @@
 //! Views of a checkpoint with low-rank adapters. One view has only the adapters, for a PEFT
 //! directory. The other view is the model with merged adapters.
-use crate::catalog::{TensorInfo, TensorRole, TextFile};
-use crate::dtype::Dtype;
+use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
-use crate::peft::{
-    ADAPTER_CONFIG_FILE, ADAPTER_MODEL_STEM, AdapterConfig, PEFT_NAME_PREFIX, adapted_weight_name,
-    is_lora_matrix, lora_matrix_names,
+use crate::format_constants::ADAPTER_CONFIG_FILE;
+use crate::layout::peft::{
+    ADAPTER_MODEL_STEM, AdapterConfig, PEFT_NAME_PREFIX, adapted_weight_name, is_lora_matrix,
+    lora_matrix_names,
 };
-use crate::tensor_source::{ReadRequest, TensorSource};
-use crate::training_state::TrainingState;
+use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -47,7 +46,7 @@ pub(super) fn open_adapter_view(
     Ok(Some(match merge {
         true => AdapterView {
             source: Box::new(MergedAdapterSource::new(checkpoint, &config)?),
-            stem: super::MODEL_STEM,
+            stem: crate::gather::plan::MODEL_STEM,
         },
         false => AdapterView {
             source: Box::new(AdapterOnlySource::new(checkpoint, adapter)?),
@@ -65,9 +64,11 @@ struct AdapterOnlySource<'a> {
 impl<'a> AdapterOnlySource<'a> {
     fn new(inner: &'a dyn TensorSource, adapter: &Value) -> Result<Self> {
         // the tokenizer is kept, since training may have extended it
-        let is_kept = |t: &&TextFile| t.name != super::GENERATION_CONFIG_FILE;
-        let mut texts =
-            vec![TextFile { name: ADAPTER_CONFIG_FILE.into(), text: super::encode_pretty_json(adapter)? }];
+        let is_kept = |t: &&TextFile| t.name != crate::gather::plan::GENERATION_CONFIG_FILE;
+        let mut texts = vec![TextFile {
+            name: ADAPTER_CONFIG_FILE.into(),
+            text: crate::gather::plan::encode_pretty_json(adapter)?,
+        }];
         texts.extend(inner.exported_text_files().iter().filter(is_kept).cloned());
         Ok(AdapterOnlySource { inner, texts })
     }

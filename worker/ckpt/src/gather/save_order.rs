@@ -130,7 +130,7 @@ pub(super) fn group_shard_units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{catalog::TensorRole, dtype::Dtype};
+    use crate::tensor::{Dtype, TensorRole};
 
     fn make_tensor(name: &&str) -> TensorInfo {
         TensorInfo { name: (*name).into(), dtype: Dtype::F32, shape: vec![1], role: TensorRole::Weight }

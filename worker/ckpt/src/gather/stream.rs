@@ -1,14 +1,13 @@
 //! Streams weights from a checkpoint into files. Several threads read ahead, and the calling thread
 //! converts the elements and writes the files.
-use super::{GatherPlan, GatheredFile};
-use crate::disk::{FileWriter, IoMode};
-use crate::dtype::Dtype;
+use super::plan::{GatherPlan, GatherWindow, GatheredFile};
+use crate::catalog::{ReadRequest, TensorSource};
+use crate::codec::disk::{FileWriter, IoMode};
 use crate::error::{CkptError, Result};
-use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::tensor::Dtype;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,31 +16,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const WINDOW_COUNT: usize = 6;
 /// Number of threads that read. The disk serves one thread while another one verifies its bytes.
 const READER_COUNT: usize = 3;
-
-/// A window: consecutive elements of one file, from one or more tensors.
-#[derive(Default)]
-pub(super) struct GatherWindow {
-    /// Indices of tensors, each with a range of the tensor's elements.
-    pub(super) spans: Vec<(usize, Range<u64>)>,
-    /// Number of elements of all spans.
-    pub(super) elements: usize,
-}
-
-impl GatherWindow {
-    /// Adds the names of tensors with NaN or infinite values in this window to `names`. `values`
-    /// are the elements of the window.
-    fn collect_non_finite_names(&self, plan: &GatherPlan, values: &[f32], names: &mut BTreeSet<String>) {
-        let mut rest = values;
-        for (tensor, range) in &self.spans {
-            let (span, tail) = rest.split_at((range.end - range.start) as usize);
-            rest = tail;
-            // a fold without early exit is vectorized
-            if span.iter().fold(false, |any, x| any | !x.is_finite()) {
-                names.insert(plan.tensors[*tensor].name.clone());
-            }
-        }
-    }
-}
 
 /// A message from a reading thread: the number of a window, and the window with its elements or an
 /// error.

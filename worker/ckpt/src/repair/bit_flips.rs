@@ -1,9 +1,9 @@
 //! Repairs single flipped bits in the members of torch files. The CRC-32 of a member identifies the
 //! flipped bit.
-use super::RepairDir;
-use crate::disk::Directory;
+use super::repair_dir::RepairDir;
+use crate::codec::disk::Directory;
+use crate::codec::zip::{self, ZipMember};
 use crate::error::{CkptError, Result};
-use crate::formats::zip::{self, ZipMember};
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 

@@ -1,14 +1,13 @@
 //! Repairs external checkpoints: flipped bits, DeepSpeed's files, weights and RNG state files. Of
 //! several checkpoints, repairs the newest one that can be completed.
-use super::{
-    RepairDir, RepairLoss, bit_flips, format_reason, join_subpath, list_files_recursively, model_files,
-    universal, weights,
-};
-use crate::disk::{self, Directory};
+use super::loss::{RepairLoss, format_reason};
+use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
+use super::sound::open_if_sound;
+use super::{bit_flips, model_files, universal, weights};
+use crate::codec::disk::{self, Directory};
 use crate::error::Result;
-use crate::external::non_finite_values::find_non_finite_values;
-use crate::external::{self, ExternalCheckpoint};
-use crate::formats::deepspeed::{self, LATEST_FILE, LATEST_UNIVERSAL_FILE};
+use crate::layout::deepspeed::{self, LATEST_FILE, LATEST_UNIVERSAL_FILE};
+use crate::open::open_external_checkpoint;
 use crate::rng_files::{missing_ranks, rank_files};
 use std::path::Path;
 
@@ -21,7 +20,7 @@ const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 /// repairs the newest one that can be completed, removes newer ones from the copy, and keeps older
 /// ones unchanged.
 pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
-    let checkpoints = list_numbered_checkpoints(&Directory::open(&repair_dir.dir)?)?;
+    let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
         return repair_checkpoint(repair_dir, "");
     }
@@ -45,20 +44,10 @@ pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Lists the names of the subdirectories `checkpoint-N` and `checkpoint_N`, lowest number first.
-fn list_numbered_checkpoints(directory: &Directory) -> Result<Vec<String>> {
-    let mut found = Vec::new();
-    for name in directory.list_names()? {
-        let step =
-            ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse::<u64>().ok());
-        if let Some(step) = step
-            && directory.has_directory(&name)?
-        {
-            found.push((step, name));
-        }
-    }
-    found.sort();
-    Ok(found.into_iter().map(|(_, name)| name).collect())
+/// Parses the step in the name of a subdirectory `checkpoint-N` or `checkpoint_N`. Returns `None`
+/// for other names.
+fn parse_checkpoint_name(name: &str) -> Option<u64> {
+    ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse().ok())
 }
 
 /// Returns whether the directory at `path` is a DeepSpeed checkpoint, which contains `latest`,
@@ -68,26 +57,6 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
     Ok(directory.has_entry(LATEST_FILE)?
         || directory.has_entry(LATEST_UNIVERSAL_FILE)?
         || !deepspeed::list_tags(path)?.is_empty())
-}
-
-/// Opens the external checkpoint at `path` and verifies that it is sound: every byte is intact, and
-/// all values are finite.
-///
-/// # Errors
-/// Fails if the checkpoint isn't sound, with the list of reasons as lines for the user.
-pub(super) fn open_if_sound(path: &Path) -> std::result::Result<ExternalCheckpoint, Vec<String>> {
-    let line = |e: crate::error::CkptError| vec![format_reason(&e)];
-    let Some(found) = external::open_checkpoint(path).map_err(line)? else {
-        return Err(vec![crate::diagnosis::diagnose_directory(path).to_string()]);
-    };
-    let (report, _) = found.verify().map_err(line)?;
-    if !report.problems.is_empty() {
-        return Err(report.problems.iter().map(ToString::to_string).collect());
-    }
-    match find_non_finite_values(&found).map_err(line)? {
-        lines if lines.is_empty() => Ok(found),
-        lines => Err(lines),
-    }
 }
 
 /// Repairs the checkpoint in the subdirectory `directory` of the copy: flipped bits, DeepSpeed's
@@ -147,8 +116,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless
-    let Ok(Some(found)) = external::open_checkpoint(&path) else { return Ok(()) };
-    let step = found.facts().step.unwrap_or(0);
+    let Ok(Some(found)) = open_external_checkpoint(&path) else { return Ok(()) };
+    let step = found.facts().state.step.unwrap_or(0);
     let highest = found
         .facts()
         .rng_files
@@ -156,7 +125,7 @@ fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
         .filter_map(|n| rank_files::parse_rank_file_name(n))
         .map(|(_, rank)| rank)
         .max();
-    let world = match (found.facts().stage, found.facts().world, highest) {
+    let world = match (found.facts().state.stage, found.facts().state.world, highest) {
         (Some(_), Some(world), _) => world,
         (.., Some(highest)) => highest.saturating_add(1),
         _ => return Ok(()),

@@ -1,14 +1,15 @@
 //! Rebuilds lost model files of DeepSpeed from the model files of other ranks, or from a universal
 //! checkpoint of the same training state.
+use super::lost_model_files;
+use super::repair_dir::{RepairDir, join_subpath};
+use super::sound::open_if_sound;
 use super::universal::{UNIVERSAL_SUFFIX, list_candidate_paths};
-use super::{RepairDir, external, join_subpath};
+use crate::catalog::{ExternalCheckpoint, TensorSource};
+use crate::codec::disk::{self, Directory, exists};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_into_directory};
 use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
-use crate::disk::{self, Directory, exists};
 use crate::error::Result;
-use crate::external::ExternalCheckpoint;
-use crate::formats::deepspeed::{self, lost_model_files};
-use crate::tensor_source::TensorSource;
+use crate::layout::deepspeed;
 
 /// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Rebuilds the
 /// files from the model files of other ranks, or else from a universal checkpoint of the same
@@ -49,7 +50,7 @@ fn find_universal_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<E
     let name = repair_dir.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = list_candidate_paths(repair_dir, tag, &format!("{name}{UNIVERSAL_SUFFIX}"))?;
     let universal = places.iter().filter(|p| exists(p) && deepspeed::universal::is_universal_directory(p));
-    Ok(universal.filter_map(|p| external::open_if_sound(p).ok()).collect())
+    Ok(universal.filter_map(|p| open_if_sound(p).ok()).collect())
 }
 
 /// Converts a universal checkpoint to the layout of the tag, and copies the lost model files from
@@ -101,10 +102,10 @@ fn copy_model_files_from_universal(
 /// Returns whether the repaired tag is sound, and every tensor is bit-equal to the tensor in
 /// `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
-    let Ok(repaired) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return false };
+    let Ok(repaired) = open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (
-        DiffSide { source: &repaired, ties: &repaired.facts().ties },
-        DiffSide { source, ties: &source.facts().ties },
+        DiffSide { source: &repaired, ties: &repaired.facts().state.ties },
+        DiffSide { source, ties: &source.facts().state.ties },
     );
     diff_checkpoints(a, b, &DiffOptions::default(), |_, _| ())
         .is_ok_and(|report| report.is_equal() && report.compared > 0)

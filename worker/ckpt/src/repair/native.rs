@@ -1,12 +1,13 @@
 //! Repairs native checkpoints: rebuilds blocks from parity, and points `latest` to the newest
 //! complete checkpoint.
-use super::{RepairDir, RepairLoss, join_subpath, weights};
-use crate::checkpoint_dir::{self, step_dir_name};
-use crate::commit::update_latest;
-use crate::disk;
+use super::loss::RepairLoss;
+use super::repair_dir::{RepairDir, join_subpath};
+use super::weights;
+use crate::codec::disk;
 use crate::error::Result;
-use crate::manifest::MANIFEST_FILE;
-use crate::parity;
+use crate::format_constants::MANIFEST_FILE;
+use crate::layout::native::{step_dir_name, step_directories};
+use crate::save::{rebuild_from_parity, update_latest};
 use crate::verify::verify_checkpoints;
 
 /// Repairs the copy of a native checkpoint, or of a directory of native checkpoints. In a
@@ -16,10 +17,10 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     if disk::exists(&repair_dir.dir.join(MANIFEST_FILE)) {
         return repair_step(repair_dir, "").map(drop);
     }
-    let previous = checkpoint_dir::read_latest_step(&repair_dir.dir).ok().flatten();
+    let previous = step_directories::read_latest_step(&repair_dir.dir).ok().flatten();
     let mut newest = None;
-    for step in checkpoint_dir::list_steps(&repair_dir.dir)? {
-        let name = match checkpoint_dir::locate_step(&repair_dir.dir, step) {
+    for step in step_directories::list_steps(&repair_dir.dir)? {
+        let name = match step_directories::locate_step(&repair_dir.dir, step) {
             Some(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             None => step_dir_name(step),
         };
@@ -50,7 +51,7 @@ fn repair_step(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     if report.is_sound() {
         return Ok(true);
     }
-    let done = parity::rebuild_from_parity(&repair_dir.original.join(directory), &path);
+    let done = rebuild_from_parity(&repair_dir.original.join(directory), &path);
     let lost = match done {
         Ok(done) => {
             repair_dir.rebuilt.extend(done.rebuilt.iter().map(|line| join_subpath(directory, line)));

@@ -1,12 +1,14 @@
 //! Repairs universal checkpoints from ZeRO checkpoints of the same training state.
-use super::{RepairDir, RepairLoss, external, join_subpath, list_files_recursively};
+use super::loss::RepairLoss;
+use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
+use super::sound::open_if_sound;
+use crate::catalog::ExternalCheckpoint;
+use crate::codec::disk::{self, Directory, exists};
+use crate::codec::torch_file::TorchFile;
+use crate::codec::zip::ZipMember;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::disk::{self, Directory, exists};
 use crate::error::Result;
-use crate::external::ExternalCheckpoint;
-use crate::formats::deepspeed::{self, LATEST_UNIVERSAL_FILE};
-use crate::formats::torch_file::TorchFile;
-use crate::formats::zip::ZipMember;
+use crate::layout::deepspeed::{self, LATEST_UNIVERSAL_FILE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -57,12 +59,10 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
 /// Repairs the universal checkpoint `tag` if needed. Returns whether the checkpoint is sound
 /// afterwards. Reports a checkpoint that isn't sound as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
-    let Err(why) = external::open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
+    let Err(why) = open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
     for source in find_zero_checkpoints(repair_dir, tag)? {
-        if copy_missing_files(repair_dir, tag, &source)?
-            && external::open_if_sound(&repair_dir.dir.join(tag)).is_ok()
-        {
+        if copy_missing_files(repair_dir, tag, &source)? && open_if_sound(&repair_dir.dir.join(tag)).is_ok() {
             return Ok(true);
         }
         repair_dir.rebuilt.truncate(before);
@@ -81,7 +81,7 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     let base = name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(&name).to_owned();
     let mut places = list_candidate_paths(repair_dir, tag, &base)?;
     places.retain(|p| exists(p) && deepspeed::is_tag_directory(p));
-    Ok(places.iter().filter_map(|p| external::open_if_sound(p).ok()).collect())
+    Ok(places.iter().filter_map(|p| open_if_sound(p).ok()).collect())
 }
 
 /// Lists the paths at which a directory `name` that belongs to the tag `tag` may be. One path is
@@ -140,10 +140,9 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
         disk::make_dirs(&disk::parent_dir(&dir.join(&name)))?;
         let file = join_subpath(tag, &name);
         repair_dir.copy_file_in(&made.join(&name), &file)?;
-        repair_dir.rebuilt.push(format!(
-            "{file}: rebuilt from {}",
-            crate::tensor_source::TensorSource::path(source).display()
-        ));
+        repair_dir
+            .rebuilt
+            .push(format!("{file}: rebuilt from {}", crate::catalog::TensorSource::path(source).display()));
     }
     Ok(true)
 }
@@ -152,7 +151,7 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
 /// storage. Returns `None` if the file is missing or damaged.
 fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
-    let known = crate::external::builder::GLOBALS;
+    let known = crate::catalog::GLOBALS;
     let file = TorchFile::open(&directory, name, known).ok()?;
     let data = |m: &ZipMember| {
         let (_, inner) = m.name.split_once('/')?;

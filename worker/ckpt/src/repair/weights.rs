@@ -1,13 +1,16 @@
 //! Repairs weights in Hugging Face's layout: rebuilds a lost index from the headers of the shards,
 //! and gathers lost weights from the training state.
-use super::{RepairDir, RepairLoss, external, format_reason, join_subpath};
-use crate::checkpoint::Checkpoint;
-use crate::disk::Directory;
-use crate::dtype::Dtype;
+use super::loss::{RepairLoss, format_reason};
+use super::repair_dir::{RepairDir, join_subpath};
+use super::sound::open_if_sound;
+use crate::catalog::TensorSource;
+use crate::codec::disk::Directory;
+use crate::codec::safetensors;
 use crate::error::{CkptError, Result};
-use crate::formats::{deepspeed, safetensors};
 use crate::gather::{GatherOptions, gather_weights};
-use crate::tensor_source::TensorSource;
+use crate::layout::deepspeed;
+use crate::layout::native::Checkpoint;
+use crate::tensor::Dtype;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -123,7 +126,7 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
 /// nothing if the state isn't sound. `why` is the reason that the report gives for gathering the
 /// weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
-    let Ok(state) = external::open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
+    let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     regather_weights(
         repair_dir,
         directory,
@@ -154,7 +157,7 @@ fn regather_weights(
         .iter()
         .filter(|n| *n == SINGLE_FILE || *n == INDEX_FILE || parse_shard_name(n).is_some())
     {
-        crate::disk::unlink(&path.join(name))?;
+        crate::codec::disk::unlink(&path.join(name))?;
     }
     let mut names: Vec<&str> = made.files.iter().map(|f| f.name.as_str()).collect();
     if names.len() > 1 {

@@ -1,13 +1,14 @@
 //! Decodes one rank's RNG state file, which is untrusted input.
 use super::streams::{
-    CPU_BYTES, MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat,
-    RngStateError, TWISTER_WORDS, TorchCpuState, TorchCudaState, TorchCudaStates,
+    MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCpuState,
+    TorchCudaState, TorchCudaStates,
 };
-use crate::disk::Directory;
-use crate::dtype::Dtype;
-use crate::error::{ReadFailure, Result};
-use crate::formats::torch_file::{TENSOR_GLOBALS, TorchFile};
-use crate::pickle::PickleView;
+use crate::codec::disk::Directory;
+use crate::codec::pickle::PickleView;
+use crate::codec::torch_file::{TENSOR_GLOBALS, TorchFile};
+use crate::error::{CkptError, ReadFailure, Result, RngStateError};
+use crate::format_constants::{CPU_BYTES, TWISTER_WORDS};
+use crate::tensor::Dtype;
 use nix::fcntl::OFlag;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -37,7 +38,7 @@ type DecodeResult<T> = std::result::Result<T, RngStateError>;
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.
 pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFormat, RankRngStates)> {
-    let damaged = |error: RngStateError| error.into_ckpt_error(directory.path(), name);
+    let damaged = |error: RngStateError| CkptError::damaged(directory.path(), name, error);
     match directory.file_size(name)? {
         Some(bytes) if bytes > FILE_MAX => {
             return Err(damaged(RngStateError::FileTooLarge { bytes, limit: FILE_MAX }));

@@ -1,5 +1,6 @@
 //! Encodes one rank's RNG state file with the bytes that `torch.save` writes for the same values.
 use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCudaStates};
+use crate::codec::torch_writer::encode_end_records;
 
 /// Alignment of tensor data in the file, in bytes.
 const ALIGNMENT: usize = 64;
@@ -215,14 +216,9 @@ impl ZipWriter {
         }
         self.add_member("version", b"3\n", false);
         let ZipWriter { mut file, directory, count, .. } = self;
-        let at = file.len() as u32;
+        let at = file.len() as u64;
         file.extend(&directory);
-        file.extend(b"PK\x05\x06\0\0\0\0");
-        file.extend(count.to_le_bytes());
-        file.extend(count.to_le_bytes());
-        file.extend((directory.len() as u32).to_le_bytes());
-        file.extend(at.to_le_bytes());
-        file.extend([0, 0]);
+        file.extend(encode_end_records(at, directory.len() as u64, u64::from(count)));
         file
     }
 }

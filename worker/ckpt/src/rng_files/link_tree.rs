@@ -1,9 +1,8 @@
 //! Duplicates a directory tree with hard links, or with copies where hard links are not possible.
-use crate::disk::{self, Directory, exists};
+use crate::codec::disk::{self, Directory, exists};
 use crate::error::{CkptError, DamageReason, Result};
-use std::fs;
-use std::io;
 use std::path::Path;
+use std::{fs, io};
 
 /// Limit on the nesting of directories, in levels.
 const DEPTH_MAX: u32 = 16;

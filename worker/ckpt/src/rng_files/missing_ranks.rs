@@ -1,11 +1,10 @@
 //! Creates RNG state files for ranks whose files were lost, from the files of the other ranks.
-use super::decode;
-use super::encode;
-use super::rank_files::{RngFilesError, parse_rank_file_name, rank_file_name};
+use super::rank_files::{parse_rank_file_name, rank_file_name};
 use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
 use super::streams::{RankRngStates, RngFormat, TorchCudaStates};
-use crate::disk::{self, Directory};
-use crate::error::{CkptError, Result};
+use super::{decode, encode};
+use crate::codec::disk::{self, Directory};
+use crate::error::{CkptError, Result, RngFilesError};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -71,7 +70,7 @@ pub(crate) fn create_missing_rng_files(path: &Path, world: u32, step: u64) -> Re
         ..ReconcileOptions::new(world, ReconcilePolicy::Reconcile)
     };
     let (mut new, decision) =
-        reconcile_rng_states(&old, &options).map_err(|error| error.into_ckpt_error(path))?;
+        reconcile_rng_states(&old, &options).map_err(|error| CkptError::unsupported(path, error))?;
     let mut files = Vec::new();
     for rank in lost {
         let (name, Some(states)) = (rank_file_name(writer, rank, world), new.get_mut(rank as usize)) else {

@@ -9,15 +9,14 @@ use super::rank_files::{self, RngRecord, StoredRngStates};
 use super::reconcile::{
     ReconcileOptions, ReconcilePolicy, RngDecision, format_rank_count, reconcile_rng_states,
 };
-use super::reshard;
-use super::scheduler;
 use super::streams::{RankRngStates, RngFormat};
-use crate::commit::{ReplaceMethod, publish_directory};
-use crate::diagnosis::Diagnosis;
-use crate::disk::{self, Directory, exists};
-use crate::error::{CkptError, MissingPart, OutputProblem, Result};
-use crate::external::{self, ExternalCheckpoint};
-use crate::formats::deepspeed;
+use super::{reshard, scheduler};
+use crate::catalog::ExternalCheckpoint;
+use crate::codec::disk::{self, Directory, exists};
+use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
+use crate::layout::deepspeed;
+use crate::open::open_external_checkpoint;
+use crate::save::{ReplaceMethod, publish_directory};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -280,18 +279,18 @@ impl ProgramCheckpoint {
         let opened = Directory::open(dir)?;
         let trainer = read_global_step(&opened)?;
         let state = deepspeed::open_deepspeed(dir)?;
-        let stored = rank_files::read_all_ranks(dir, state.as_ref().and_then(|s| s.facts().world))?;
+        let stored = rank_files::read_all_ranks(dir, state.as_ref().and_then(|s| s.facts().state.world))?;
         if trainer.is_none() && state.is_none() && stored.is_none() && !is_accelerate_directory(&opened)? {
             return Err(not(Diagnosis::NoTrainerState));
         }
         let counted = stored.as_ref().and_then(|s| s.ranks.first()?.step).and_then(|s| u64::try_from(s).ok());
-        let step = trainer.or_else(|| state.as_ref()?.facts().step).or(counted).unwrap_or(0);
+        let step = trainer.or_else(|| state.as_ref()?.facts().state.step).or(counted).unwrap_or(0);
         Ok(ProgramCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
     }
 
     /// Returns the number of ranks that saved the checkpoint, or `None` if its files don't show it.
     fn world(&self) -> Option<u32> {
-        let world = self.state.as_ref().and_then(|s| s.facts().world);
+        let world = self.state.as_ref().and_then(|s| s.facts().state.world);
         world.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
     }
 
@@ -299,12 +298,12 @@ impl ProgramCheckpoint {
     /// state. Returns `None` if the checkpoint has neither, or the state records no number. Does
     /// not read `optimizer.bin`.
     fn count_updates(&self, dir: &Path) -> Result<Option<u64>> {
-        let most = |state: &ExternalCheckpoint| state.facts().steps.values().copied().max();
+        let most = |state: &ExternalCheckpoint| state.facts().state.steps.values().copied().max();
         if let Some(state) = &self.state {
             return Ok(most(state));
         }
         match exists(&dir.join(FSDP_OPTIMIZER_DIR)) {
-            true => Ok(external::open_checkpoint(dir)?.as_ref().and_then(most)),
+            true => Ok(open_external_checkpoint(dir)?.as_ref().and_then(most)),
             false => Ok(None),
         }
     }
@@ -328,8 +327,8 @@ impl ProgramCheckpoint {
         let options =
             ReconcileOptions { step: self.step, generation: self.next_generation()?, ..options.clone() };
         let path = self.parent.join(&self.name);
-        let (mut ranks, decision) =
-            reconcile_rng_states(&stored.ranks, &options).map_err(|error| error.into_ckpt_error(&path))?;
+        let (mut ranks, decision) = reconcile_rng_states(&stored.ranks, &options)
+            .map_err(|error| CkptError::unsupported(&path, error))?;
         if stored.writer == RngFormat::Accelerate {
             ranks.iter_mut().for_each(|r| r.step = stored.ranks.first().and_then(|f| f.step));
         }

@@ -1,10 +1,10 @@
 //! Reads and writes the RNG state files of all ranks in a checkpoint directory.
-use super::decode;
-use super::encode;
 use super::reconcile::RngDecision;
-use super::streams::{RankRngStates, RngFormat, StreamKind};
-use crate::disk::{self, Directory};
-use crate::error::{CkptError, MissingPart, Result};
+use super::streams::{RankRngStates, RngFormat};
+use super::{decode, encode};
+use crate::codec::disk::{self, Directory};
+use crate::error::{CkptError, MissingPart, Result, RngFilesError};
+use crate::stream_kind::StreamKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,37 +16,6 @@ const READ_RANKS_MAX: u32 = 1 << 16;
 pub const RECORD_FILE: &str = "launch_rng.json";
 /// Limit on the size of a record, in bytes.
 const RECORD_MAX: u64 = 1 << 20;
-
-/// A contradiction between the RNG state files of a checkpoint directory.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RngFilesError {
-    /// One directory has files of both HF Trainer and Accelerate.
-    #[error("RNG state files of HF Trainer and of Accelerate are mixed")]
-    MixedPrograms,
-    /// Two files belong to one rank. One of them is stale, from a run with another number of ranks.
-    #[error("{other} is of rank {rank}, too; one of them is left from a run with another number of ranks")]
-    DuplicateRank {
-        /// The rank to which both files belong.
-        rank: u32,
-        /// Name of the file of this rank that was listed first.
-        other: String,
-    },
-    /// The number of ranks exceeds the limit.
-    #[error("{world} ranks, more than the limit of {limit}")]
-    TooManyRanks {
-        /// Number of ranks according to the checkpoint.
-        world: u32,
-        /// The largest accepted number of ranks.
-        limit: u32,
-    },
-    /// `rng_state.pth`, which a run of one process writes, is next to files of several ranks.
-    #[error("saved by a run of one process, but the other files by a run of several ranks")]
-    MixedWorlds,
-    /// The file name and the keys of the content belong to different programs.
-    #[error("the file name and the content belong to different programs")]
-    OtherProgram,
-}
 
 /// The RNG states of all ranks, as a checkpoint directory stores them.
 #[derive(Clone, Debug)]

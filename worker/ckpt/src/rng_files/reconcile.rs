@@ -3,18 +3,14 @@
 //! The functions are pure: they take states and options, and return states and a record of the
 //! decisions.
 use super::streams::{
-    MersenneTwister, NumpyRngState, PythonRngState, RankRngStates, StreamKind, TorchCpuState, TorchCudaState,
+    MersenneTwister, NumpyRngState, PythonRngState, RankRngStates, TorchCpuState, TorchCudaState,
     TorchCudaStates,
 };
-use crate::error::CkptError;
+use crate::error::ReconcileError;
 use crate::hash::Hash;
-use diagnostic::{Code, codes::checkpoint as codes};
+use crate::stream_kind::StreamKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::Path;
-
-/// The largest number of ranks that [`ReconcileError::NotReplicated`] lists.
-const RANKS_LISTED: usize = 8;
 
 /// What to do with streams when the number of ranks changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -150,109 +146,11 @@ impl RngDecision {
             self.generation
         )
     }
-
-    /// Returns true if any stream was reseeded.
-    pub fn has_reseeded_streams(&self) -> bool {
-        self.streams.iter().any(|s| s.mode == StreamAssignment::Reseeded)
-    }
-}
-
-/// Why the streams of the old ranks can't be assigned to the new ranks.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ReconcileError {
-    /// No old rank has RNG states.
-    #[error("there are no RNG states")]
-    NoStates,
-    /// The options request 0 ranks.
-    #[error("cannot assign RNG states to 0 ranks")]
-    NoRanks,
-    /// Some ranks lack a stream that other ranks have.
-    #[error("rank {rank} has no {kind} stream, but other ranks have one")]
-    MissingStream {
-        /// The stream that is missing.
-        kind: StreamKind,
-        /// The first rank without the stream.
-        rank: usize,
-    },
-    /// A stream was declared as replicated, but its states differ between ranks.
-    #[error(
-        "the {kind} stream is declared as replicated, but differs from rank 0 on rank {}",
-        format_ranks(ranks)
-    )]
-    NotReplicated {
-        /// The stream that differs.
-        kind: StreamKind,
-        /// The ranks whose stream differs from the stream of rank 0.
-        ranks: Vec<usize>,
-    },
-    /// The policy `strict` forbids a necessary reseed of a stream.
-    #[error(
-        "{from_world} ranks have a {kind} stream each, but {world} ranks resume; policy strict does not reseed"
-    )]
-    StrictWouldReseed {
-        /// The stream that would be reseeded.
-        kind: StreamKind,
-        /// Number of ranks that saved.
-        from_world: usize,
-        /// Number of ranks that resume.
-        world: u32,
-    },
-    /// The stream moves with its owner, but the options list no owners.
-    #[error("the {kind} stream moves with its owner, but no owners are given")]
-    OwnersUnknown {
-        /// The stream that moves.
-        kind: StreamKind,
-    },
-    /// No old rank has the stream of a new rank's owner.
-    #[error("no old rank has the {kind} stream of the owner of rank {rank}")]
-    OwnerWithoutStream {
-        /// The stream that moves.
-        kind: StreamKind,
-        /// The new rank whose owner has no stream.
-        rank: usize,
-    },
-}
-
-impl ReconcileError {
-    /// Returns the stable code of this error.
-    pub fn code(&self) -> Code {
-        match self {
-            ReconcileError::NoStates | ReconcileError::MissingStream { .. } => codes::RNG_STREAM_MISSING,
-            ReconcileError::NoRanks => codes::CHECKPOINT_OPTION_INVALID,
-            ReconcileError::NotReplicated { .. } => codes::RNG_STREAM_NOT_REPLICATED,
-            ReconcileError::StrictWouldReseed { .. } => codes::RNG_STRICT_WOULD_RESEED,
-            ReconcileError::OwnersUnknown { .. } | ReconcileError::OwnerWithoutStream { .. } => {
-                codes::RNG_OWNER_UNKNOWN
-            }
-        }
-    }
-
-    /// Returns advice for the user about this error, or `None` if no advice exists.
-    pub(crate) fn help(&self) -> Option<&'static str> {
-        match self {
-            ReconcileError::StrictWouldReseed { .. } => {
-                Some("resume with as many ranks as saved, or use `resume.rng: reconcile`")
-            }
-            ReconcileError::NotReplicated { .. } => Some("remove the stream from `--replicated`"),
-            _ => None,
-        }
-    }
-
-    /// Converts the error to [`CkptError::Unsupported`] for the checkpoint at `path`.
-    pub(super) fn into_ckpt_error(self, path: &Path) -> CkptError {
-        CkptError::unsupported(path, self)
-    }
 }
 
 /// Formats a number of ranks: `1 rank`, `2 ranks`.
 pub(super) fn format_rank_count(ranks: u32) -> String {
     if ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") }
-}
-
-/// Formats ranks as a list, of which at most [`RANKS_LISTED`] are shown.
-fn format_ranks(ranks: &[usize]) -> String {
-    ranks.iter().take(RANKS_LISTED).map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Derives the seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, the

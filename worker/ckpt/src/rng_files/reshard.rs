@@ -1,15 +1,13 @@
 //! Reshards the DeepSpeed state of a checkpoint for another number of ranks, in DeepSpeed's own
 //! layout, so that an unmodified script loads it without further settings.
 use super::reconcile::format_rank_count;
+use crate::catalog::{ExternalCheckpoint, PassthroughState, TensorSource};
+use crate::codec::disk::{self, Directory, exists};
+use crate::codec::pickle::PythonObject;
 use crate::convert::{
-    ConvertNotice, ConvertOptions, ConvertTarget, convert_into_directory, output::compute_fingerprint,
+    ConvertNotice, ConvertOptions, ConvertTarget, compute_fingerprint, convert_into_directory,
 };
-use crate::disk::{self, Directory, exists};
-use crate::error::{self, CkptError, Result};
-use crate::external::ExternalCheckpoint;
-use crate::passthrough::PassthroughState;
-use crate::pickle::PythonObject;
-use crate::tensor_source::TensorSource;
+use crate::error::{CkptError, Result, format_bytes};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -84,7 +82,7 @@ impl PreparedRecord {
 /// is sharded by rank, while stage 0 stores everything in one file.
 pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
-    facts.stage != Some(0) && facts.world.is_some_and(|w| w != world)
+    facts.state.stage != Some(0) && facts.state.world.is_some_and(|w| w != world)
 }
 
 /// Fails if the directory has neither `latest` nor `latest_universal`. DeepSpeed's engine loads
@@ -118,7 +116,7 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
         "DeepSpeed state (ZeRO-{}) resharded for {}, {} in {} files",
         report.stage.unwrap_or(0),
         format_rank_count(world),
-        error::format_bytes(report.bytes),
+        format_bytes(report.bytes),
         report.files
     );
     // the notice about the sub-group size is left out, since the run's config has this size

@@ -2,45 +2,20 @@
 //!
 //! Accelerate steps a scheduler once per process, so its counter is optimizer steps × processes.
 use super::encode::{PickleWriter, ZipWriter};
-use crate::disk::Directory;
-use crate::error::{CkptError, DamageReason, Result};
-use crate::formats::torch_file::{TENSOR_GLOBALS, TorchFile};
-use crate::pickle::PickleView;
+use crate::codec::disk::Directory;
+use crate::codec::pickle::PickleView;
+use crate::codec::torch_file::{TENSOR_GLOBALS, TorchFile};
+use crate::error::{CkptError, DamageReason, RescaleError, Result};
+use crate::format_constants::SCHEDULER_FILE;
 use nix::fcntl::OFlag;
 use std::os::unix::fs::FileExt;
 
-/// Accelerate's file with the state of the learning rate scheduler.
-const SCHEDULER_FILE: &str = "scheduler.bin";
 /// Accelerate's file with the state of the optimizer.
 const OPTIMIZER_FILE: &str = "optimizer.bin";
 /// Limit on the size of a scheduler file, in bytes.
 const SCHEDULER_MAX: u64 = 16 << 20;
 /// Globals that pickles of torch's schedulers may name.
 const GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
-
-/// Why `scheduler.bin`, whose counter depends on the number of processes, can't be rescaled.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RescaleError {
-    /// The scheduler consists of several schedulers with a counter each, such as `SequentialLR`.
-    #[error(
-        "{SCHEDULER_FILE} counts steps per process and consists of several schedulers, which cannot be rescaled"
-    )]
-    SeveralSchedulers,
-    /// The rescaled counter does not fit in a signed 64-bit integer.
-    #[error(
-        "{SCHEDULER_FILE} counts steps per process, and {steps} steps of {world} processes overflow the counter"
-    )]
-    Overflow {
-        /// Optimizer steps that the run has done.
-        steps: u64,
-        /// Number of processes that resume.
-        world: u32,
-    },
-    /// The pickle stores the counter elsewhere than pickles of torch's schedulers do.
-    #[error("{SCHEDULER_FILE} counts steps per process, but its pickle has an unknown layout")]
-    UnknownPickle,
-}
 
 /// A scheduler file that was rescaled to another number of processes.
 pub(super) struct RescaledScheduler {
@@ -114,7 +89,7 @@ fn read_steps_done(directory: &Directory) -> Result<Option<u64>> {
         return Ok(None);
     };
     let member = &file.members[view.member];
-    if view.dtype != crate::dtype::Dtype::F32 || view.elements() != 1 {
+    if view.dtype != crate::tensor::Dtype::F32 || view.elements() != 1 {
         return Ok(None);
     }
     let mut bytes = [0u8; 4];

@@ -2,15 +2,16 @@
 use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
-    ReconcileError, ReconcileOptions, ReconcilePolicy, StreamAssignment, StreamScope, reconcile_rng_states,
+    ReconcileOptions, ReconcilePolicy, StreamAssignment, StreamScope, reconcile_rng_states,
 };
 use super::streams::{
-    MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, RngStateError,
-    StreamKind, TorchCpuState, TorchCudaState, TorchCudaStates,
+    MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCpuState,
+    TorchCudaState, TorchCudaStates,
 };
 use super::{decode, encode};
-use crate::disk::Directory;
-use crate::error::{CkptError, DamageReason};
+use crate::codec::disk::Directory;
+use crate::error::{CkptError, DamageReason, ReconcileError, RngStateError};
+use crate::stream_kind::StreamKind;
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -295,7 +296,7 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
         prepare::prepare_resume(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile)).expect("made");
     insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
     let directory = Directory::open(&made.path).expect("open");
-    let file = crate::formats::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
+    let file = crate::codec::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
     let count = |key: &str| file.value().get(key).and_then(|v| v.as_count());
     assert_eq!((count("last_epoch"), count("_step_count")), (Some(1200), Some(1201)));
     // a scheduler with one count per step is unchanged

@@ -1,16 +1,14 @@
 //! Tests checkpoints of runs without FP32 master weights: BF16 weights are stored, read, gathered
 //! and converted.
 use super::*;
-use crate::checkpoint::Checkpoint;
-use crate::commit::commit_save;
+use crate::catalog::ReadRequest;
+use crate::codec::safetensors::read_header;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::dtype::Dtype;
-use crate::formats::safetensors::read_header;
 use crate::gather::{GatherOptions, gather_weights};
 use crate::hash::Hash;
-use crate::manifest::Manifest;
-use crate::shard_writer::PieceElements;
-use crate::tensor_source::ReadRequest;
+use crate::layout::native::{Checkpoint, Manifest};
+use crate::save::{PieceElements, commit_save};
+use crate::tensor::Dtype;
 use crate::verify_checkpoints;
 use half::bf16;
 use proptest::prelude::*;

@@ -1,13 +1,12 @@
 //! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, and
 //! use bounded memory.
 use super::{list_entry_names, make_memory_dir, read_tree};
-use crate::catalog::TensorRole;
-use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
-use crate::convert::{ConvertError, ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::error::{CkptError, Result, UnsupportedFeature};
-use crate::passthrough::{ParamGroup, PassthroughState};
-use crate::pickle::PythonObject;
-use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::catalog::{ParamGroup, PassthroughState, ReadRequest, TensorSource};
+use crate::codec::pickle::PythonObject;
+use crate::convert::{ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
+use crate::error::{CkptError, ConvertError, Result, UnsupportedFeature};
+use crate::open::{OpenedCheckpoint, open_checkpoint};
+use crate::tensor::TensorRole;
 use crate::{Dtype, TensorInfo, TiedWeight, TrainingState};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -466,9 +465,9 @@ impl TensorSource for ConstantSource {
 /// peak memory of the child process is below 96 MiB.
 #[test]
 fn memory_stays_within_the_limit_for_any_size() {
-    if super::read_child_argument().is_none() {
+    if crate::tests::read_child_argument().is_none() {
         let name = "tests::convert::memory_stays_within_the_limit_for_any_size";
-        let child = super::run_child_test(name, "child");
+        let child = crate::tests::run_child_test(name, "child");
         assert!(child.status.success(), "{child:?}");
         return;
     }

@@ -5,9 +5,9 @@ use super::convert::{
 };
 use super::{list_entry_names, make_memory_dir, read_tree};
 use crate::Dtype;
-use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
-use crate::convert::{ConvertError, ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::error::{CkptError, OutputProblem};
+use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
+use crate::error::{CkptError, ConvertError, OutputProblem};
+use crate::open::{OpenedCheckpoint, open_checkpoint};
 use std::fs;
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn a_conversion_detects_damage_of_its_source() {
     ] {
         let dir = make_memory_dir();
         let from = dir.path().join("from");
-        super::copy_tree(&golden_path("z2_padded"), &from);
+        crate::tests::copy_tree(&golden_path("z2_padded"), &from);
         for (path, bytes) in read_tree(&from) {
             if !path.to_string_lossy().ends_with("optim_states.pt") {
                 continue;
@@ -55,7 +55,7 @@ fn files_finished_before_a_kill_are_verified_and_reused() {
     let hidden = dir.path().join(".out.converting");
     let convert_after_kill = |damage: bool| {
         fs::remove_dir_all(&out).expect("removed");
-        let child = super::run_child_test(
+        let child = crate::tests::run_child_test(
             "tests::convert_failures::child_process_that_is_killed_before_publishing",
             &format!("{}", dir.path().display()),
         );
@@ -78,7 +78,7 @@ fn files_finished_before_a_kill_are_verified_and_reused() {
     assert_eq!(convert_after_kill(false), 6, "two files of each of three ranks");
     assert_eq!(convert_after_kill(true), 5, "the damaged file is written again");
     // a conversion with other options reuses no file
-    let child = super::run_child_test(
+    let child = crate::tests::run_child_test(
         "tests::convert_failures::child_process_that_is_killed_before_publishing",
         &format!("{}", dir.path().display()),
     );
@@ -93,7 +93,7 @@ fn files_finished_before_a_kill_are_verified_and_reused() {
 /// the conversion publishes its directory. Does nothing outside of a child process.
 #[test]
 fn child_process_that_is_killed_before_publishing() {
-    let Some(dir) = super::read_child_argument() else { return };
+    let Some(dir) = crate::tests::read_child_argument() else { return };
     let source = open_source(&golden_path("z2_padded"));
     let out = Path::new(&dir).join("out");
     let _ = fs::remove_dir_all(&out);
@@ -134,7 +134,7 @@ fn an_output_directory_with_other_files_is_not_replaced() {
 fn a_damaged_source_gives_an_error_and_no_output() {
     let dir = make_memory_dir();
     let from = dir.path().join("from");
-    super::copy_tree(&golden_path("z2_padded"), &from);
+    crate::tests::copy_tree(&golden_path("z2_padded"), &from);
     let file = from.join("global_step3/zero_pp_rank_2_mp_rank_00_optim_states.pt");
     let mut bytes = fs::read(&file).expect("there");
     let middle = bytes.len() / 2;
@@ -170,7 +170,7 @@ fn weights_only_are_rejected_by_deepspeed_targets() {
 fn an_unreadable_optimizer_is_an_error() {
     let dir = make_memory_dir();
     let from = dir.path().join("from");
-    super::copy_tree(&golden_path("hf_ddp").join("checkpoint-3"), &from);
+    crate::tests::copy_tree(&golden_path("hf_ddp").join("checkpoint-3"), &from);
     let path = from.join("model.safetensors");
     let mut text = fs::read(&path).expect("there");
     let at = text.windows(9).position(|w| w == b"q_proj.we").expect("a name");

@@ -1,7 +1,7 @@
 //! Tests that every flipped byte of a native checkpoint is detected and never loaded.
 use super::*;
-use crate::checkpoint::Checkpoint;
 use crate::error::CkptError;
+use crate::layout::native::Checkpoint;
 use crate::{find_latest, list_checkpoints, open_newest, prune_checkpoints, verify_checkpoints};
 use diagnostic::codes::checkpoint as codes;
 use std::fs;

@@ -1,11 +1,10 @@
 //! Tests that a comparison of two checkpoints reports all differences and no others.
 use super::{make_facts, make_memory_dir, save_checkpoint};
-use crate::catalog::{TensorInfo, TensorRole, TiedWeight};
-use crate::checkpoint::Checkpoint;
+use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TiedWeight};
 use crate::diff::{DiffOptions, DiffSide, RoundingCast, diff_checkpoints};
-use crate::dtype::Dtype;
 use crate::error::Result;
-use crate::tensor_source::{ReadRequest, TensorSource};
+use crate::layout::native::Checkpoint;
+use crate::tensor::{Dtype, TensorRole};
 use half::bf16;
 use std::path::Path;
 
@@ -82,8 +81,8 @@ fn differences_between_two_steps_are_counted_exactly() {
     assert_eq!(names, ["weight/a", "weight/big", "weight/z"], "no moments");
     // compare with a direct computation, for the tensor that is longer than one window
     let (x, y) = (
-        super::compute_values(TensorRole::Weight, "big", &old, 1_100_000),
-        super::compute_values(TensorRole::Weight, "big", &new, 1_100_000),
+        crate::tests::compute_values(TensorRole::Weight, "big", &old, 1_100_000),
+        crate::tests::compute_values(TensorRole::Weight, "big", &new, 1_100_000),
     );
     let abs: Vec<f64> = x.iter().zip(&y).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs()).collect();
     let found = &report.different[1].values;

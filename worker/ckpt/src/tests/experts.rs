@@ -2,13 +2,11 @@
 //! of a layer as one fused tensor, while the weights file stores each expert.
 use super::external::{open_external, read_tensor};
 use super::make_memory_dir;
-use crate::catalog::TensorRole;
-use crate::checkpoint_dir::open_checkpoint;
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, GLOBALS, TensorSource};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::external::builder::{ExternalCheckpointBuilder, GLOBALS};
-use crate::external::{ExternalCheckpoint, ExternalTensor};
-use crate::formats::optimizer_state::{OptimizerStateDict, ParamId};
-use crate::tensor_source::TensorSource;
+use crate::layout::hf::optimizer_state::{OptimizerStateDict, ParamId};
+use crate::open::open_checkpoint;
+use crate::tensor::TensorRole;
 use std::path::{Path, PathBuf};
 
 /// The golden checkpoints of mixtures. The fields are the directory, the names of the matrices
@@ -87,18 +85,18 @@ fn every_expert_weight_has_states_steps_and_a_group() {
         let count = |role: TensorRole| found.tensors().iter().filter(|t| t.role == role).count();
         let weights = count(TensorRole::Weight);
         assert_eq!(
-            (count(TensorRole::ExpAvg), count(TensorRole::ExpAvgSq), facts.steps.len()),
+            (count(TensorRole::ExpAvg), count(TensorRole::ExpAvgSq), facts.state.steps.len()),
             (weights, weights, weights),
             "{name}"
         );
-        assert!(facts.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.steps);
-        let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
-        assert_eq!((facts.groups.len(), grouped), (2, weights), "{name}");
+        assert!(facts.state.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.state.steps);
+        let grouped: usize = facts.state.groups.iter().map(|g| g.names.len()).sum();
+        assert_eq!((facts.state.groups.len(), grouped), (2, weights), "{name}");
         for decayed in ["gate.weight".to_owned(), format!("experts.1.{gate}.weight")] {
             let weight = format!("model.layers.0.{module}.{decayed}");
-            assert!(facts.groups[0].names.contains(&weight), "{name}: {weight}");
+            assert!(facts.state.groups[0].names.contains(&weight), "{name}: {weight}");
         }
-        assert!(facts.groups[1].names.iter().all(|n| n.contains("norm")), "{name}");
+        assert!(facts.state.groups[1].names.iter().all(|n| n.contains("norm")), "{name}");
         // a native checkpoint that is converted from this one has equal values
         let dir = make_memory_dir();
         let out = dir.path().join("out");

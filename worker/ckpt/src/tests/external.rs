@@ -1,15 +1,14 @@
 //! Tests external checkpoints. Golden checkpoints are read bit for bit, small constructed
 //! checkpoints test the rules of the readers, and errors name the damaged file.
+use super::torch_values::{TestValue, encode_torch_file, make_dict};
 use super::{format_error, format_problems, make_memory_dir, replace_dir};
-use crate::catalog::TensorRole;
-use crate::checkpoint_dir::{OpenedCheckpoint, open_checkpoint};
+use crate::catalog::{ExternalCheckpoint, ReadRequest, StatePart, TensorSource};
+use crate::codec::{safetensors, zip};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
-use crate::external::{ExternalCheckpoint, StatePart};
-use crate::formats::{safetensors, zip};
 use crate::gather::{GatherOptions, gather_weights};
 use crate::hash::Hash;
-use crate::tensor_source::{ReadRequest, TensorSource};
-use crate::tests::torch_values::{TestValue, encode_torch_file, make_dict};
+use crate::open::{OpenedCheckpoint, open_checkpoint};
+use crate::tensor::TensorRole;
 use diagnostic::codes::checkpoint as codes;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -48,7 +47,7 @@ pub(super) fn expect_open_error(path: &Path) -> String {
 /// Reads all elements of the tensor `name` with the role `role`. If `name` is an alias, reads the
 /// stored weight to which it is tied.
 pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: TensorRole) -> Result<Vec<f32>> {
-    let target = checkpoint.facts().ties.iter().find(|t| t.alias == name).map_or(name, |t| &t.target);
+    let target = checkpoint.facts().state.ties.iter().find(|t| t.alias == name).map_or(name, |t| &t.target);
     let infos = checkpoint.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
     let mut out = vec![0f32; info.element_count() as usize];
@@ -91,7 +90,11 @@ fn golden_zero_checkpoints_are_read_bit_for_bit() {
     for (name, stage, world) in GOLDEN_CHECKPOINTS {
         let checkpoint = open_external(&golden_path(name)).expect("whole");
         let facts = checkpoint.facts();
-        assert_eq!((facts.step, facts.world, facts.stage), (Some(3), Some(world), Some(stage)), "{name}");
+        assert_eq!(
+            (facts.state.step, facts.state.world, facts.state.stage),
+            (Some(3), Some(world), Some(stage)),
+            "{name}"
+        );
         assert_eq!((facts.writer.as_str(), facts.kind), ("DeepSpeed 0.19.8", "DeepSpeed"));
         assert_eq!(find_differences(&checkpoint, name).expect("sound"), [""; 0], "{name}");
         // there is no tensor that the reference lacks
@@ -102,7 +105,7 @@ fn golden_zero_checkpoints_are_read_bit_for_bit() {
         assert_eq!(others, [""; 0], "{name}");
         assert_eq!(facts.notices, [""; 0], "{name}");
         assert!(
-            facts.groups[0].hyper["lr"].is_f64() && facts.groups[0].hyper.get("params").is_none(),
+            facts.state.groups[0].hyper["lr"].is_f64() && facts.state.groups[0].hyper.get("params").is_none(),
             "{name}"
         );
     }
@@ -111,11 +114,11 @@ fn golden_zero_checkpoints_are_read_bit_for_bit() {
 #[test]
 fn golden_checkpoints_have_their_known_facts() {
     let tied = open_external(&golden_path("z1_tied")).expect("whole");
-    assert_eq!(tied.facts().ties[0].alias, "lm_head.weight");
+    assert_eq!(tied.facts().state.ties[0].alias, "lm_head.weight");
     let expected = [StatePart::RngStates, StatePart::Config, StatePart::Tokenizer];
     assert_eq!(tied.facts().missing, expected);
-    assert_eq!(open_external(&golden_path("z2_frozen")).expect("whole").facts().frozen.len(), 10);
-    assert_eq!(open_external(&golden_path("z3_frozen")).expect("whole").facts().frozen.len(), 7);
+    assert_eq!(open_external(&golden_path("z2_frozen")).expect("whole").facts().state.frozen.len(), 10);
+    assert_eq!(open_external(&golden_path("z3_frozen")).expect("whole").facts().state.frozen.len(), 7);
     let buffers = open_external(&golden_path("z3_buffers")).expect("whole");
     let count = |role| buffers.tensors().iter().filter(|t| t.role == role).count();
     assert_eq!((count(TensorRole::Buffer), count(TensorRole::Weight)), (2, 22));
@@ -175,7 +178,7 @@ fn gathered_weights_are_those_of_the_reference() {
             );
         }
         let expected = known.keys().filter(|k| k.starts_with("weight/") || k.starts_with("buffer/")).count();
-        assert_eq!(header.entries.len() + checkpoint.facts().ties.len(), expected, "{name}");
+        assert_eq!(header.entries.len() + checkpoint.facts().state.ties.len(), expected, "{name}");
     }
 }
 
@@ -436,7 +439,7 @@ fn partitions_may_be_padded_where_the_file_has_no_stage() {
     let dir = make_stage2_checkpoint(vec![("module", make_dict(vec![]))], padded);
     let checkpoint = open_external(dir.path()).expect("whole");
     assert_eq!(
-        (checkpoint.facts().stage, read_tensor(&checkpoint, "b", TensorRole::Weight).expect("sound")),
+        (checkpoint.facts().state.stage, read_tensor(&checkpoint, "b", TensorRole::Weight).expect("sound")),
         (Some(1), vec![3.0])
     );
     assert!(checkpoint.facts().missing.contains(&StatePart::OptimizerState));
@@ -481,7 +484,10 @@ fn contradicting_entries_follow_the_precedence_and_are_reported() {
     let names: Vec<String> =
         checkpoint.tensors().into_iter().filter(|t| t.role == TensorRole::Weight).map(|t| t.name).collect();
     assert_eq!(names, ["a", "b", "f", "u"], "the module's order without aliases");
-    assert_eq!((facts.ties.len(), facts.frozen.as_slice()), (1, &["f".to_owned(), "u".to_owned()][..]));
+    assert_eq!(
+        (facts.state.ties.len(), facts.state.frozen.as_slice()),
+        (1, &["f".to_owned(), "u".to_owned()][..])
+    );
     insta::assert_snapshot!("external_contradicting_entries_notices", facts.notices.join("\n"));
 }
 

@@ -2,9 +2,8 @@
 //! notice, and [`crate::verify_checkpoints`] must name the file of every error.
 use super::external::{golden_path, open_external};
 use super::{copy_tree, make_memory_dir, read_tree, tiny};
+use crate::catalog::{ExternalCheckpoint, TensorSource};
 use crate::error::CkptError;
-use crate::external::ExternalCheckpoint;
-use crate::tensor_source::TensorSource;
 use crate::{ReadRequest, TensorInfo};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -40,7 +39,10 @@ fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptE
     let bits = values.into_iter().map(|v| v.into_iter().map(f32::to_bits).collect());
     let tensors = infos.into_iter().zip(bits).collect();
     Ok(CheckpointContents {
-        facts: format!("{:?} {:?} {:?} {:?}", facts.groups, facts.steps, facts.ties, facts.scheduler),
+        facts: format!(
+            "{:?} {:?} {:?} {:?}",
+            facts.state.groups, facts.state.steps, facts.state.ties, facts.state.scheduler
+        ),
         tensors,
         remarks: facts.notices.len() + facts.warnings.len() + facts.missing.len(),
     })

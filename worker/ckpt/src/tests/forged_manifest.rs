@@ -1,7 +1,7 @@
 //! Tests forged manifests with a matching hash, and directories that only look like checkpoints.
 use super::*;
-use crate::checkpoint::Checkpoint;
 use crate::error::CkptError;
+use crate::layout::native::Checkpoint;
 use crate::verify_checkpoints;
 use diagnostic::codes::checkpoint as codes;
 use proptest::prelude::*;

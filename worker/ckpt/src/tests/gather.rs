@@ -1,10 +1,10 @@
 //! Tests gathered weights against a brute-force rounding, and outputs that a gather rejects.
 use super::*;
-use crate::checkpoint::Checkpoint;
-use crate::commit::commit_save;
-use crate::dtype::Dtype;
+use crate::codec::safetensors::{SafetensorsEntry, read_header};
 use crate::error::{CkptError, OutputProblem};
-use crate::formats::safetensors::{SafetensorsEntry, read_header};
+use crate::layout::native::Checkpoint;
+use crate::save::commit_save;
+use crate::tensor::Dtype;
 use crate::{GatherOptions, gather_weights};
 use serde_json::Value;
 use std::fs;

@@ -1,9 +1,9 @@
 //! Tests host-local checkpoints: the two-phase commit, reads of shards on other hosts, and reports
 //! about incomplete directories.
 use super::*;
-use crate::host_local::{
-    PreparedSave, StorageHost, complete_prepared_save, encode_manifest, list_manifests, list_prepared_saves,
-    read_manifest,
+use crate::layout::native::StorageHost;
+use crate::save::host_local::{
+    PreparedSave, complete_prepared_save, encode_manifest, list_manifests, list_prepared_saves, read_manifest,
 };
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 

@@ -1,6 +1,6 @@
 //! Tests that SIGKILL at any fault point of a save or gather leaves a complete checkpoint.
 use super::*;
-use crate::checkpoint::Checkpoint;
+use crate::layout::native::Checkpoint;
 use crate::{
     GatherOptions, fault_points, find_latest, gather_weights, list_checkpoints, prune_checkpoints,
     verify_checkpoints,

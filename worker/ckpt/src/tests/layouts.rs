@@ -5,11 +5,10 @@ use super::external::{
     expect_open_error, find_differences, golden_path, open_external, read_reference_hashes,
 };
 use super::{copy_tree, format_error, format_problems, make_memory_dir, replace_dir};
-use crate::catalog::TensorRole;
-use crate::convert::{ConvertError, ConvertOptions, ConvertTarget, convert_checkpoint};
-use crate::diagnosis::Diagnosis;
-use crate::error::CkptError;
-use crate::tensor_source::TensorSource;
+use crate::catalog::TensorSource;
+use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
+use crate::error::{CkptError, ConvertError, Diagnosis};
+use crate::tensor::TensorRole;
 use diagnostic::codes::checkpoint as codes;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +33,7 @@ fn golden_checkpoints_of_every_layout_are_read_bit_for_bit() {
     for (name, inside, kind, world, updates) in LAYOUTS {
         let found = open_external(&golden_subdirectory(name, inside)).expect("whole");
         let facts = found.facts();
-        assert_eq!((facts.kind, facts.world, facts.step), (kind, Some(world), Some(3)), "{name}");
+        assert_eq!((facts.kind, facts.state.world, facts.state.step), (kind, Some(world), Some(3)), "{name}");
         assert_eq!(find_differences(&found, name).expect("sound"), [""; 0], "{name}");
         let known = read_reference_hashes(name);
         let tensors = found.tensors().into_iter().map(|t| format!("{}/{}", t.role, t.name));
@@ -42,13 +41,17 @@ fn golden_checkpoints_of_every_layout_are_read_bit_for_bit() {
         assert_eq!(others, [""; 0], "{name}");
         // every trained weight is in one group and has its number of updates
         let trained = found.tensors().into_iter().filter(|t| t.role == TensorRole::ExpAvg).count();
-        let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
-        assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (2, trained, trained), "{name}");
-        assert!(facts.steps.values().all(|&s| s == updates), "{name}");
-        let decay = |g: usize| facts.groups[g].hyper["weight_decay"].as_f64();
+        let grouped: usize = facts.state.groups.iter().map(|g| g.names.len()).sum();
+        assert_eq!(
+            (facts.state.groups.len(), grouped, facts.state.steps.len()),
+            (2, trained, trained),
+            "{name}"
+        );
+        assert!(facts.state.steps.values().all(|&s| s == updates), "{name}");
+        let decay = |g: usize| facts.state.groups[g].hyper["weight_decay"].as_f64();
         assert_eq!((decay(0), decay(1)), (Some(0.1), Some(0.0)), "{name}");
-        assert!(facts.groups[1].names.contains(&"model.norm.weight".to_owned()), "{name}");
-        assert_eq!(facts.scheduler.is_null(), name == "dcp", "{name}");
+        assert!(facts.state.groups[1].names.contains(&"model.norm.weight".to_owned()), "{name}");
+        assert_eq!(facts.state.scheduler.is_null(), name == "dcp", "{name}");
         assert_eq!((facts.notices.len(), facts.warnings.len()), (0, 0), "{name}: {facts:?}");
         let report = crate::verify_checkpoints(&golden_subdirectory(name, inside)).expect("a report");
         assert!(report.is_sound() && report.warnings.is_empty(), "{name}: {report:?}");
@@ -58,7 +61,11 @@ fn golden_checkpoints_of_every_layout_are_read_bit_for_bit() {
 #[test]
 fn frozen_weights_of_universal_checkpoints_come_from_the_model_files() {
     for (name, frozen) in [("universal_z2", 10), ("universal_z3", 7)] {
-        assert_eq!(open_external(&golden_path(name)).expect("whole").facts().frozen.len(), frozen, "{name}");
+        assert_eq!(
+            open_external(&golden_path(name)).expect("whole").facts().state.frozen.len(),
+            frozen,
+            "{name}"
+        );
     }
 }
 
@@ -135,7 +142,7 @@ fn legacy_torch_files_contain_the_tensors_of_zip_files() {
             let (shape, values) = &expected[&info.name];
             assert_eq!(&info.shape, shape, "{file} {}", info.name);
             assert_eq!(
-                &super::external::read_tensor(&found, &info.name, TensorRole::Weight).expect("sound"),
+                &crate::tests::external::read_tensor(&found, &info.name, TensorRole::Weight).expect("sound"),
                 values,
                 "{file}"
             );
@@ -253,7 +260,7 @@ fn a_missing_tag_directory_that_latest_names_is_damage() {
 fn wrong_paths_and_placeholder_files_are_diagnosed_with_help() {
     let dir = make_memory_dir();
     let diagnosis = |path: &Path| {
-        let error = crate::checkpoint_dir::open_checkpoint(path).expect_err("rejected");
+        let error = crate::open::open_checkpoint(path).expect_err("rejected");
         let text = format!("[{}] {error}\nhelp: {}", error.code(), error.help().join("\nhelp: "));
         replace_dir(&text, dir.path())
     };

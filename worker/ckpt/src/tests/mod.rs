@@ -23,10 +23,11 @@ mod tiny;
 mod torch_values;
 mod watch;
 
-use crate::catalog::{ModelSpec, RunFacts, TensorRole, TextFile, WeightShape};
-use crate::commit::{CommittedCheckpoint, ReplaceMethod, StagingDir, commit_save_by};
+use crate::catalog::{ModelSpec, RunFacts, TextFile, WeightShape};
 use crate::error::{CkptError, Damage, Result};
-use crate::shard_writer::{ShardReport, TensorPiece, write_shard};
+use crate::save::commit::commit_save_by;
+use crate::save::{CommittedCheckpoint, ReplaceMethod, ShardReport, StagingDir, TensorPiece, write_shard};
+use crate::tensor::TensorRole;
 use crate::verify::VerifyReport;
 use serde_json::json;
 use std::path::{Path, PathBuf};

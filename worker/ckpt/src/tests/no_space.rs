@@ -1,8 +1,8 @@
 //! Tests that full disks and file size limits give one error and leave the previous checkpoint
 //! intact.
 use super::*;
-use crate::checkpoint::Checkpoint;
 use crate::error::CkptError;
+use crate::layout::native::Checkpoint;
 use diagnostic::codes::checkpoint as codes;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, Signal, signal};

@@ -2,15 +2,12 @@
 use super::convert::expect_convert_error;
 use super::external::open_external;
 use super::tiny::{assert_equals_reference, copy_tiny_checkpoint};
-use crate::checkpoint_dir::open_checkpoint;
+use crate::catalog::{ExternalCheckpoint, ParamGroupInfo, TensorSource};
 use crate::convert::{
-    ConvertError, ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, convert_checkpoint,
-    find_ungrouped_weights,
+    ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, convert_checkpoint, find_ungrouped_weights,
 };
-use crate::error::Result;
-use crate::external::ExternalCheckpoint;
-use crate::tensor_source::TensorSource;
-use crate::training_state::ParamGroupInfo;
+use crate::error::{ConvertError, Result};
+use crate::open::open_checkpoint;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -46,7 +43,7 @@ fn values_and_steps_are_read_and_ungrouped_weights_are_listed() {
     let found = open_external(&root).expect("whole");
     assert_equals_reference(&*found, HYBRID_CHECKPOINT, "original");
     assert_eq!(read_groups_and_decay(&*found), [(vec![], 0.1), (vec![], 0.0)]);
-    assert!(found.facts().steps.len() == 12 && found.facts().steps.values().all(|&s| s == 3));
+    assert!(found.facts().state.steps.len() == 12 && found.facts().state.steps.values().all(|&s| s == 3));
     let ungrouped = find_ungrouped_weights(&*found).expect("known");
     assert_eq!((ungrouped.names.len(), ungrouped.groups), (12, 2));
     for grouped in ["z3", "universal", "dcp"] {

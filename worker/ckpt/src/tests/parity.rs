@@ -1,10 +1,8 @@
 //! Tests that a repair with parity restores one lost or damaged file bit for bit.
 use super::*;
-use crate::checkpoint::Checkpoint;
-use crate::commit::commit_save_with_parity;
-use crate::disk::BLOCK;
-use crate::parity::write_parity;
-use crate::stripes::compute_stripe;
+use crate::codec::disk::BLOCK;
+use crate::layout::native::{Checkpoint, compute_stripe};
+use crate::save::{commit_save_with_parity, write_parity};
 use crate::{RepairOptions, repair_checkpoints, verify_checkpoints};
 use std::fs;
 

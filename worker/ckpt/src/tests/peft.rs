@@ -1,7 +1,8 @@
 //! Tests adapter configurations. Supported settings are parsed, and errors name unsupported
 //! settings.
 use super::format_error;
-use crate::peft::{AdapterConfig, AdapterConfigError, open_adapters};
+use crate::error::AdapterConfigError;
+use crate::layout::peft::{AdapterConfig, open_adapters};
 use serde_json::{Value, json};
 use std::fs;
 

@@ -2,11 +2,11 @@
 //! original.
 use super::external::{find_differences, golden_path, open_external};
 use super::*;
+use crate::catalog::TensorSource;
 use crate::error::OutputProblem;
 use crate::rng_files::rank_files;
 use crate::rng_files::reconcile::derive_stream_seed;
-use crate::rng_files::streams::StreamKind;
-use crate::tensor_source::TensorSource;
+use crate::stream_kind::StreamKind;
 use crate::{RepairOptions, RepairReport, repair_checkpoints, verify_checkpoints};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -186,7 +186,7 @@ fn files_without_redundancy_are_reported_as_lost() {
 /// Overwrites elements of the largest storage of a torch file with `values`, from element 100 on,
 /// and updates the CRC-32.
 fn overwrite_values(file: &Path, values: &[f32]) {
-    use crate::formats::zip;
+    use crate::codec::zip;
     let bytes = fs::read(file).expect("read");
     let opened = fs::OpenOptions::new().read(true).write(true).open(file).expect("opened");
     let members =
@@ -409,8 +409,9 @@ fn lost_trainer_weights_are_gathered_from_the_deepspeed_state() {
     );
     let mut compared = 0;
     for info in weights.tensors() {
-        let got = super::external::read_tensor(&weights, &info.name, info.role).expect("there");
-        let want = super::external::read_tensor(&state, &info.name, TensorRole::Weight).expect("there");
+        let got = crate::tests::external::read_tensor(&weights, &info.name, info.role).expect("there");
+        let want =
+            crate::tests::external::read_tensor(&state, &info.name, TensorRole::Weight).expect("there");
         let rounded: Vec<f32> = want.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
         assert_eq!(got, rounded, "{}", info.name);
         compared += 1;

@@ -1,10 +1,10 @@
 //! Tests that saved tensors are read back, for any division into pieces and any ranges.
 use super::*;
-use crate::checkpoint::Checkpoint;
-use crate::commit::commit_save;
+use crate::catalog::ReadRequest;
+use crate::codec::safetensors;
 use crate::error::CkptError;
-use crate::formats::safetensors;
-use crate::tensor_source::ReadRequest;
+use crate::layout::native::Checkpoint;
+use crate::save::commit_save;
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 

@@ -1,8 +1,8 @@
 //! Tests that rejected saves leave no checkpoint and no temporary files.
 use super::*;
-use crate::checkpoint::Checkpoint;
-use crate::commit::commit_save;
 use crate::error::CkptError;
+use crate::layout::native::Checkpoint;
+use crate::save::commit_save;
 use crate::{find_latest, list_checkpoints};
 use std::fs;
 

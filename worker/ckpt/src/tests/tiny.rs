@@ -2,10 +2,10 @@
 //! the value in the program that saved the checkpoint, after every operation.
 use super::external::{golden_path, open_external, read_tensor};
 use super::{copy_tree, make_memory_dir};
-use crate::catalog::TensorRole;
+use crate::catalog::TensorSource;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::gather::{GatherOptions, gather_weights};
-use crate::tensor_source::TensorSource;
+use crate::tensor::TensorRole;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -77,13 +77,17 @@ fn every_value_is_that_of_the_program_that_wrote_it() {
         let (_dir, root) = copy_tiny_checkpoint(name);
         let found = open_external(&root).expect(name);
         let facts = found.facts();
-        assert_eq!((facts.kind, facts.step, facts.world), (kind, Some(3), Some(2)), "{name}");
+        assert_eq!((facts.kind, facts.state.step, facts.state.world), (kind, Some(3), Some(2)), "{name}");
         assert_equals_reference(&*found, name, "original");
         let trained = found.tensors().iter().filter(|t| t.role == TensorRole::ExpAvg).count();
-        let grouped: usize = facts.groups.iter().map(|g| g.names.len()).sum();
+        let grouped: usize = facts.state.groups.iter().map(|g| g.names.len()).sum();
         let groups = if name == "z3_tiny_group" { 3 } else { 2 };
-        assert_eq!((facts.groups.len(), grouped, facts.steps.len()), (groups, trained, trained), "{name}");
-        assert!(facts.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.steps);
+        assert_eq!(
+            (facts.state.groups.len(), grouped, facts.state.steps.len()),
+            (groups, trained, trained),
+            "{name}"
+        );
+        assert!(facts.state.steps.values().all(|&s| s == 3), "{name}: {:?}", facts.state.steps);
         assert_eq!((facts.notices.len(), facts.warnings.len()), (0, 0), "{name}: {facts:?}");
         let report = crate::verify_checkpoints(&root).expect("a report");
         assert!(report.is_sound() && report.warnings.is_empty(), "{name}: {report:?}");
@@ -104,9 +108,12 @@ fn tiny_checkpoints_have_their_special_properties() {
     let (moe, passthrough, tensors) = facts("z2_fp16_moe");
     let experts = tensors.iter().find(|t| t.name.ends_with("experts.gate_up_proj")).expect("fused");
     assert_eq!((&experts.shape[..], passthrough.precision), (&[3, 16, 8][..], Some(crate::Dtype::F16)));
-    assert!(moe.loss_scaler["cur_scale"].is_number(), "{}", moe.loss_scaler);
+    assert!(moe.state.loss_scaler["cur_scale"].is_number(), "{}", moe.state.loss_scaler);
     let tiny = facts("z3_tiny_group").0;
-    assert_eq!((tiny.groups[2].names.as_slice(), tiny.world), (&["temperature".to_owned()][..], Some(2)));
+    assert_eq!(
+        (tiny.state.groups[2].names.as_slice(), tiny.state.world),
+        (&["temperature".to_owned()][..], Some(2))
+    );
 }
 
 #[test]
@@ -135,7 +142,7 @@ fn every_tiny_checkpoint_is_gathered_and_converted_to_every_target() {
                 ConvertOptions { stage: Some(stage), world: Some(world), ..ConvertOptions::new(to) };
             convert_checkpoint(&*found, &out(&what), &options, |_, _| {})
                 .unwrap_or_else(|e| panic!("{name} {what}: {e}"));
-            let made = crate::checkpoint_dir::open_checkpoint(&out(&what)).expect("whole");
+            let made = crate::open::open_checkpoint(&out(&what)).expect("whole");
             assert_equals_reference(made.source(), name, &what);
             assert!(crate::verify_checkpoints(&out(&what)).expect("a report").is_sound(), "{name} {what}");
         }

@@ -1,5 +1,5 @@
 //! Writes files in the format of `torch.save`, for tests.
-use crate::formats::zip;
+use crate::codec::zip;
 
 /// A value that [`encode_torch_file`] can encode.
 pub(crate) enum TestValue {

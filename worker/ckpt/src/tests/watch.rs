@@ -1,7 +1,7 @@
 //! Tests that a watch reports each checkpoint once, as soon as the checkpoint is complete.
 use super::external::golden_path;
 use super::*;
-use crate::checkpoint_watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
+use crate::watch::{CheckpointWatch, DirectoryReport, DirectoryStatus};
 use std::fs;
 use std::time::{Duration, Instant};
 

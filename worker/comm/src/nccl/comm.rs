@@ -52,9 +52,10 @@ impl NcclComm {
         Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
     }
 
-    /// Returns the stream of the calling thread's GPU work.
-    fn flushed_stream(&self) -> CudaStream {
-        CudaStream(self.cuda.flushed_stream())
+    /// Returns the stream of the calling thread's GPU work. Fails if the GPU has failed, so that no
+    /// invalid data is sent.
+    fn flushed_stream(&self) -> Result<CudaStream> {
+        Ok(CudaStream(self.cuda.flushed_stream()?))
     }
 
     /// Enqueues the `sends` to peers and the `receives` from peers, all of elements of type
@@ -66,7 +67,7 @@ impl NcclComm {
         self.cuda.make_current()?;
         // SAFETY: the callers pass addresses of views on this GPU. They are read and written in the
         // order of the stream, as is any later use of their memory.
-        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flushed_stream()) }?;
+        unsafe { self.group.exchange(sends, receives, to_nccl_type(dtype), self.flushed_stream()?) }?;
         Ok(())
     }
 
@@ -131,7 +132,7 @@ impl Comm for NcclComm {
             let (to, from, len, dtype) =
                 (recv_view.address(), send.address(), send.len(), to_nccl_type(send.dtype()));
             // SAFETY: see `exchange`.
-            unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()) }?;
+            unsafe { self.group.all_gather(to, from, len, dtype, self.flushed_stream()?) }?;
             return Ok(());
         }
         let to_peer = |peer: usize| PeerBuffer { peer, address: send.address(), len: send.len() };
@@ -151,10 +152,8 @@ impl Comm for NcclComm {
             self.check_buffer_len(kind, "a partial", partial.len(), "the sum of counts", total)?;
         }
         // Ranks may have different numbers of partials, which only they know.
-        let announced = self.host_comm.all_gather_bytes(&(partials.len() as u32).to_le_bytes())?;
-        let number = |bytes: &Vec<u8>| <[u8; 4]>::try_from(&bytes[..]).map(u32::from_le_bytes);
-        let partial_counts: Vec<usize> =
-            announced.iter().map_while(|b| number(b).ok()).map(|n| n as usize).collect();
+        let announced = self.host_comm.all_gather_u64(&[partials.len() as u64])?;
+        let partial_counts: Vec<usize> = announced.into_iter().flatten().map(|n| n as usize).collect();
         if partial_counts.len() != self.world() {
             let (announced, world) = (partial_counts.len(), self.world());
             return Err(CommError::Mismatch(CallMismatch::PartialCountMissing { announced, world }));
@@ -214,6 +213,16 @@ impl Comm for NcclComm {
         let (sends, receives) =
             (list_peer_buffers(send, send_counts), list_peer_buffers(recv_view, recv_counts));
         self.exchange_parts(&sends, &receives, send.dtype())
+    }
+
+    fn all_to_all_bytes(
+        &self,
+        recv: &mut [u8],
+        recv_counts: &[usize],
+        send: &[u8],
+        send_counts: &[usize],
+    ) -> Result<()> {
+        self.host_comm.all_to_all_bytes(recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

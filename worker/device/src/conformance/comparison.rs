@@ -70,7 +70,8 @@ impl OffsetBuf {
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
-    /// Element type, offset in memory and tolerated error of each run, as in [`super::RUN_TOLERANCES`].
+    /// Element type, offset in memory and tolerated error of each run, as in
+    /// [`super::RUN_TOLERANCES`].
     pub(super) runs: &'a [(Dtype, usize, f64)],
 }
 

@@ -73,11 +73,7 @@ pub enum ConformanceError {
 impl ConformanceError {
     /// Converts the payload of a panic in an operation to an error.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
-        let error = panic
-            .downcast_ref::<DeviceError>()
-            .cloned()
-            .unwrap_or_else(|| DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))));
-        ConformanceError::OpFailed(error)
+        ConformanceError::OpFailed(DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))))
     }
 
     /// Returns the stable error code, which `launch explain` documents.

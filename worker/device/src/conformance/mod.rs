@@ -55,10 +55,11 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
         .enumerate()
         .map(|(i, (family, compare))| {
             let mut rng = CaseRng::new(seed ^ ((i as u64 + 1) << 32));
-            run_family(family, (0..rounds).map(|_| compare(backends, &mut rng)))
+            run_family(cuda, family, (0..rounds).map(|_| compare(backends, &mut rng)))
         })
         .collect();
     reports.push(run_family(
+        cuda,
         "boundary shapes",
         fixed_cases::list_boundary_cases(backends)
             .into_iter()
@@ -72,6 +73,7 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
             .map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng))
             .collect::<Vec<_>>();
         reports.push(run_family(
+            cuda,
             "fp8 matmul",
             matmul_results.into_iter().chain([fp8_cases::compare_operand_rounding(backends)]),
         ));
@@ -107,6 +109,7 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     ]);
     let cases = shapes.into_iter().enumerate();
     run_family(
+        cuda,
         "attention by cuDNN",
         cases.map(|(i, (window, shape))| {
             cases::compare_windowed_attention(&backends, i as u64, window, shape)
@@ -114,11 +117,16 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Runs the cases of a family until one fails, and returns the report. A panic of a case is the
-/// family's failure.
-fn run_family(family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
+/// Runs the cases of a family until one fails, and returns the report. A failure of the GPU or a
+/// panic of a case is the family's failure.
+fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
+    let take_status = || cuda.take_status().map_err(ConformanceError::from);
+    run_cases(family, cases.map(|result| take_status().and(result)))
+}
+
+/// Runs the cases of a family until one fails or panics, and returns the report.
+fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
-    let mut cases = cases;
     loop {
         match catch_unwind(AssertUnwindSafe(|| cases.next())) {
             Ok(None) => return report,
@@ -136,25 +144,18 @@ fn run_family(family: &'static str, cases: impl Iterator<Item = CaseResult>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::storage::DeviceError;
-    use diagnostic::{Diagnostic, codes::device as codes};
 
     #[test]
     fn a_family_ends_with_its_first_failure() {
         let failure = ConformanceError::SumsDiffer { case: "add".to_owned(), gpu: vec![1.0], cpu: vec![2.0] };
         let passed = MaxErrors { f32: 1e-6, ..MaxErrors::default() };
-        let report = run_family("ops", [Ok(passed), Err(failure.clone()), Ok(passed)].into_iter());
+        let report = run_cases("ops", [Ok(passed), Err(failure.clone()), Ok(passed)].into_iter());
         assert_eq!((report.cases, report.max_errors.f32, report.failure), (2, 1e-6, Some(failure)));
     }
 
     #[test]
-    fn a_panic_of_an_operation_ends_its_family() {
-        let lost = DeviceError(Diagnostic::error(codes::CUDA_CALL_FAILED, "GPU 1 is lost"));
-        let payload = lost.clone();
-        let cases = [1].into_iter().map(|_| std::panic::panic_any(payload.clone()));
-        let report = run_family("ops", cases);
-        assert_eq!(report.failure, Some(ConformanceError::OpFailed(lost)));
-        let report = run_family("ops", [1].into_iter().map(|n: u32| panic!("bug {n}")));
+    fn a_panic_of_a_case_ends_its_family() {
+        let report = run_cases("ops", [1].into_iter().map(|n: u32| panic!("bug {n}")));
         assert_eq!(report.failure.map(|error| error.code()), Some(diagnostic::codes::run::INTERNAL));
     }
 }

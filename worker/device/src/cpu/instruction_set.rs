@@ -1,4 +1,4 @@
-//! [`InstructionSet`]: the instruction set of the CPU's kernels, which are compiled for each of them.
+//! [`InstructionSet`]: the instruction sets for which the kernels of the CPU backend are compiled.
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 

@@ -18,8 +18,8 @@ use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KiB of
-/// the L1 cache.
+/// Maximum number of terms in a block of the depth. A strip of the left operand then takes 16 KiB
+/// of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
 /// Number of elements of the smaller operand that are packed at a time for all tasks.
 const SHARED_PACKED_LEN: usize = 1 << 20;

@@ -3,10 +3,10 @@
 //! The vector is one zmm register with AVX-512, two ymm registers with AVX2, and an array
 //! elsewhere.
 //!
-//! Kernels are written once over [`Simd`] and compiled for each instruction set ([`super::instruction_set::multiversion`]).
-//! An [`InstructionSet`](super::instruction_set::InstructionSet) is chosen at run time. Every instruction set has the same 16 lanes, so
-//! AVX2 and AVX-512 give the same bits. The portable version gives other bits only where it has no
-//! fused multiply-add.
+//! Kernels are written once over [`Simd`] and compiled for each instruction set
+//! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16
+//! lanes, so AVX2 and AVX-512 give the same bits. The portable version gives other bits only where
+//! it has no fused multiply-add.
 /// Number of lanes of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 

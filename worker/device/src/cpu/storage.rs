@@ -11,7 +11,7 @@ impl Storage for Cpu {
         true
     }
 
-    fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
+    fn zeroed_for(&self, _purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
         Buf::zeroed_as(dtype, len)
     }
 
@@ -37,8 +37,6 @@ impl Storage for Cpu {
         let size = x.dtype().size();
         x.bytes().copy_within(from.start * size..from.end * size, to * size);
     }
-
-    fn synchronize(&self) {}
 
     fn peak_memory_bytes(&self) -> u64 {
         0

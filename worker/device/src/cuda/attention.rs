@@ -1,7 +1,7 @@
 //! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
-use super::backend::{Cuda, unwrap_or_panic};
+use super::backend::Cuda;
 use super::compile::{ATTENTION, FLASH};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
@@ -306,7 +306,8 @@ fn try_run_on_cudnn(
 ) -> bool {
     let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
     let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
-    unwrap_or_panic(cudnn.try_enqueue((&cuda.gpu, &cuda.profile), pass, operands, run_built_in))
+    let enqueue = || cudnn.try_enqueue((&cuda.gpu, &cuda.profile), pass, operands, run_built_in);
+    cuda.gpu.attempt(enqueue).unwrap_or(true) // after a failure no kernel is launched
 }
 
 #[cfg(test)]

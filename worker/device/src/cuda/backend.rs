@@ -58,6 +58,13 @@ impl MemoryOwner for Gpu {
     }
 }
 
+/// Owner of a buffer without memory, which stands for memory that could not be allocated.
+pub(super) struct NoMemory;
+
+impl MemoryOwner for NoMemory {
+    fn release(&self, _: u64, _: usize) {}
+}
+
 /// Frees the pinned host memory of a buffer when the buffer is dropped.
 pub(super) struct PinnedOwner(pub(super) Arc<Gpu>);
 
@@ -162,9 +169,10 @@ impl Cuda {
         self.kernels.cache_error()
     }
 
-    /// Allocates `len` zeros in the GPU's memory. Fails if the memory is full.
-    pub fn try_zeroed(&self, dtype: Dtype, len: usize) -> Result<Buf> {
-        let buf = self.allocate_uninit(dtype, len)?;
+    /// Allocates `len` zeros in the GPU's memory. Fails if the memory is full. The error names
+    /// `purpose`.
+    pub fn try_zeroed(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Result<Buf> {
+        let buf = self.allocate_uninit(dtype, len).map_err(|error| error.with_purpose(purpose))?;
         self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
         Ok(buf)
     }
@@ -175,9 +183,16 @@ impl Cuda {
     }
 
     /// Returns the stream of this thread's work (a `CUstream`), after issuing all recorded calls to
-    /// the stream.
-    pub fn flushed_stream(&self) -> *mut std::ffi::c_void {
-        unwrap_or_panic(self.gpu.with_stream(|stream| stream))
+    /// the stream. Fails if this or an earlier call failed.
+    pub fn flushed_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
+        self.gpu.status.check()?;
+        self.gpu.with_stream(|stream| stream).map_err(|error| DeviceError(error.into()))
+    }
+
+    /// Returns the first failure of a call and forgets it, so that later calls are made again. The
+    /// comparison of several ops with the CPU continues after a failure.
+    pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
+        self.gpu.status.take()
     }
 
     /// Starts to measure the GPU time of every call.
@@ -190,12 +205,6 @@ impl Cuda {
         self.profile.stop()
     }
 
-    /// Blocks until all work of this thread's stream is complete. Fails if work on the stream
-    /// failed.
-    pub fn synchronize_checked(&self) -> Result<()> {
-        self.gpu.synchronize()
-    }
-
     /// Allocates a buffer of `len` elements in the GPU's memory without initializing the elements.
     fn allocate_uninit(&self, dtype: Dtype, len: usize) -> Result<Buf> {
         let memory = self.gpu.allocate(len.saturating_mul(dtype.size()))?;
@@ -204,10 +213,12 @@ impl Cuda {
 
     // --- helpers of the ops ---------------------------------------------------------------------
 
-    /// Allocates uninitialized memory for the duration of one op. Panics with a [`DeviceError`] if
-    /// the memory is full.
+    /// Allocates uninitialized memory for the duration of one op. Returns a range without memory if
+    /// a call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
-        unwrap_or_panic(self.gpu.allocate_scratch(bytes))
+        self.gpu
+            .attempt(|| self.gpu.allocate_scratch(bytes))
+            .unwrap_or_else(|| DeviceMemory::without_memory(&self.gpu))
     }
 
     /// Uploads a host input, and returns its GPU address, which is valid for the duration of one
@@ -216,7 +227,8 @@ impl Cuda {
     pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
         let mut by_stream = self.lock_host_inputs();
         let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
-        unwrap_or_panic(inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input)))
+        let upload = || inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input));
+        self.gpu.attempt(upload).unwrap_or(0)
     }
 
     /// Locks the map of host input caches.
@@ -225,8 +237,7 @@ impl Cuda {
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues a kernel on this thread's stream. A grid without blocks launches nothing. Panics
-    /// with a [`DeviceError`] if the launch fails.
+    /// Enqueues a kernel on this thread's stream. A grid without blocks launches nothing.
     pub(super) fn launch_kernel(
         &self,
         source: KernelSource,
@@ -237,8 +248,8 @@ impl Cuda {
         if config.grid.contains(&0) {
             return;
         }
-        let function =
-            unwrap_or_panic(self.kernels.get_or_load_function(&self.gpu, source, name, config.shared));
+        let find_function = || self.kernels.get_or_load_function(&self.gpu, source, name, config.shared);
+        let Some(function) = self.gpu.attempt(find_function) else { return };
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };
         self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
@@ -246,18 +257,15 @@ impl Cuda {
 
     /// Returns true if cuBLASLt has an algorithm for this matmul.
     pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
-        unwrap_or_panic(self.cublas_lt.has_algorithm(&self.gpu, matmul))
+        self.gpu.attempt(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
-    /// Runs `call`, and measures its GPU time under the name `name` if profiling is on. Panics with
-    /// a [`DeviceError`] if the call fails.
-    #[track_caller]
+    /// Makes a call, and measures its GPU time under the name `name` if profiling is on.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
-        unwrap_or_panic(self.profile.run(&self.gpu, name, call));
+        self.gpu.attempt(|| self.profile.run(&self.gpu, name, call));
     }
 
-    /// Enqueues a matmul on this thread's stream. Panics with a [`DeviceError`] if the matmul
-    /// cannot be enqueued.
+    /// Enqueues a matmul on this thread's stream.
     pub(super) fn run_matmul(&self, matmul: &Matmul) {
         self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
     }
@@ -339,11 +347,4 @@ pub(super) const THREADS_PER_BLOCK: usize = 256;
 /// per thread, up to a whole block.
 pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
-}
-
-/// Returns the value of `result`. Panics with the error as a [`DeviceError`], which the worker
-/// reports as its own error.
-#[track_caller]
-pub(super) fn unwrap_or_panic<T>(result: Result<T>) -> T {
-    result.unwrap_or_else(|error| std::panic::panic_any(DeviceError(error.into())))
 }

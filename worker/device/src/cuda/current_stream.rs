@@ -27,8 +27,8 @@ impl GpuContext {
         }
     }
 
-    /// Makes `stream`, a stream of this GPU, this thread's stream. Returns the previous setting, for
-    /// [`restore_thread_stream`].
+    /// Makes `stream`, a stream of this GPU, this thread's stream. Returns the previous setting,
+    /// for [`restore_thread_stream`].
     pub(super) fn set_thread_stream(&self, stream: Handle) -> ThreadStreamSetting {
         THREAD_STREAM.replace(Some((stream, self.main_stream)))
     }

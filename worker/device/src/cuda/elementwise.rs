@@ -1,6 +1,6 @@
 //! Ops on vectors on a GPU: elementwise ops, dropout, stochastic rounding, sums of squares by
 //! block, and optimizers.
-use super::backend::{Cuda, unwrap_or_panic};
+use super::backend::Cuda;
 use super::bindings::Address;
 use super::compile::ELEMENTWISE;
 use super::launch::{KernelArg, LaunchConfig};
@@ -172,7 +172,7 @@ pub(super) fn sum_squares_by_block(cuda: &Cuda, vectors: &[View]) -> Vec<f64> {
         cuda.launch_kernel(ELEMENTWISE, c"sum_squares_by_block", shape, &arguments);
         at += (count(x) * size_of::<f64>()) as u64;
     }
-    unwrap_or_panic(cuda.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
+    cuda.gpu.attempt(|| cuda.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address()));
     out
 }
 

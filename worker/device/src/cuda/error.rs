@@ -86,7 +86,7 @@ pub enum CudaError {
         "out of GPU memory: {:.2} GiB more are needed for {}, but {:.2} of {:.2} GiB are free and this worker uses \
          {:.2} GiB",
         to_gib(*requested as u64),
-        if label.is_empty() { "this step" } else { label },
+        purpose,
         to_gib(*free as u64),
         to_gib(*total as u64),
         to_gib(*used)
@@ -100,8 +100,8 @@ pub enum CudaError {
         total: usize,
         /// Bytes that this process has allocated on the GPU.
         used: u64,
-        /// Label of the allocation ([`crate::with_alloc_label`]). Empty if no label was set.
-        label: &'static str,
+        /// What the memory is for ([`crate::Storage::zeroed_for`]).
+        purpose: &'static str,
     },
     /// cuDNN cannot compute an attention that must be computed by cuDNN.
     #[error("cuDNN {version} has no plan for {attention}")]
@@ -155,6 +155,14 @@ impl CudaError {
             CudaError::Call { .. } => codes::CUDA_CALL_FAILED,
         }
     }
+
+    /// Returns this error with `purpose` as the purpose of the memory, if memory was full.
+    pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
+        if let CudaError::OutOfMemory { purpose, .. } = &mut self {
+            *purpose = memory_purpose;
+        }
+        self
+    }
 }
 
 impl From<CudaError> for Diagnostic {
@@ -192,12 +200,12 @@ impl From<CudaError> for Diagnostic {
                 message.with_subject(file).with_field("compiler_log", log)
             }
             CudaError::KernelCacheWrite { path, .. } => message.with_subject(path.display().to_string()),
-            CudaError::OutOfMemory { requested, free, total, used, label } => message
+            CudaError::OutOfMemory { requested, free, total, used, purpose } => message
                 .with_field("requested_bytes", requested)
                 .with_field("free_bytes", free)
                 .with_field("total_bytes", total)
                 .with_field("used_bytes", used)
-                .with_field("purpose", label)
+                .with_field("purpose", purpose)
                 .with_help(
                     "use a smaller train.batch.micro, a shorter train.data.seq_len, train.recompute: block, more GPUs or a higher train.zero.stage",
                 ),

@@ -1,6 +1,6 @@
 //! Ops on rows on a GPU: the embedding, gathering and combining the rows of experts, and the
 //! router.
-use super::backend::{Cuda, unwrap_or_panic};
+use super::backend::Cuda;
 use super::compile::EXPERT_ROWS;
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
@@ -162,7 +162,7 @@ pub(super) fn router_forward(
     let arguments: [&dyn KernelArg; 8] =
         [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalize];
     cuda.launch_kernel(EXPERT_ROWS, c"router_forward", get_router_launch_config(m, shape), &arguments);
-    unwrap_or_panic(cuda.gpu.download_blocking(bytemuck::cast_slice_mut(chosen), indices.address()));
+    cuda.gpu.attempt(|| cuda.gpu.download_blocking(bytemuck::cast_slice_mut(chosen), indices.address()));
 }
 
 /// Implements [`crate::Ops::router_backward`].

@@ -5,6 +5,7 @@ use super::error::Result;
 use super::graphs::{CallBatch, GraphState, Graphs};
 use super::launch::{KernelArg, KernelFunction, LaunchConfig};
 use super::library_search::LibrarySearchPaths;
+use super::status::DeviceStatus;
 use std::{
     ffi::{CStr, c_void},
     ops::Deref,
@@ -20,6 +21,8 @@ pub(super) struct Gpu {
     context: GpuContext,
     /// Calls that wait to be issued to the main stream, and CUDA graphs for it.
     pub(super) graphs: Graphs,
+    /// The first failure of a call that returns no error.
+    pub(super) status: DeviceStatus,
 }
 
 impl Deref for Gpu {
@@ -42,7 +45,11 @@ impl Gpu {
     /// Opens the GPU with this index among those that the driver shows this process. Fails if the
     /// GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
-        Ok(Arc::new(Gpu { context: GpuContext::open(paths, index)?, graphs: Graphs::default() }))
+        Ok(Arc::new(Gpu {
+            context: GpuContext::open(paths, index)?,
+            graphs: Graphs::default(),
+            status: DeviceStatus::default(),
+        }))
     }
 
     /// Locks the graph state if this thread's calls are recorded. Returns `None` if they are issued
@@ -76,6 +83,12 @@ impl Gpu {
             }
             None => issue(self.stream()),
         }
+    }
+
+    /// Makes a call that returns no error, and returns its value. Records a failure. Returns `None`
+    /// if the call failed, or was not made because an earlier one failed.
+    pub(super) fn attempt<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
+        if self.status.has_failed() { None } else { self.status.record(call()) }
     }
 
     /// Turns graphs on or off for the main stream, and issues the recorded calls. No other thread

@@ -1,6 +1,6 @@
 //! [`MatmulOperand`], and matmuls of operands with any element types: the choice of the type that
 //! cuBLASLt computes with, and the conversion of operands and results.
-use super::backend::{Cuda, unwrap_or_panic};
+use super::backend::Cuda;
 use super::bindings::Address;
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::memory::DeviceMemory;
@@ -151,7 +151,7 @@ pub(super) fn finish_empty_matmul(
 ) -> bool {
     let len = m * n;
     if len > 0 && k == 0 && write == WriteMode::Overwrite {
-        unwrap_or_panic(cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
+        cuda.gpu.attempt(|| cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
     }
     len == 0 || k == 0
 }

@@ -2,7 +2,6 @@
 use super::bindings::{Address, OUT_OF_MEMORY};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
-use crate::storage::current_alloc_label;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 impl Gpu {
@@ -12,7 +11,7 @@ impl Gpu {
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         let memory = |at| DeviceMemory { gpu: self.clone(), at, bytes, is_scratch: false };
         if bytes == 0 {
-            return Ok(memory(0));
+            return Ok(DeviceMemory::without_memory(self));
         }
         self.make_current()?;
         let allocate = || {
@@ -31,8 +30,8 @@ impl Gpu {
         }
         if result == Err(OUT_OF_MEMORY) {
             let (free, total) = self.query_memory_info()?;
-            let (used, label) = (self.allocated_bytes.load(Relaxed), current_alloc_label());
-            return Err(CudaError::OutOfMemory { requested: bytes, free, total, used, label });
+            let used = self.allocated_bytes.load(Relaxed);
+            return Err(CudaError::OutOfMemory { requested: bytes, free, total, used, purpose: "this step" });
         }
         result
             .map(memory)
@@ -85,6 +84,11 @@ impl DeviceMemory {
     /// Returns the GPU address of the range. It is 0 if there are no bytes.
     pub(super) fn address(&self) -> Address {
         self.at
+    }
+
+    /// Returns a range without memory, for calls that are not made.
+    pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
+        DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }
 
     /// Gives up ownership and returns the GPU address. The caller must free the memory with

@@ -6,9 +6,9 @@
 //! goes through one stream: the main stream, or the thread's separate stream. Ops return before
 //! their work is complete, and their work runs in the order of the thread's calls.
 //!
-//! Ops return no errors. A failure is a panic with a [`crate::storage::DeviceError`], which ends the worker with
-//! one message. Because work is asynchronous, a later call than the call that failed may report the
-//! failure.
+//! Calls return no errors. The first failure is recorded in the backend's status, and later calls
+//! do nothing ([`crate::Storage::status`]). Because work is asynchronous, a later call than the
+//! call that failed may record the failure.
 mod activation;
 mod attention;
 mod backend;
@@ -38,6 +38,7 @@ mod norm;
 mod ops;
 mod profile;
 mod properties;
+mod status;
 mod step_notices;
 mod storage;
 mod streams;

@@ -1,6 +1,6 @@
-//! CUDA graphs as a setting of the backend: on, off, or measured, and what the backend reports after
-//! a step.
-use super::backend::{Cuda, unwrap_or_panic};
+//! CUDA graphs as a setting of the backend: on, off, or measured, and what the backend reports
+//! after a step.
+use super::backend::Cuda;
 use super::cudnn::CudnnAttention;
 use super::error::CudaError;
 use super::graphs::{GraphAutotuner, GraphStats, GraphTuningDecision};
@@ -15,7 +15,7 @@ impl Cuda {
     /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
     /// meanwhile.
     pub fn set_graphs_enabled(&self, on: bool) {
-        unwrap_or_panic(self.gpu.set_graphs_enabled(on));
+        self.gpu.attempt(|| self.gpu.set_graphs_enabled(on));
     }
 
     /// Starts to measure whether CUDA graphs are faster. The next steps run without graphs, the

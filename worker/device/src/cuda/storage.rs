@@ -1,5 +1,5 @@
 //! Implementation of [`Storage`] on a GPU.
-use super::backend::{Cuda, PinnedOwner, unwrap_or_panic};
+use super::backend::{Cuda, NoMemory, PinnedOwner};
 use super::streams;
 use super::tensor_arg::gpu_address;
 use crate::buffer::{Buf, Dtype, View, ViewMut};
@@ -25,11 +25,12 @@ impl Drop for ThreadStreamGuard<'_> {
 
 impl BackendEvent for streams::CudaEvent {
     fn make_stream_wait(&self) {
-        unwrap_or_panic(streams::CudaEvent::make_stream_wait(self));
+        self.gpu().attempt(|| streams::CudaEvent::make_stream_wait(self));
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        streams::CudaEvent::synchronize(self).map_err(|error| DeviceError(error.into()))
+        let reached = streams::CudaEvent::synchronize(self).map_err(|error| DeviceError(error.into()));
+        reached.inspect_err(|error| self.gpu().status.record_failure(error.clone()))
     }
 }
 
@@ -38,19 +39,31 @@ impl Storage for Cuda {
         false
     }
 
-    fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
-        unwrap_or_panic(self.try_zeroed(dtype, len))
+    fn status(&self) -> Result<(), DeviceError> {
+        self.gpu.status.check()
+    }
+
+    fn zeroed_for(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
+        let buf = self.gpu.attempt(|| self.try_zeroed(purpose, dtype, len));
+        buf.unwrap_or_else(|| Buf::from_device_allocation(Arc::new(NoMemory), 0, dtype, len))
     }
 
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf {
+        self.try_alloc_staging(dtype, len).unwrap_or_else(|failure| {
+            self.gpu.status.record_failure(failure);
+            Buf::zeroed_as(dtype, len)
+        })
+    }
+
+    fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         if len == 0 {
-            return Buf::zeroed_as(dtype, 0);
+            return Ok(Buf::zeroed_as(dtype, 0));
         }
         let bytes = len * dtype.size();
-        let at = unwrap_or_panic(self.gpu.allocate_pinned(bytes));
+        let at = self.gpu.allocate_pinned(bytes).map_err(|error| DeviceError(error.into()))?;
         // SAFETY: the allocation has `bytes` bytes.
         unsafe { at.write_bytes(0, bytes) };
-        Buf::from_host_allocation(Arc::new(PinnedOwner(self.gpu.clone())), at, dtype, len)
+        Ok(Buf::from_host_allocation(Arc::new(PinnedOwner(self.gpu.clone())), at, dtype, len))
     }
 
     fn copy(&self, to: ViewMut, from: View) {
@@ -64,11 +77,14 @@ impl Storage for Cuda {
         );
         match (to.as_view().is_on_host(), from.is_on_host()) {
             (true, true) => to.bytes().copy_from_slice(from.bytes()),
-            (true, false) => unwrap_or_panic(self.gpu.download_blocking(to.bytes(), gpu_address(from))),
+            (true, false) => {
+                self.gpu.attempt(|| self.gpu.download_blocking(to.bytes(), gpu_address(from)));
+            }
             (false, true) => {
-                unwrap_or_panic(self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes()));
-                // Pinned memory is read when the copy runs.
-                unwrap_or_panic(self.gpu.synchronize());
+                self.gpu.attempt(|| {
+                    self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes())?;
+                    self.gpu.synchronize() // pinned memory is read when the copy runs
+                });
             }
             (false, false) => {
                 let bytes = from.len() * from.dtype().size();
@@ -92,43 +108,47 @@ impl Storage for Cuda {
         let bytes = from.len() * x.dtype().size();
         let scratch = self.alloc_scratch(bytes);
         let target = x.slice_mut(to..to + from.len()).as_view().address();
-        unwrap_or_panic(self.gpu.enqueue_copy(
-            scratch.address(),
-            gpu_address(x.as_view().slice(from)),
-            bytes,
-        ));
-        unwrap_or_panic(self.gpu.enqueue_copy(target, scratch.address(), bytes));
+        let from = gpu_address(x.as_view().slice(from));
+        self.gpu.attempt(|| {
+            self.gpu.enqueue_copy(scratch.address(), from, bytes)?;
+            self.gpu.enqueue_copy(target, scratch.address(), bytes)
+        });
     }
 
-    fn synchronize(&self) {
-        unwrap_or_panic(self.gpu.synchronize());
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.gpu.attempt(|| self.gpu.synchronize());
+        self.status()
     }
 
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
-        let _stream = ThreadStreamGuard(self, unwrap_or_panic(self.gpu.create_thread_stream()));
+        let stream = self.gpu.attempt(|| self.gpu.create_thread_stream());
+        let _stream = stream.map(|stream| ThreadStreamGuard(self, stream));
         work();
     }
 
     fn record_event(&self) -> Event {
-        Event::new(unwrap_or_panic(self.gpu.record_event()))
+        self.gpu.attempt(|| self.gpu.record_event()).map(Event::new).unwrap_or_default()
     }
 
     fn wait_event_timed(&self, event: &Event) {
-        let begin = unwrap_or_panic(self.gpu.record_timed_event());
+        let begin = self.gpu.attempt(|| self.gpu.record_timed_event());
         event.make_stream_wait();
-        let wait = [begin, unwrap_or_panic(self.gpu.record_timed_event())];
-        self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push(wait);
+        let end = self.gpu.attempt(|| self.gpu.record_timed_event());
+        if let (Some(begin), Some(end)) = (begin, end) {
+            self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push([begin, end]);
+        }
     }
 
     fn take_stall_seconds(&self) -> f64 {
         let mut waits = self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner);
         let mut total = 0.0;
-        waits.retain(|[begin, end]| match unwrap_or_panic(end.seconds_since(begin)) {
-            Some(seconds) => {
+        waits.retain(|[begin, end]| match self.gpu.attempt(|| end.seconds_since(begin)) {
+            Some(Some(seconds)) => {
                 total += seconds;
                 false
             }
-            None => true,
+            Some(None) => true,
+            None => false,
         });
         total
     }
@@ -147,26 +167,24 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let earlier = unwrap_or_panic(self.gpu.record_event());
+        let Some(earlier) = self.gpu.attempt(|| self.gpu.record_event()) else { return Event::default() };
         let is_download = to.as_view().is_on_host();
-        self.gpu.run_on_stream(
-            if is_download { self.gpu.download_stream } else { self.gpu.upload_stream },
-            || {
-                unwrap_or_panic(earlier.make_stream_wait());
-                after.iter().for_each(Event::make_stream_wait);
-                if is_download {
-                    let target =
-                        NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
-                    let bytes = from.len() * from.dtype().size();
-                    // SAFETY: both ranges have `bytes` bytes, and the trait forbids the caller to
-                    // use them before the event.
-                    unwrap_or_panic(unsafe { self.gpu.download_async(target, gpu_address(from), bytes) });
-                } else {
-                    unwrap_or_panic(self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes()));
-                }
-                Event::new(unwrap_or_panic(self.gpu.record_event()))
-            },
-        )
+        let stream = if is_download { self.gpu.download_stream } else { self.gpu.upload_stream };
+        let copy = || {
+            earlier.make_stream_wait()?;
+            after.iter().for_each(Event::make_stream_wait);
+            if is_download {
+                let target = NonNull::new(to.as_view().address() as *mut u8).expect("a view has an address");
+                let bytes = from.len() * from.dtype().size();
+                // SAFETY: both ranges have `bytes` bytes, and the trait forbids the caller to use
+                // them before the event.
+                unsafe { self.gpu.download_async(target, gpu_address(from), bytes) }?;
+            } else {
+                self.gpu.enqueue_upload(gpu_address(to.as_view()), from.bytes())?;
+            }
+            self.gpu.record_event()
+        };
+        self.gpu.run_on_stream(stream, || self.gpu.attempt(copy)).map(Event::new).unwrap_or_default()
     }
 
     fn record_step_duration(&self, duration: Duration) -> Option<BackendNotice> {

@@ -113,6 +113,11 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
+    /// Returns the GPU on which the event was recorded.
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
     /// Makes this thread's stream wait for the event. The host does not block.
     pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;

@@ -1,27 +1,22 @@
 //! Forward and backward pass of the first half of a decoder layer: norm, projections of q, k and v,
-//! norms of q and k, rotation, attention, and output projection.
+//! norms of q and k, rotation, attention, output projection, and norm of the output.
 use super::{
-    DecoderModel,
-    layer_adapters::{O_ADAPTERS, QKV_ADAPTERS},
-    projection::Projection,
+    decoder_buffers::{SavedBuffers, ScratchBuffers},
+    decoder_model::DecoderModel,
 };
-use crate::model::{ActivationBuffers, LayerInput, Model, borrow_first_buffers, lora::LoraScratchBuffers};
-use device::{
-    Ops, View, ViewMut,
-    ops::{AttentionShape, WriteMode},
-};
+use crate::model::{activation_buffers::ActivationBuffers, blocks::LayerInput};
+use device::{Buf, Ops, View, ViewMut, ops::AttentionShape};
 
 impl DecoderModel {
     /// Returns shape, scale, softcap and dropout of the layer's attention, as the attention ops
     /// need them.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
-        let batch = input.batch;
-        let (heads, kv_heads, head_dim) = (self.config.heads, self.config.kv_heads, self.config.head_dim);
+        let (batch, sizes) = (input.batch, self.config.sizes);
         AttentionShape {
             scale: self.config.attention_scale,
             softcap: self.config.attention_softcap,
             dropout: self.dropout[input.layer].create_attention_dropout(batch),
-            ..AttentionShape::new(batch.sequences, batch.seq_len, heads, kv_heads, head_dim)
+            ..AttentionShape::new(batch.sequences, batch.seq_len, sizes.heads, sizes.kv_heads, sizes.head_dim)
         }
     }
 
@@ -41,6 +36,20 @@ impl DecoderModel {
         sliding.unwrap_or(&self.rope_tables).slice_first_positions(input.batch.seq_len)
     }
 
+    /// Rotates q and k in place.
+    fn rotate_forward(&self, ops: &dyn Ops, input: &LayerInput, qkv: &mut Buf) {
+        let (sizes, (cos, sin)) = (self.config.sizes, self.rope_cos_sin(input));
+        let (b, t, rotated) = (input.batch.sequences, input.batch.seq_len, sizes.heads + sizes.kv_heads);
+        ops.rope_forward(qkv.view_mut(), cos, sin, b, t, rotated, sizes.head_dim, sizes.qkv_width());
+    }
+
+    /// Replaces the gradients of the rotated q and k by those of q and k before the rotation.
+    fn rotate_backward(&self, ops: &dyn Ops, input: &LayerInput, dqkv: &mut Buf) {
+        let (sizes, (cos, sin)) = (self.config.sizes, self.rope_cos_sin(input));
+        let (b, t, rotated) = (input.batch.sequences, input.batch.seq_len, sizes.heads + sizes.kv_heads);
+        ops.rope_backward(dqkv.view_mut(), cos, sin, b, t, rotated, sizes.head_dim, sizes.qkv_width());
+    }
+
     /// Computes attention of a layer. Saves the projected output in the buffer of the residual
     /// stream. The second half of the layer adds the layer's input to this buffer.
     pub(super) fn attention_forward(
@@ -50,37 +59,39 @@ impl DecoderModel {
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     ) {
-        let (p, batch, s) = (input.params, input.batch, &self.spans);
-        let (m, d, width, eps) =
-            (batch.rows(), self.config.hidden_size, self.qkv_width(), self.config.norm_eps);
-        let [rstd1, qkv, o, lse, mid, _, _, raw, head_rstd, branch, branch_rstd] =
-            borrow_first_buffers::<11>(saved);
-        let [norm, _, _, _, _, _, norm_buffer, _, _, lora_scratch @ ..] = borrow_first_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let w_in = self.compute_norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
-        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), input.x, w_in, m, d, eps);
-        let (w_qkv, bias) = (p.slice(s.qkv.clone()), s.qkv_bias.clone().map(|b| p.slice(b)));
-        self.linear.forward(ops, qkv.view_mut(), norm.view(), w_qkv, bias, (m, d, width));
-        self.adapters_forward(ops, input, QKV_ADAPTERS, norm.view(), qkv.view_mut(), &mut lora_scratch);
-        self.qk_norm_forward(ops, p, qkv, raw, head_rstd, norm_buffer, m);
-        let (cos, sin) = self.rope_cos_sin(input);
-        let (rotated, head_dim) = (self.config.heads + self.config.kv_heads, self.config.head_dim);
-        ops.rope_forward(qkv.view_mut(), cos, sin, batch.sequences, batch.seq_len, rotated, head_dim, width);
+        let (p, s, m) = (input.params, &self.spans, input.batch.rows());
+        let SavedBuffers {
+            attention_in_rstd,
+            qkv,
+            attention,
+            lse,
+            residual,
+            raw_qk,
+            qk_rstd,
+            attention_out,
+            attention_out_rstd,
+            ..
+        } = saved.borrow_set_mut();
+        let ScratchBuffers { norm, norm_factors, mut lora, .. } = scratch.borrow_set_mut();
+        let norm_in = self.prepare_norm(ops, p, s.attention_in_norm.as_ref(), norm_factors);
+        let x = self.input_norm_forward(ops, norm_in.as_ref(), input.x, norm, attention_in_rstd);
+        self.linears.forward(ops, input, &s.qkv, x, qkv.view_mut(), &mut lora);
+        self.qk_norm_forward(ops, p, qkv, raw_qk, qk_rstd, norm_factors, m);
+        self.rotate_forward(ops, input, qkv);
         ops.attention_forward(
-            o.view_mut(),
+            attention.view_mut(),
             lse.view_mut(),
             qkv.view(),
             self.attention_starts(input),
             self.create_attention_shape(input),
         );
-        let w_o = p.slice(s.o.clone());
-        let mut out = if s.attention_out_norm.is_some() { branch.view_mut() } else { mid.view_mut() };
-        let bias = s.o_bias.clone().map(|b| p.slice(b));
-        self.linear.forward(ops, out.reborrow(), o.view(), w_o, bias, (m, self.attention_width(), d));
-        self.adapters_forward(ops, input, O_ADAPTERS, o.view(), out, &mut lora_scratch);
-        if let Some(at) = &s.attention_out_norm {
-            let w = self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer);
-            ops.rmsnorm_forward(mid.view_mut(), branch_rstd.view_mut(), branch.view(), w, m, d, eps);
+        let has_norm_out = s.attention_out_norm.is_some();
+        let out = if has_norm_out { attention_out.view_mut() } else { residual.view_mut() };
+        self.linears.forward(ops, input, &s.o, attention.view(), out, &mut lora);
+        if let Some(norm_out) = self.prepare_norm(ops, p, s.attention_out_norm.as_ref(), norm_factors) {
+            let (d, eps) = (self.config.sizes.hidden, self.config.norm_eps);
+            let (y, rstd) = (residual.view_mut(), attention_out_rstd.view_mut());
+            ops.rmsnorm_forward(y, rstd, attention_out.view(), norm_out.factors, m, d, eps);
         }
     }
 
@@ -96,57 +107,37 @@ impl DecoderModel {
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     ) {
-        let (p, batch, x, s) = (input.params, input.batch, input.x, &self.spans);
-        let (m, d, width) = (batch.rows(), self.config.hidden_size, self.qkv_width());
-        let [rstd1, qkv, o, lse, _, _, _, raw, head_rstd, branch, branch_rstd] =
-            borrow_first_buffers::<11>(saved);
-        let [norm, dnorm, _, _, d_o, dqkv, norm_buffer, _, _, lora_scratch @ ..] =
-            borrow_first_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let (at, branch) = (s.attention_out_norm.as_ref(), (branch.view(), branch_rstd.view()));
-        let dout = self.output_norm_backward(ops, input, at, g, dx.as_view(), norm, branch, norm_buffer);
-        if let Some(bias) = &s.o_bias {
-            ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
-        }
-        let dout = self.linear.round_gradient(ops, dout, dnorm);
-        let grad_mask = self.grad_masks[input.layer];
-        let projection = Projection {
-            weight: s.o.clone(),
-            needs_grad: grad_mask.o,
-            adapters: O_ADAPTERS,
-            sizes: (m, self.attention_width(), d),
-        };
-        let o_and_dout = (o.view(), dout);
-        self.projection_backward(ops, input, projection, g, d_o.view_mut(), o_and_dout, &mut lora_scratch);
+        let (p, s, m) = (input.params, &self.spans, input.batch.rows());
+        let SavedBuffers {
+            attention_in_rstd,
+            qkv,
+            attention,
+            lse,
+            raw_qk,
+            qk_rstd,
+            attention_out,
+            attention_out_rstd,
+            ..
+        } = saved.borrow_set_mut();
+        let ScratchBuffers { norm, dnorm, dattention, dqkv, norm_factors, mut lora, .. } =
+            scratch.borrow_set_mut();
+        let (span, out) = (s.attention_out_norm.as_ref(), (attention_out.view(), attention_out_rstd.view()));
+        let dout = self.output_norm_backward(ops, input, span, g, dx.as_view(), norm, out, norm_factors);
+        self.linears.backward_bias(ops, input, &s.o, g, dout);
+        let dout = self.linears.format.round_gradient(ops, dout, dnorm);
+        let xy = (attention.view(), dout);
+        self.linears.backward(ops, input, &s.o, g, dattention.view_mut(), xy, &mut lora);
         let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
-        ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
-        let (cos, sin) = self.rope_cos_sin(input);
-        let (rotated, head_dim) = (self.config.heads + self.config.kv_heads, self.config.head_dim);
-        ops.rope_backward(
-            dqkv.view_mut(),
-            cos,
-            sin,
-            batch.sequences,
-            batch.seq_len,
-            rotated,
-            head_dim,
-            width,
-        );
-        self.qk_norm_backward(ops, p, g, dqkv, raw.view(), head_rstd.view(), norm_buffer, m);
-        if let Some(bias) = &s.qkv_bias {
-            ops.bias_backward(g.slice_mut(bias.clone()), dqkv.view(), m, width);
-        }
-        let w_in = self.compute_norm_factors(ops, p.slice(s.input_norm.clone()), norm_buffer);
-        ops.rmsnorm_forward(norm.view_mut(), rstd1.view_mut(), x, w_in, m, d, self.config.norm_eps);
-        let projection = Projection {
-            weight: s.qkv.clone(),
-            needs_grad: grad_mask.qkv,
-            adapters: QKV_ADAPTERS,
-            sizes: (m, d, width),
-        };
-        let x_and_dqkv = (norm.view(), dqkv.view());
-        self.projection_backward(ops, input, projection, g, dnorm.view_mut(), x_and_dqkv, &mut lora_scratch);
-        let dw_in = g.slice_mut(s.input_norm.clone());
-        ops.rmsnorm_backward(dx, dw_in, dnorm.view(), x, w_in, rstd1.view(), m, d, WriteMode::Accumulate);
+        let (do_, o) = (dattention.view(), attention.view());
+        ops.attention_backward(dqkv.view_mut(), do_, o, lse.view(), qkv.view(), starts, shape);
+        self.rotate_backward(ops, input, dqkv);
+        self.qk_norm_backward(ops, p, g, dqkv, (raw_qk.view(), qk_rstd.view()), norm_factors, m);
+        self.linears.backward_bias(ops, input, &s.qkv, g, dqkv.view());
+        let norm_in = self.prepare_norm(ops, p, s.attention_in_norm.as_ref(), norm_factors);
+        let x = self.input_norm_forward(ops, norm_in.as_ref(), input.x, norm, attention_in_rstd);
+        let xy = (x, dqkv.view());
+        self.linears.backward(ops, input, &s.qkv, g, dnorm.view_mut(), xy, &mut lora);
+        let x = (input.x, attention_in_rstd.view());
+        self.input_norm_backward(ops, norm_in.as_ref(), g, dnorm.view(), x, dx);
     }
 }

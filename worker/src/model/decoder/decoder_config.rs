@@ -1,37 +1,64 @@
 //! [`DecoderConfig`]: the sizes and options of a decoder, read from config.json. For models that
-//! job.yaml describes, this module also builds the config.json.
-use super::moe_block::{DecoderMoeConfig, ExpertTensorNames};
+//! job.yaml describes, this module also creates the config.json.
+use super::decoder_moe_config::DecoderMoeConfig;
 use crate::{
     model::{
+        architecture::ModelSizes,
         error::Result,
+        family::ConfigKeyNames,
         hf_config::{HfConfigFields, invalid_value_error},
-        moe::{ExpertShape, select_router_loss_coefficients},
         rotary_embedding::RopeConfig,
     },
     params::ParamInit,
 };
-use contract::job::{ExpertsSpec, ModelSpec};
+use contract::job::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The config key of the dropout rate of attention probabilities.
-pub(in crate::model) const ATTENTION_DROPOUT: &str = "attention_dropout";
+const ATTENTION_DROPOUT: &str = "attention_dropout";
+
+/// The names of config keys in decoder families.
+pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames =
+    ConfigKeyNames { dropout_rates: &[ATTENTION_DROPOUT], max_positions: "max_position_embeddings" };
+
+/// The names of the norms of a layer, within the layer's module. An absent norm is `None`.
+#[derive(Clone, Copy)]
+pub(in crate::model) struct LayerNorms {
+    /// The norm of the input of attention.
+    pub(in crate::model) attention_in: Option<&'static str>,
+    /// The norm of the output of attention, before the residual addition.
+    pub(in crate::model) attention_out: Option<&'static str>,
+    /// The norm of the input of the MLP. Required for layers with experts.
+    pub(in crate::model) mlp_in: Option<&'static str>,
+    /// The norm of the output of the MLP, before the residual addition.
+    pub(in crate::model) mlp_out: Option<&'static str>,
+}
+
+impl LayerNorms {
+    /// The norms of Llama: the inputs of attention and MLP are normalized.
+    const PRE_NORM: LayerNorms = LayerNorms {
+        attention_in: Some("input_layernorm"),
+        attention_out: None,
+        mlp_in: Some("post_attention_layernorm"),
+        mlp_out: None,
+    };
+}
+
+/// The rows over which the norms of q and k are computed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::model) enum QkNorm {
+    /// Each head is normalized separately, with common weights.
+    PerHead,
+    /// The heads of a token are normalized together.
+    AllHeads,
+}
 
 /// The sizes of a decoder and the options in which families differ.
 pub(in crate::model) struct DecoderConfig {
-    /// Number of tokens in the vocabulary.
-    pub(in crate::model) vocab_size: usize,
-    /// Width of the residual stream.
-    pub(in crate::model) hidden_size: usize,
+    /// The sizes. `head_dim` is even.
+    pub(in crate::model) sizes: ModelSizes,
     /// Width of the MLP between its two matmuls.
     pub(in crate::model) intermediate_size: usize,
-    /// Number of layers.
-    pub(in crate::model) layers: usize,
-    /// Query heads of each layer.
-    pub(in crate::model) heads: usize,
-    /// Key and value heads of each layer (grouped-query attention); divides `heads`.
-    pub(in crate::model) kv_heads: usize,
-    /// Width of a head, even.
-    pub(in crate::model) head_dim: usize,
     /// Epsilon of every RMSNorm.
     pub(in crate::model) norm_eps: f32,
     /// Rotary position embedding of layers with full attention.
@@ -46,13 +73,12 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) has_o_bias: bool,
     /// Whether the gate, up and down projections have biases.
     pub(in crate::model) has_mlp_bias: bool,
-    /// Whether each head of q and k is normalized by an RMSNorm before the rotation.
-    pub(in crate::model) has_qk_norm: bool,
+    /// The norms of q and k before the rotation; `None` if q and k are not normalized.
+    pub(in crate::model) qk_norm: Option<QkNorm>,
     /// Whether norms multiply by 1 + weight instead of by the weight.
     pub(in crate::model) norms_add_one: bool,
-    /// Whether the outputs of attention and MLP are normalized before they are added to the
-    /// residual stream.
-    pub(in crate::model) has_output_norms: bool,
+    /// The norms of a layer.
+    pub(in crate::model) norms: LayerNorms,
     /// Whether the activation of the MLP's gate is GELU (tanh approximation) instead of SiLU.
     pub(in crate::model) uses_gelu: bool,
     /// Factor by which embedded tokens are multiplied; `None` for 1.
@@ -81,7 +107,7 @@ impl DecoderConfig {
     /// Reads the config keys that all families share, and checks that their values are consistent.
     pub(in crate::model) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         fields.require_one_of("hidden_act", &[json!("silu"), json!("swish")])?;
-        Self::from_fields_and_rope(fields, fields.read_rope_config()?)
+        Self::from_fields_and_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
     /// Reads the config keys that all families share, except `hidden_act` and the keys of the
@@ -114,13 +140,15 @@ impl DecoderConfig {
         let layers = fields.read_layer_count("num_hidden_layers")?;
         let vocab_size = fields.read_size("vocab_size")? as usize;
         Ok(DecoderConfig {
-            vocab_size,
-            hidden_size: hidden as usize,
+            sizes: ModelSizes {
+                vocab: vocab_size,
+                hidden: hidden as usize,
+                layers,
+                heads: heads as usize,
+                kv_heads: kv_heads as usize,
+                head_dim: head_dim as usize,
+            },
             intermediate_size: fields.read_size("intermediate_size")? as usize,
-            layers,
-            heads: heads as usize,
-            kv_heads: kv_heads as usize,
-            head_dim: head_dim as usize,
             norm_eps: fields.read_positive_number("rms_norm_eps", 1e-6)? as f32,
             rope,
             ties_embeddings: fields.read_flag("tie_word_embeddings")?,
@@ -128,9 +156,9 @@ impl DecoderConfig {
             has_qkv_bias: false,
             has_o_bias: false,
             has_mlp_bias: false,
-            has_qk_norm: false,
+            qk_norm: None,
             norms_add_one: false,
-            has_output_norms: false,
+            norms: LayerNorms::PRE_NORM,
             uses_gelu: false,
             embedding_scale: None,
             attention_scale: (1.0 / f64::from(head_dim).sqrt()) as f32,
@@ -145,37 +173,15 @@ impl DecoderConfig {
         })
     }
 
-    /// Reads the config keys that families with experts share. Gives every layer `count` experts of
-    /// width `intermediate`; a family with dense layers marks the dense layers afterwards.
-    /// `count_key` is the config key of the count.
-    pub(in crate::model) fn read_experts(
-        &mut self,
-        fields: &HfConfigFields,
-        (count_key, count): (&str, u32),
-        intermediate: usize,
-        names: ExpertTensorNames,
-    ) -> Result<()> {
-        let per_token = fields.read_size("num_experts_per_tok")?;
-        if per_token > count {
-            let expected = format!("at most the number of experts of a layer ({count})");
-            return Err(invalid_value_error("num_experts_per_tok", &per_token.into(), expected));
-        }
-        if count > EXPERTS_MAX {
-            let expected = format!("at most {EXPERTS_MAX}");
-            return Err(invalid_value_error(count_key, &count.into(), expected));
-        }
-        // Without effect: the key adds router logits to the output of transformers' forward pass.
-        // `train.experts` decides about the losses of routers.
-        fields.read_flag("output_router_logits")?;
-        let aux = fields.read_optional_number("router_aux_loss_coef")?.unwrap_or(0.001);
-        if aux < 0.0 {
-            return Err(invalid_value_error("router_aux_loss_coef", &aux.into(), "a number of at least 0"));
-        }
-        let (experts, per_token, hidden) = (count as usize, per_token as usize, self.hidden_size);
-        let shape = ExpertShape { experts, per_token, hidden, intermediate, normalize_weights: false };
-        let losses = select_router_loss_coefficients(&ExpertsSpec::default(), aux);
-        self.moe = Some(DecoderMoeConfig { shape, losses, moe_layers: vec![true; self.layers], names });
-        Ok(())
+    /// Returns whether this layer has experts instead of a dense MLP.
+    pub(super) fn is_moe_layer(&self, layer: usize) -> bool {
+        self.moe.as_ref().is_some_and(|moe| moe.moe_layers.get(layer).is_some_and(|is_moe| *is_moe))
+    }
+
+    /// Returns the width of gate and up in dense layers, or 0 if every layer has experts.
+    pub(super) fn dense_mlp_width(&self) -> usize {
+        let has_dense_layers = (0..self.sizes.layers).any(|l| !self.is_moe_layer(l));
+        if has_dense_layers { self.intermediate_size } else { 0 }
     }
 
     /// Returns the initial weights of a norm, which make the norm multiply by 1: zeros if the norm
@@ -194,7 +200,7 @@ impl DecoderConfig {
             Some(v) => v.as_u64().ok_or_else(|| invalid_value_error(FIRST_LAYER, v, "a number of layers"))?,
         };
         self.sliding_window = window.map(|n| n as usize);
-        self.sliding_layers = (0..self.layers).map(|l| window.is_some() && l as u64 >= first).collect();
+        self.sliding_layers = (0..self.sizes.layers).map(|l| window.is_some() && l as u64 >= first).collect();
         self.read_layer_types(fields)
     }
 
@@ -205,7 +211,7 @@ impl DecoderConfig {
         let Some(value) = fields.read_value(KEY) else { return Ok(()) };
         let invalid =
             || invalid_value_error(KEY, value, "`full_attention` or `sliding_attention` for each layer");
-        let types = value.as_array().filter(|t| t.len() == self.layers).ok_or_else(invalid)?;
+        let types = value.as_array().filter(|t| t.len() == self.sizes.layers).ok_or_else(invalid)?;
         for (is_sliding, layer_type) in self.sliding_layers.iter_mut().zip(types) {
             *is_sliding = match layer_type.as_str() {
                 Some("full_attention") => false,
@@ -221,9 +227,6 @@ impl DecoderConfig {
     }
 }
 
-/// The largest number of experts that a layer may have.
-const EXPERTS_MAX: u32 = 1 << 16;
-
 /// Reads `pad_token_id`. A negative number counts from the end of the vocabulary, as in
 /// `padding_idx` of `torch.nn.Embedding`. Returns `None` if there is no padding token.
 fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32> {
@@ -232,17 +235,10 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
     u32::try_from(id).ok()
 }
 
-/// Builds the config.json of a model that job.yaml describes: the keys that all decoder families
+/// Returns the config.json of a model that job.yaml describes: the keys that all decoder families
 /// share, and `family_keys`.
-pub(in crate::model) fn build_decoder_hf_config(
-    spec: &ModelSpec,
-    model_type: &str,
-    architecture: &str,
-    family_keys: Value,
-) -> Map<String, Value> {
+pub(in crate::model) fn list_decoder_config_keys(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
     let shared = json!({
-        "architectures": [architecture],
-        "model_type": model_type,
         "attention_dropout": 0.0,
         "head_dim": spec.head_dim,
         "hidden_act": "silu",

@@ -2,40 +2,55 @@
 //!
 //! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
 //! gate and up. The biases of such matrices are adjacent, too.
-use super::DecoderConfig;
-use crate::params::{ParamInit, ParamSpec, ParamUnit};
+use super::decoder_config::{DecoderConfig, QkNorm};
+use crate::{
+    model::linear_layout::LinearLayout,
+    params::{ParamInit, ParamSpec, ParamUnit},
+};
 use std::ops::Range;
 
 /// The ranges of a layer's tensors in the flat vector of the layer's unit, in elements. A tensor
 /// that the model family does not have is `None`.
 pub(super) struct DecoderLayerSpans {
-    pub(super) input_norm: Range<usize>,
-    pub(super) qkv: Range<usize>,
-    pub(super) qkv_bias: Option<Range<usize>>,
+    /// The weight of the norm before attention.
+    pub(super) attention_in_norm: Option<Range<usize>>,
+    /// The projections of q, k and v.
+    pub(super) qkv: LinearLayout,
     /// The weights of the norms of q and of k.
     pub(super) qk_norm: Option<[Range<usize>; 2]>,
-    pub(super) o: Range<usize>,
-    pub(super) o_bias: Option<Range<usize>>,
+    /// The output projection of attention.
+    pub(super) o: LinearLayout,
     /// The weight of the norm of the attention output before the residual addition.
     pub(super) attention_out_norm: Option<Range<usize>>,
     /// The weight of the norm before the MLP.
-    pub(super) post_norm: Range<usize>,
-    pub(super) gate_up: Range<usize>,
-    pub(super) gate_up_bias: Option<Range<usize>>,
-    pub(super) down: Range<usize>,
-    pub(super) down_bias: Option<Range<usize>>,
+    pub(super) mlp_in_norm: Option<Range<usize>>,
+    /// The gate and up projections of the MLP.
+    pub(super) gate_up: LinearLayout,
+    /// The down projection of the MLP.
+    pub(super) down: LinearLayout,
     /// The weight of the norm of the MLP output before the residual addition.
     pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 
 impl DecoderLayerSpans {
+    /// Returns the matmuls of a dense layer by [`LinearLayout::index`].
+    pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
+        [&self.qkv, &self.o, &self.gate_up, &self.down]
+    }
+
+    /// Returns the matmuls by [`LinearLayout::index`]. Those of the MLP have no matrices in a layer
+    /// with experts.
+    pub(super) fn into_linears(self) -> [LinearLayout; 4] {
+        [self.qkv, self.o, self.gate_up, self.down]
+    }
+
     /// Returns the ranges of norms and biases. Ops add to the gradients of these tensors, so the
     /// gradients must be cleared before the backward pass.
     pub(super) fn list_accumulated_spans(&self) -> impl Iterator<Item = Range<usize>> {
-        let biases = [&self.qkv_bias, &self.o_bias, &self.gate_up_bias, &self.down_bias];
-        let norms = self.qk_norm.iter().flatten().chain(&self.attention_out_norm).chain(&self.mlp_out_norm);
-        let spans =
-            [&self.input_norm, &self.post_norm].into_iter().chain(biases.into_iter().flatten()).chain(norms);
+        let biases = self.list_linears().map(|linear| &linear.bias);
+        let norms =
+            [&self.attention_in_norm, &self.attention_out_norm, &self.mlp_in_norm, &self.mlp_out_norm];
+        let spans = norms.into_iter().chain(biases).flatten().chain(self.qk_norm.iter().flatten());
         spans.cloned()
     }
 }
@@ -66,6 +81,12 @@ impl LayerLayoutBuilder {
         self.add_tensor(&format!("{name}.weight"), vec![width], self.norm_init)
     }
 
+    /// Adds the weight of a norm, and returns its range. Returns `None` and adds nothing if the
+    /// layer has no such norm.
+    fn add_optional_norm(&mut self, name: Option<&str>, width: usize) -> Option<Range<usize>> {
+        name.map(|name| self.add_norm(name, width))
+    }
+
     /// Adds matrices with a common input of width `inputs`, and returns their common range.
     /// `modules` are name and output width of each matrix.
     fn add_matrices(&mut self, modules: &[(&str, usize)], inputs: usize) -> Range<usize> {
@@ -77,14 +98,22 @@ impl LayerLayoutBuilder {
         from..self.len
     }
 
-    /// Adds the biases of matrices, and returns their common range. Returns `None` and adds nothing
-    /// if `has_biases` is false.
-    fn add_biases(&mut self, has_biases: bool, modules: &[(&str, usize)]) -> Option<Range<usize>> {
+    /// Adds matrices with a common input of width `inputs`, and then their biases if `has_biases`
+    /// is set. `index` is the index of the matmul in the layer.
+    fn add_linear(
+        &mut self,
+        index: usize,
+        modules: &[(&'static str, usize)],
+        inputs: usize,
+        has_biases: bool,
+    ) -> LinearLayout {
+        let weight = self.add_matrices(modules, inputs);
         let from = self.len;
         for (name, outputs) in modules.iter().filter(|_| has_biases) {
             self.add_tensor(&format!("{name}.bias"), vec![*outputs], ParamInit::Zeros);
         }
-        has_biases.then_some(from..self.len)
+        let bias = has_biases.then_some(from..self.len);
+        LinearLayout { weight, bias, inputs, modules: modules.into(), index }
     }
 }
 
@@ -103,21 +132,18 @@ pub(super) fn build_layer_unit(
         params: Vec::new(),
         len: 0,
     };
-    let (d, f, hd) = (config.hidden_size, config.intermediate_size, config.head_dim);
-    let (q, kv) = (config.heads * hd, config.kv_heads * hd);
-    let input_norm = t.add_norm("input_layernorm", d);
+    let (d, f, hd) = (config.sizes.hidden, config.intermediate_size, config.sizes.head_dim);
+    let (q, kv) = (config.sizes.heads * hd, config.sizes.kv_heads * hd);
+    let attention_in_norm = t.add_optional_norm(config.norms.attention_in, d);
     let qkv_modules = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)];
-    let qkv = t.add_matrices(&qkv_modules, d);
-    let qkv_bias = t.add_biases(config.has_qkv_bias, &qkv_modules);
-    let qk_norm =
-        config.has_qk_norm.then(|| ["self_attn.q_norm", "self_attn.k_norm"].map(|name| t.add_norm(name, hd)));
-    let o_modules = [("self_attn.o_proj", d)];
-    let o = t.add_matrices(&o_modules, q);
-    let o_bias = t.add_biases(config.has_o_bias, &o_modules);
-    let attention_out_norm = config.has_output_norms.then(|| t.add_norm("post_attention_layernorm", d));
-    let before_mlp =
-        if config.has_output_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
-    let post_norm = t.add_norm(before_mlp, d);
+    let qkv = t.add_linear(0, &qkv_modules, d, config.has_qkv_bias);
+    let qk_norm = config.qk_norm.map(|extent| {
+        let [q_width, k_width] = if extent == QkNorm::PerHead { [hd, hd] } else { [q, kv] };
+        [t.add_norm("self_attn.q_norm", q_width), t.add_norm("self_attn.k_norm", k_width)]
+    });
+    let o = t.add_linear(1, &[("self_attn.o_proj", d)], q, config.has_o_bias);
+    let attention_out_norm = t.add_optional_norm(config.norms.attention_out, d);
+    let mlp_in_norm = t.add_optional_norm(config.norms.mlp_in, d);
     let moe = config.moe.as_ref().filter(|_| layer_number.is_some_and(|l| config.is_moe_layer(l)));
     // A layer with experts has a router here, and its experts in separate units.
     let (ups, downs) = ([("mlp.gate_proj", f), ("mlp.up_proj", f)], [("mlp.down_proj", d)]);
@@ -125,24 +151,18 @@ pub(super) fn build_layer_unit(
     if let Some(moe) = moe {
         t.add_matrices(&[(&format!("{}.gate", moe.names.block), moe.shape.experts)], d);
     }
-    let gate_up = t.add_matrices(ups, d);
-    let gate_up_bias = t.add_biases(config.has_mlp_bias, ups);
-    let down = t.add_matrices(downs, f);
-    let down_bias = t.add_biases(config.has_mlp_bias, downs);
-    let mlp_out_norm = config.has_output_norms.then(|| t.add_norm("post_feedforward_layernorm", d));
+    let gate_up = t.add_linear(2, ups, d, config.has_mlp_bias);
+    let down = t.add_linear(3, downs, f, config.has_mlp_bias);
+    let mlp_out_norm = t.add_optional_norm(config.norms.mlp_out, d);
     let spans = DecoderLayerSpans {
-        input_norm,
+        attention_in_norm,
         qkv,
-        qkv_bias,
         qk_norm,
         o,
-        o_bias,
         attention_out_norm,
-        post_norm,
+        mlp_in_norm,
         gate_up,
-        gate_up_bias,
         down,
-        down_bias,
         mlp_out_norm,
     };
     (ParamUnit::new(format!("layer {layer}"), t.params), spans)

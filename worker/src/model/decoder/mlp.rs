@@ -1,12 +1,11 @@
 //! Forward and backward pass of the second half of a dense decoder layer: residual addition, norm,
-//! SwiGLU or GeGLU (Shazeer 2020), residual addition.
+//! SwiGLU or GeGLU (Shazeer 2020), norm of the output, residual addition.
 use super::{
-    DecoderModel,
-    layer_adapters::{DOWN_ADAPTERS, GATE_UP_ADAPTERS},
-    projection::Projection,
+    decoder_buffers::{SavedBuffers, ScratchBuffers},
+    decoder_model::DecoderModel,
 };
-use crate::model::{ActivationBuffers, LayerInput, borrow_first_buffers, lora::LoraScratchBuffers};
-use device::{Buf, Ops, View, ViewMut, ops::WriteMode};
+use crate::model::{activation_buffers::ActivationBuffers, blocks::LayerInput, lora::LoraScratch};
+use device::{Buf, Ops, View, ViewMut};
 
 impl DecoderModel {
     /// Adds the layer's input to the projected output of attention, and computes the MLP. Writes
@@ -19,62 +18,32 @@ impl DecoderModel {
         saved: &mut ActivationBuffers,
         scratch: &mut ActivationBuffers,
     ) {
-        let (p, s) = (input.params, &self.spans);
-        let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] =
-            borrow_first_buffers::<13>(saved);
-        let [norm, _, act, _, _, _, norm_buffer, _, _, lora_scratch @ ..] =
-            borrow_first_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let (w_post, eps) =
-            (self.compute_norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer), self.config.norm_eps);
-        let x = input.x;
-        ops.add_rmsnorm_forward(norm.view_mut(), rstd2.view_mut(), mid.view_mut(), x, w_post, m, d, eps);
-        let w_gate_up = p.slice(s.gate_up.clone());
-        let bias = s.gate_up_bias.clone().map(|b| p.slice(b));
-        self.linear.forward(ops, gate_up.view_mut(), norm.view(), w_gate_up, bias, (m, d, 2 * f));
-        self.adapters_forward(
-            ops,
-            input,
-            GATE_UP_ADAPTERS,
-            norm.view(),
-            gate_up.view_mut(),
-            &mut lora_scratch,
-        );
+        let (p, s, m) = (input.params, &self.spans, input.batch.rows());
+        let SavedBuffers { residual, mlp_in_rstd, gate_up, mlp_out, mlp_out_rstd, .. } =
+            saved.borrow_set_mut();
+        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = scratch.borrow_set_mut();
+        let norm_in = self.prepare_norm(ops, p, s.mlp_in_norm.as_ref(), norm_factors);
+        let x = self.add_input_norm_forward(ops, norm_in.as_ref(), input, residual, norm, mlp_in_rstd);
+        self.linears.forward(ops, input, &s.gate_up, x, gate_up.view_mut(), &mut lora);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
         self.gate_forward(ops, act.view_mut(), gate_up.view(), m);
-        let mut down = |mut out: ViewMut| {
-            let (w_down, bias) = (p.slice(s.down.clone()), s.down_bias.clone().map(|b| p.slice(b)));
-            self.linear.forward(ops, out.reborrow(), act.view(), w_down, bias, (m, f, d));
-            self.adapters_forward(ops, input, DOWN_ADAPTERS, act.view(), out, &mut lora_scratch);
-        };
-        if s.mlp_out_norm.is_some() {
-            down(branch.view_mut());
-        }
-        let Some(mut y) = y else {
-            // The backward pass needs the 1/rms of the output; the normalized rows are discarded.
-            if let Some(at) = &s.mlp_out_norm {
-                let (w, rstd) = (
-                    self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer),
-                    branch_rstd.view_mut(),
-                );
-                ops.rmsnorm_forward(norm.view_mut(), rstd, branch.view(), w, m, d, eps);
+        let Some(norm_out) = self.prepare_norm(ops, p, s.mlp_out_norm.as_ref(), norm_factors) else {
+            if let Some(mut y) = y {
+                self.linears.forward(ops, input, &s.down, act.view(), y.reborrow(), &mut lora);
+                ops.add(y, residual.view());
             }
             return;
         };
-        match &s.mlp_out_norm {
-            None => down(y.reborrow()),
-            Some(at) => {
-                let (w, rstd) = (
-                    self.compute_norm_factors(ops, p.slice(at.clone()), norm_buffer),
-                    branch_rstd.view_mut(),
-                );
-                ops.rmsnorm_forward(y.reborrow(), rstd, branch.view(), w, m, d, eps);
-            }
+        self.linears.forward(ops, input, &s.down, act.view(), mlp_out.view_mut(), &mut lora);
+        // Without `y`, the backward pass needs only the 1/rms; the normalized rows are discarded.
+        let (is_recomputation, mut y) = (y.is_none(), y.unwrap_or_else(|| norm.view_mut()));
+        let (d, eps, rstd) = (self.config.sizes.hidden, self.config.norm_eps, mlp_out_rstd.view_mut());
+        ops.rmsnorm_forward(y.reborrow(), rstd, mlp_out.view(), norm_out.factors, m, d, eps);
+        if !is_recomputation {
+            ops.add(y, residual.view());
         }
-        ops.add(y, mid.view());
     }
 
     /// Computes the gated activation `act`, `[m, intermediate]`, from gate and up.
@@ -107,52 +76,22 @@ impl DecoderModel {
         scratch: &mut ActivationBuffers,
     ) {
         let (p, s) = (input.params, &self.spans);
-        let (m, d, f) = (input.batch.rows(), self.config.hidden_size, self.config.intermediate_size);
-        let [_, _, _, _, mid, rstd2, gate_up, _, _, _, _, branch, branch_rstd] =
-            borrow_first_buffers::<13>(saved);
-        let [norm, dnorm, act, dgate_up, _, _, norm_buffer, _, _, lora_scratch @ ..] =
-            borrow_first_buffers::<14>(scratch);
-        let mut lora_scratch = LoraScratchBuffers::new(lora_scratch);
-        let (at, branch) = (s.mlp_out_norm.as_ref(), (branch.view(), branch_rstd.view()));
-        let dout = self.output_norm_backward(ops, input, at, g, dx.as_view(), norm, branch, norm_buffer);
-        if let Some(bias) = &s.down_bias {
-            ops.bias_backward(g.slice_mut(bias.clone()), dout, m, d);
-        }
-        let dout = self.linear.round_gradient(ops, dout, dnorm);
-        self.down_backward(ops, input, g, dout, gate_up.view(), act, dgate_up, &mut lora_scratch);
-        if let Some(bias) = &s.gate_up_bias {
-            ops.bias_backward(g.slice_mut(bias.clone()), dgate_up.view(), m, 2 * f);
-        }
-        let w_post = self.compute_norm_factors(ops, p.slice(s.post_norm.clone()), norm_buffer);
-        ops.rmsnorm_forward(
-            norm.view_mut(),
-            rstd2.view_mut(),
-            mid.view(),
-            w_post,
-            m,
-            d,
-            self.config.norm_eps,
-        );
-        let projection = Projection {
-            weight: s.gate_up.clone(),
-            needs_grad: self.grad_masks[input.layer].gate_up,
-            adapters: GATE_UP_ADAPTERS,
-            sizes: (m, d, 2 * f),
-        };
-        let x_and_dy = (norm.view(), dgate_up.view());
-        self.projection_backward(ops, input, projection, g, dnorm.view_mut(), x_and_dy, &mut lora_scratch);
-        let dw_post = g.slice_mut(s.post_norm.clone());
-        ops.rmsnorm_backward(
-            dx,
-            dw_post,
-            dnorm.view(),
-            mid.view(),
-            w_post,
-            rstd2.view(),
-            m,
-            d,
-            WriteMode::Accumulate,
-        );
+        let SavedBuffers { residual, mlp_in_rstd, gate_up, mlp_out, mlp_out_rstd, .. } =
+            saved.borrow_set_mut();
+        let ScratchBuffers { norm, dnorm, act, dgate_up, norm_factors, mut lora, .. } =
+            scratch.borrow_set_mut();
+        let (span, out) = (s.mlp_out_norm.as_ref(), (mlp_out.view(), mlp_out_rstd.view()));
+        let dout = self.output_norm_backward(ops, input, span, g, dx.as_view(), norm, out, norm_factors);
+        self.linears.backward_bias(ops, input, &s.down, g, dout);
+        let dout = self.linears.format.round_gradient(ops, dout, dnorm);
+        self.down_backward(ops, input, g, dout, gate_up.view(), act, dgate_up, &mut lora);
+        self.linears.backward_bias(ops, input, &s.gate_up, g, dgate_up.view());
+        let norm_in = self.prepare_norm(ops, p, s.mlp_in_norm.as_ref(), norm_factors);
+        let x = self.input_norm_forward(ops, norm_in.as_ref(), residual.view(), norm, mlp_in_rstd);
+        let xy = (x, dgate_up.view());
+        self.linears.backward(ops, input, &s.gate_up, g, dnorm.view_mut(), xy, &mut lora);
+        let x = (residual.view(), mlp_in_rstd.view());
+        self.input_norm_backward(ops, norm_in.as_ref(), g, dnorm.view(), x, dx);
     }
 
     /// Computes the gradients of the down projection and of the gated activation. `dout` is the
@@ -168,22 +107,15 @@ impl DecoderModel {
         gate_up: View,
         act: &mut Buf,
         dgate_up: &mut Buf,
-        lora_scratch: &mut LoraScratchBuffers,
+        lora: &mut LoraScratch,
     ) {
-        let (s, m) = (&self.spans, input.batch.rows());
-        let sizes = (m, self.config.intermediate_size, self.config.hidden_size);
-        if self.has_adapters(input.layer) {
+        let (m, down) = (input.batch.rows(), &self.spans.down);
+        if self.linears.has_adapters() {
             self.gate_forward(ops, act.view_mut(), gate_up, m);
-            let act_and_dout = (act.view(), dout);
-            self.adapters_backward_weight(ops, input, DOWN_ADAPTERS, g, act_and_dout, lora_scratch);
+            self.linears.backward_adapters(ops, input, down, g, (act.view(), dout), lora);
         }
-        let w_down = input.params.slice(s.down.clone());
-        self.linear.backward_input(ops, act.view_mut(), dout, w_down, sizes);
-        self.adapters_backward_input(ops, input, DOWN_ADAPTERS, act.view_mut(), lora_scratch);
+        self.linears.backward_input(ops, input, down, act.view_mut(), dout, lora);
         self.gate_backward(ops, dgate_up.view_mut(), act.view_mut(), gate_up, m);
-        if self.grad_masks[input.layer].down {
-            let dw_down = g.slice_mut(s.down.clone());
-            self.linear.backward_weight(ops, dw_down, dout, act.view(), sizes);
-        }
+        self.linears.backward_weight(ops, input, down, g, (act.view(), dout));
     }
 }

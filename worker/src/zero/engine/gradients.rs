@@ -7,7 +7,7 @@ use super::super::{
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
-use device::{Buf, Dtype, View, with_alloc_label};
+use device::{Buf, Dtype, View};
 
 impl ZeroEngine {
     /// Takes a buffer for the whole gradient of unit `u`, with unspecified content.
@@ -15,10 +15,10 @@ impl ZeroEngine {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let is_temporary =
             self.reduces_during_backward() || !unit.is_all_trained() || self.accumulates_in_place(u);
-        with_alloc_label("gradients", || match is_temporary {
+        match is_temporary {
             true => lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len()),
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(ops),
-        })
+        }
     }
 
     /// Returns the trained elements of the whole gradient of unit `u`. If some elements are frozen,

@@ -1,0 +1,99 @@
+//! [`Filter`]: which events are logged.
+use std::{error::Error, fmt};
+use tracing_subscriber::EnvFilter;
+
+/// The directives of a process without another filter: important decisions only.
+pub const DEFAULT_FILTER: &str = "info";
+
+/// A valid filter of events by target and level, such as `agent=debug,info`. The syntax is that of
+/// `tracing_subscriber::EnvFilter`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Filter {
+    directives: String,
+}
+
+/// The error of directives that are not a valid filter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InvalidFilter {
+    /// The reason in the words of the parser.
+    pub reason: String,
+}
+
+impl fmt::Display for InvalidFilter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "expected levels by target, such as `agent=debug,info`: {}", self.reason)
+    }
+}
+
+impl Error for InvalidFilter {}
+
+impl Default for Filter {
+    fn default() -> Filter {
+        Filter { directives: DEFAULT_FILTER.to_owned() }
+    }
+}
+
+impl Filter {
+    /// Parses directives, such as `debug`, `agent=debug,info` or `off`.
+    ///
+    /// # Errors
+    /// Fails if a directive has no valid level or target.
+    pub fn parse(directives: &str) -> Result<Filter, InvalidFilter> {
+        match EnvFilter::builder().with_regex(false).parse(directives) {
+            Ok(_) => Ok(Filter { directives: directives.to_owned() }),
+            Err(error) => Err(InvalidFilter { reason: error.to_string() }),
+        }
+    }
+
+    /// Selects the filter of a process: `directives` if they are given and not empty, otherwise the
+    /// level for the number of `-v` options (1: `info`, 2: `debug`, 3 and more: `trace`).
+    ///
+    /// # Errors
+    /// Fails if the directives are invalid.
+    pub fn select(directives: Option<&str>, verbosity: u8) -> Result<Filter, InvalidFilter> {
+        match (directives.filter(|text| !text.trim().is_empty()), verbosity) {
+            (Some(directives), _) => Filter::parse(directives),
+            (None, 0 | 1) => Ok(Filter::default()),
+            (None, 2) => Filter::parse("debug"),
+            (None, _) => Filter::parse("trace"),
+        }
+    }
+
+    /// Returns the text of the filter.
+    pub fn directives(&self) -> &str {
+        &self.directives
+    }
+
+    /// Returns whether the filter logs nothing.
+    pub(crate) fn is_off(&self) -> bool {
+        self.directives.trim().eq_ignore_ascii_case("off")
+    }
+
+    /// Builds the filter for a subscriber.
+    pub(crate) fn to_env_filter(&self) -> EnvFilter {
+        EnvFilter::builder().with_regex(false).parse_lossy(&self.directives)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directives_take_precedence_over_the_verbosity() {
+        let select = |directives, verbosity| Filter::select(directives, verbosity).map(|f| f.directives);
+        assert_eq!(select(None, 0), Ok("info".into()));
+        assert_eq!(select(Some(""), 2), Ok("debug".into()));
+        assert_eq!(select(Some("agent=debug,info"), 3), Ok("agent=debug,info".into()));
+        assert_eq!(select(None, 9), Ok("trace".into()));
+        for wrong in ["agent=loud", "=debug=", "a=b=c"] {
+            assert!(select(Some(wrong), 0).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn only_off_is_off() {
+        assert!(Filter::parse("OFF").expect("valid").is_off());
+        assert!(!Filter::parse("agent=off,info").expect("valid").is_off());
+    }
+}

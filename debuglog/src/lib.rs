@@ -1,0 +1,73 @@
+//! Crate `debuglog`: the debug log of a process, which explains its decisions.
+//!
+//! Modules record events and spans with the macros of crate `tracing`. [`start`] selects which of
+//! them are logged, and [`open_file`] opens the file of the process. Logging never blocks the
+//! process: a full queue drops lines, and the file then contains the number of dropped lines.
+//!
+//! An event has a target, such as `controller::transport`, whose first part is the role of the
+//! process. Events contain no environment variables, keys or tokens.
+mod filter;
+mod sink;
+mod variant_name;
+
+pub use filter::{DEFAULT_FILTER, Filter, InvalidFilter};
+pub use sink::MAX_FILE_BYTES;
+pub use variant_name::variant_name;
+
+use sink::{LineSink, TerminalWriter};
+use std::{io, path::Path, sync::OnceLock};
+use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
+
+/// Prints a line of the debug log on the terminal.
+pub type PrintLine = fn(&str);
+
+/// The debug log of this process; empty before [`start`].
+static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
+
+/// Starts the debug log of this process. Lines are collected until [`open_file`]. With `print`,
+/// each line is also printed. Does nothing if the log was started before.
+pub fn start(filter: &Filter, print: Option<PrintLine>) {
+    let sink = LineSink::new();
+    if LOG.set((filter.clone(), sink.clone())).is_err() {
+        return;
+    }
+    let file = fmt::layer().with_ansi(false).with_writer(sink);
+    let terminal = print.map(|print| fmt::layer().with_ansi(false).with_writer(TerminalWriter(print)));
+    let subscriber =
+        tracing_subscriber::registry().with(file.and_then(terminal).with_filter(filter.to_env_filter()));
+    // Fails only if another subscriber is installed.
+    _ = tracing::subscriber::set_global_default(subscriber);
+}
+
+/// Opens the file of the debug log, to which this process appends, and writes the collected lines.
+/// Starts the thread that writes the file. Does nothing without [`start`], or if a file is open.
+///
+/// # Errors
+/// Fails if the directory or the file cannot be created, or if the thread cannot be started.
+pub fn open_file(path: &Path) -> io::Result<()> {
+    match LOG.get() {
+        Some((filter, sink)) if !filter.is_off() => sink.open(path),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the directives of the filter with which the log was started, for processes that this
+/// process starts. Returns those of [`DEFAULT_FILTER`] without [`start`].
+pub fn directives() -> String {
+    LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
+}
+
+/// Writes the log for the rest of a scope, and waits for queued lines at its end.
+#[derive(Debug)]
+pub struct FlushOnDrop;
+
+impl Drop for FlushOnDrop {
+    fn drop(&mut self) {
+        if let Some((_, sink)) = LOG.get() {
+            sink.flush();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,251 @@
+//! [`LineSink`]: collects log lines, and writes them to a file on a separate thread.
+use super::PrintLine;
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    mem,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread,
+    time::Duration,
+};
+use tracing_subscriber::fmt::MakeWriter;
+
+/// The size limit of a log file. A full file is renamed to `NAME.1`, which replaces an older one.
+pub const MAX_FILE_BYTES: u64 = 8 << 20;
+/// The number of lines that may wait for the writing thread, and the number of lines that are
+/// collected before a file is open. Further lines are dropped.
+const QUEUE_LINES: usize = 1024;
+/// The longest wait for queued lines at the end of a process.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A request to the writing thread.
+enum Request {
+    Line(Vec<u8>),
+    /// Answers after all earlier lines were written.
+    Flush(SyncSender<()>),
+}
+
+/// The destination of the lines.
+enum Destination {
+    /// No file is open yet.
+    Memory(Vec<Vec<u8>>),
+    /// The queue of the writing thread.
+    Thread(SyncSender<Request>),
+}
+
+/// Accepts the lines of the log without blocking.
+#[derive(Clone)]
+pub(crate) struct LineSink {
+    destination: Arc<Mutex<Destination>>,
+    /// The number of dropped lines that no line of the file reports yet.
+    dropped: Arc<AtomicU64>,
+}
+
+impl LineSink {
+    /// Creates a sink that collects lines in memory.
+    pub(crate) fn new() -> LineSink {
+        let destination = Arc::new(Mutex::new(Destination::Memory(Vec::new())));
+        LineSink { destination, dropped: Arc::new(AtomicU64::new(0)) }
+    }
+
+    /// Opens the file, writes the collected lines and starts the writing thread. Does nothing if a
+    /// file is open.
+    pub(crate) fn open(&self, path: &Path) -> io::Result<()> {
+        let mut destination = self.lock();
+        let Destination::Memory(lines) = &mut *destination else { return Ok(()) };
+        let mut file = CappedFile::open(path, MAX_FILE_BYTES)?;
+        let (sender, requests) = sync_channel(QUEUE_LINES);
+        let (lines, dropped) = (mem::take(lines), self.dropped.clone());
+        thread::Builder::new().name("launch-debuglog".to_owned()).spawn(move || {
+            for line in &lines {
+                file.write_line(line);
+            }
+            write_requests(&mut file, &requests, &dropped);
+        })?;
+        *destination = Destination::Thread(sender);
+        Ok(())
+    }
+
+    /// Waits until the lines so far are written, but at most [`FLUSH_TIMEOUT`].
+    pub(crate) fn flush(&self) {
+        let sender = match &*self.lock() {
+            Destination::Thread(sender) => sender.clone(),
+            Destination::Memory(_) => return,
+        };
+        let (answer, answered) = sync_channel(1);
+        if sender.try_send(Request::Flush(answer)).is_ok() {
+            _ = answered.recv_timeout(FLUSH_TIMEOUT);
+        }
+    }
+
+    /// Queues a line. Drops and counts the line if the queue is full.
+    fn push(&self, line: &[u8]) {
+        let is_queued = match &mut *self.lock() {
+            Destination::Memory(lines) if lines.len() < QUEUE_LINES => {
+                lines.push(line.to_vec());
+                true
+            }
+            Destination::Memory(_) => false,
+            Destination::Thread(sender) => sender.try_send(Request::Line(line.to_vec())).is_ok(),
+        };
+        if !is_queued {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Destination> {
+        self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// Writes requested lines until all senders are dropped. Reports dropped lines before the next
+/// line.
+fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: &AtomicU64) {
+    for request in requests {
+        match dropped.swap(0, Ordering::Relaxed) {
+            0 => {}
+            n => file.write_line(format!("{n} lines were dropped, because the queue was full\n").as_bytes()),
+        }
+        match request {
+            Request::Line(line) => file.write_line(&line),
+            Request::Flush(answer) => _ = answer.try_send(()),
+        }
+    }
+}
+
+/// A log file whose size is limited.
+struct CappedFile {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    max_bytes: u64,
+}
+
+impl CappedFile {
+    /// Opens a file for appending. Creates the file and its directory if they do not exist.
+    fn open(path: &Path, max_bytes: u64) -> io::Result<CappedFile> {
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
+        }
+        let file = OpenOptions::new().append(true).create(true).open(path)?;
+        let bytes = file.metadata()?.len();
+        Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
+    }
+
+    /// Appends a line. If the file would exceed its limit, renames it and begins a new file.
+    /// Ignores errors, because a full disk must not end the process.
+    fn write_line(&mut self, line: &[u8]) {
+        if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
+            let mut older = self.path.clone().into_os_string();
+            older.push(".1");
+            let renamed = fs::rename(&self.path, older);
+            match renamed.and_then(|()| CappedFile::open(&self.path, self.max_bytes)) {
+                Ok(new) => *self = new,
+                Err(_) => return,
+            }
+        }
+        if self.file.write_all(line).is_ok() {
+            self.bytes += line.len() as u64;
+        }
+    }
+}
+
+/// The writer of one log line, which the subscriber writes with a single call.
+pub(crate) struct LineWriter<'a>(&'a LineSink);
+
+impl Write for LineWriter<'_> {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.0.push(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> MakeWriter<'a> for LineSink {
+    type Writer = LineWriter<'a>;
+
+    fn make_writer(&'a self) -> LineWriter<'a> {
+        LineWriter(self)
+    }
+}
+
+/// Prints log lines on the terminal.
+#[derive(Clone, Copy)]
+pub(crate) struct TerminalWriter(pub(crate) PrintLine);
+
+impl Write for TerminalWriter {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        (self.0)(&String::from_utf8_lossy(line));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for TerminalWriter {
+    type Writer = TerminalWriter;
+
+    fn make_writer(&self) -> TerminalWriter {
+        *self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn collected_lines_are_written_when_the_file_is_opened() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (sink, path) = (LineSink::new(), dir.path().join("logs/controller.debug.log"));
+        for n in 0..QUEUE_LINES + 3 {
+            sink.push(format!("line {n}\n").as_bytes());
+        }
+        sink.open(&path).expect("opened");
+        sink.push(b"last\n");
+        sink.flush();
+        let text = fs::read_to_string(&path).expect("written");
+        assert!(text.starts_with("line 0\nline 1\n"), "{text}");
+        assert!(text.ends_with("3 lines were dropped, because the queue was full\nlast\n"), "{text}");
+    }
+
+    #[test]
+    fn a_blocked_writer_drops_lines_and_does_not_block_the_process() {
+        let (sender, requests) = sync_channel(QUEUE_LINES);
+        let sink = LineSink::new();
+        *sink.lock() = Destination::Thread(sender);
+        let began = Instant::now();
+        for _ in 0..QUEUE_LINES + 5 {
+            sink.push(b"line\n");
+        }
+        assert!(began.elapsed() < Duration::from_secs(10));
+        assert_eq!(sink.dropped.load(Ordering::Relaxed), 5);
+        drop(requests);
+        sink.flush();
+    }
+
+    #[test]
+    fn a_full_file_is_renamed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("a.log");
+        let mut file = CappedFile::open(&path, 10).expect("opened");
+        for line in ["12345678\n", "abc\n", "def\n", "ghi\n"] {
+            file.write_line(line.as_bytes());
+        }
+        assert_eq!(fs::read_to_string(&path).expect("read"), "ghi\n");
+        assert_eq!(fs::read_to_string(dir.path().join("a.log.1")).expect("read"), "abc\ndef\n");
+        let file = CappedFile::open(&path, 10).expect("opened");
+        assert_eq!(file.bytes, 4, "an existing file is continued");
+    }
+}

@@ -1,0 +1,38 @@
+//! Test of the debug log of a process, which can be started once per process.
+use super::*;
+use std::{fs, sync::Mutex};
+
+/// The lines that were printed on the terminal.
+static PRINTED: Mutex<String> = Mutex::new(String::new());
+
+#[test]
+fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("logs/agent-a.debug.log");
+    open_file(&path).expect("no effect before the start");
+    assert!(!path.exists());
+    let filter = Filter::parse("agent=debug,warn").expect("valid");
+    start(&filter, Some(|line| PRINTED.lock().expect("not poisoned").push_str(line)));
+    tracing::info!(target: "agent", "before the file is open");
+    let flush = FlushOnDrop;
+    open_file(&path).expect("opened");
+    {
+        let _span = tracing::info_span!(target: "agent", "host", host = "node-1", attempt = 2).entered();
+        tracing::debug!(target: "agent::process", rank = 3, "started worker");
+    }
+    tracing::info!(target: "controller", "not selected");
+    tracing::warn!(target: "controller", "selected");
+    drop(flush);
+    let text = fs::read_to_string(&path).expect("written");
+    let without_times = |text: &str| -> Vec<String> {
+        text.lines().map(|line| line.split_once(' ').expect("a time").1.to_owned()).collect()
+    };
+    assert_eq!(without_times(&text), without_times(&PRINTED.lock().expect("not poisoned")));
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    assert!(lines[0].contains(" INFO agent: before the file is open"), "{text}");
+    let expected = "DEBUG host{host=\"node-1\" attempt=2}: agent::process: started worker rank=3";
+    assert!(lines[1].contains(expected), "{text}");
+    assert!(lines[2].contains("WARN controller: selected"), "{text}");
+    assert_eq!(directives(), "agent=debug,warn");
+}

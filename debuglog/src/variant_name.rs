@@ -1,0 +1,49 @@
+//! [`variant_name`]: names the variant of an enum without its values.
+use std::fmt::{self, Debug, Write};
+
+/// Collects the first identifier that is written.
+struct FirstWord(String);
+
+impl Write for FirstWord {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for c in text.chars() {
+            if !c.is_alphanumeric() && c != '_' {
+                // The error ends the formatting.
+                return Err(fmt::Error);
+            }
+            self.0.push(c);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the name of an enum's variant, such as `Start`. Does not format the values in the
+/// variant, which may be secret.
+pub fn variant_name(value: &impl Debug) -> String {
+    let mut word = FirstWord(String::new());
+    // The error only ends the formatting after the name.
+    _ = write!(word, "{value:?}");
+    word.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_name_is_formatted() {
+        #[derive(Debug)]
+        enum Message {
+            Hello,
+            Key(Secret),
+        }
+        struct Secret;
+        impl Debug for Secret {
+            fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+                panic!("a secret is formatted")
+            }
+        }
+        assert_eq!(variant_name(&Message::Hello), "Hello");
+        assert_eq!(variant_name(&Message::Key(Secret)), "Key");
+    }
+}

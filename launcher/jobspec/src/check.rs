@@ -1,0 +1,138 @@
+//! Checks that the values of a job fit together, without reading data and without asking a host.
+//!
+//! A setting that cannot be honoured is an error. A setting without effect is an error if it would
+//! mislead the user about the result or the safety of the run. Other settings without effect are
+//! warnings. The rules of keys, which their declarations contain, cover the combinations of one key
+//! with values of other keys. The functions of this module cover the rest.
+mod train;
+
+use self::train::check_train;
+use crate::{
+    env::looks_secret,
+    keys::{
+        decoder::JobDecoder,
+        info::{Condition, Rule},
+    },
+    spec::{
+        checkpoint::ResumeFrom,
+        cluster::{CommBackend, DeviceSelection},
+        job::JobSpec,
+        run::VisibleDevices,
+    },
+    table::KEYS,
+};
+use diagnostic::{Severity, codes::job as codes};
+
+/// Checks that the values of a decoded job fit together. Errors and warnings are reported to `d`. A
+/// check is skipped if decoding already reported an error for a key that the check reads.
+pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
+    check_run_or_train(d, job);
+    check_rules(d, job);
+    check_devices(d, job);
+    check_secrets(d, job);
+    if let Some(train) = &job.train {
+        check_train(d, train);
+    }
+}
+
+/// Checks the rules of all keys that the job contains. Of several rules of a key, the first that
+/// applies is reported.
+fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
+    let values = job.list_values();
+    for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
+        let rule = key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets(rule));
+        let Some(rule) = rule.filter(|_| d.sources.is_given(&key.path)) else { continue };
+        let (message, help) = (values.format_message(rule, &key.path), rule.format_help(key.name()));
+        match rule.severity {
+            Severity::Error => d.report_error(rule.code, &key.path, message, &help),
+            _ => d.report_warning(rule.code, &key.path, message, &help),
+        }
+    }
+}
+
+/// Returns whether the keys on whose values the conditions of a rule depend have no errors. A job
+/// with a program and built-in training is already rejected, so rules about programs do not apply.
+fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
+    rule.when.iter().all(|condition| match condition {
+        Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
+        condition => d.are_valid(&[condition.key()]),
+    })
+}
+
+/// Checks that the job has exactly one of `run.command` and `train`.
+fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
+    let command = d.sources.is_given("run.command");
+    if !d.are_valid(&[""]) {
+        return;
+    }
+    match (command, job.train.is_some()) {
+        (false, false) => d.report_error(
+            codes::JOB_NOTHING_TO_RUN,
+            "",
+            "the job has neither `run.command` nor `train`",
+            "add `train` for the built-in training, or `run.command` for a program",
+        ),
+        (true, true) => d.report_error(
+            codes::JOB_KEYS_CONFLICT,
+            "run.command",
+            "`run.command` and `train` are both given",
+            "`train` runs the built-in training; remove one of the two",
+        ),
+        (true, false) => check_program_resume(d, job),
+        (false, true) => {}
+    }
+}
+
+/// Checks that a program with `resume.from: auto` has a directory in which launch can search for
+/// its checkpoints.
+fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
+    const FROM: &str = "resume.from";
+    const DIR: &str = "checkpoint.dir";
+    let is_auto = d.sources.is_given(FROM) && job.resume.from == ResumeFrom::Auto;
+    if d.are_valid(&[FROM, DIR]) && is_auto && !d.sources.is_given(DIR) {
+        let message = "`resume.from: auto` requires `checkpoint.dir` in a job with `run.command`";
+        let help =
+            "set `checkpoint.dir` to the directory that contains the program's checkpoint-N directories";
+        d.report_error(codes::JOB_KEY_REQUIRED, FROM, message, help);
+    }
+}
+
+/// Checks that the devices of the job suffice for `run.visible_devices` and `cluster.comm_backend`.
+fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
+    const VISIBLE: &str = "run.visible_devices";
+    const WORKERS: &str = "cluster.workers_per_gpu";
+    const BACKEND: &str = "cluster.comm_backend";
+    let cluster = &job.cluster;
+    if d.are_valid(&["run.command", "cluster.devices", VISIBLE])
+        && job.run.command.is_some()
+        && cluster.devices == DeviceSelection::Cpu
+        && job.run.visible_devices == VisibleDevices::One
+    {
+        let message =
+            "`run.visible_devices: one` gives each worker a GPU, but `cluster.devices: cpu` hides all GPUs";
+        d.report_error(codes::JOB_KEYS_CONFLICT, VISIBLE, message, "remove one of them");
+    }
+    let is_nccl = cluster.comm_backend == CommBackend::Nccl;
+    if d.are_valid(&["cluster.devices", WORKERS, BACKEND]) && is_nccl && cluster.workers_per_gpu > 2 {
+        let message = format!(
+            "`{BACKEND}: nccl` supports at most 2 workers on a GPU (1 before NCCL 2.30), `{WORKERS}` is {}",
+            cluster.workers_per_gpu
+        );
+        let help = "use `auto` or `host`, or `cluster.workers_per_gpu: 2`";
+        d.report_error(codes::JOB_KEYS_CONFLICT, BACKEND, message, help);
+    }
+}
+
+/// Warns about variables of `run.env` that look like secrets and whose values the job contains.
+fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
+    for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
+        d.report_warning(
+            codes::JOB_SECRET_IN_FILE,
+            &format!("run.env.{name}"),
+            format!("`{name}` looks like a secret, and its value is written in the job"),
+            &format!(
+                "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the value as `***`"
+            ),
+        );
+    }
+}

@@ -1,0 +1,82 @@
+//! Accepts previous names of keys and values. [`rewrite_deprecated_names`] replaces them by the
+//! present names and warns.
+//!
+//! A deprecated name is not an alias. Aliases such as `nproc_per_node` are permanent, are listed in
+//! the table of keys, and cause no warning.
+use crate::{
+    keys::decoder::JobDecoder,
+    table::{DEPRECATED, DeprecatedName, canonicalize_key_path},
+    yaml::{
+        scalar::resolve_scalar,
+        source_map::join_key_path,
+        tree::{YamlEntry, YamlNode, YamlValue},
+    },
+};
+use diagnostic::{Diagnostic, codes::job as codes};
+
+/// Replaces deprecated names in the YAML tree by the present names. Adds a warning for each use.
+/// Adds an error for a key that is given by both of its names.
+pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
+    for name in DEPRECATED.iter() {
+        if let Some(entries) = find_section_entries(root, name.section) {
+            rewrite_name(decoder, entries, name);
+        }
+    }
+}
+
+/// Returns the entries of the section with the path `section`; `None` if the job does not contain
+/// the section.
+fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
+    let mut node = root;
+    for name in section.split('.') {
+        let YamlValue::Map(entries) = &mut node.value else { return None };
+        node = &mut entries.iter_mut().find(|entry| entry.key == name)?.value;
+    }
+    if let YamlValue::Map(entries) = &mut node.value { Some(entries) } else { None }
+}
+
+/// Replaces the deprecated name `name` in `entries`, the entries of its section, by the present
+/// name, and adds a warning to `decoder`. If the present name is given, too, adds an error and
+/// removes the entry with the deprecated name. Does nothing if no entry has the deprecated name.
+fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
+    let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };
+    let (old, new) = (name.old_path(), name.new_path());
+    let renamed_key = name.old != name.new;
+    if renamed_key
+        && entries.iter().any(|entry| {
+            canonicalize_key_path(&join_key_path(name.section, &entry.key)) == new && entry.key != name.old
+        })
+    {
+        let error =
+            Diagnostic::error(codes::JOB_KEYS_CONFLICT, format!("`{old}` and `{new}` are both given"))
+                .with_subject(&new)
+                .with_location(decoder.sources.locate_span(entries[at].key_span))
+                .with_help(format!("`{old}` is the deprecated name of `{new}`: keep `{new}`"));
+        decoder.push_error(error);
+        entries.remove(at);
+        return;
+    }
+    let entry = &mut entries[at];
+    let value = name.values.iter().find(|(old, _)| entry.value.raw == *old);
+    if value.is_none() && !renamed_key {
+        return;
+    }
+    let message = match value {
+        Some((before, after)) => format!("`{old}: {before}` is deprecated; use `{new}: {after}`"),
+        None => format!("`{old}` is deprecated; use `{new}`"),
+    };
+    let warning = Diagnostic::warning(codes::JOB_KEY_DEPRECATED, message)
+        .with_subject(&new)
+        .with_location(decoder.sources.locate_span(entry.key_span))
+        .with_field("deprecated", old.as_str())
+        .with_field("replacement", new.as_str());
+    decoder.warnings.push(warning);
+    if let Some((_, after)) = value {
+        entry.value.value = resolve_scalar(after);
+        (*after).clone_into(&mut entry.value.raw);
+    }
+    if renamed_key {
+        name.new.clone_into(&mut entry.key);
+        decoder.deprecated.push((old, new));
+    }
+}

@@ -1,0 +1,132 @@
+//! The names of all environment variables that launch reads or sets.
+
+/// Set for every worker: the global rank of the worker, from 0.
+pub const RANK: &str = "RANK";
+/// Set for every worker: the rank of the worker among those of its host, or 0 if the worker sees
+/// only its own GPU.
+pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// Set for every worker: the number of workers of the job.
+pub const WORLD_SIZE: &str = "WORLD_SIZE";
+/// Set for every worker: the number of workers on the worker's host.
+pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
+/// Set for every worker: the IP address of rank 0's host.
+pub const MASTER_ADDR: &str = "MASTER_ADDR";
+/// Set for every worker: the rendezvous port on rank 0's host.
+pub const MASTER_PORT: &str = "MASTER_PORT";
+/// Set for every worker: the number of threads that the worker may use.
+pub const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
+/// Set for programs, as torchrun does: the index of the worker's host, from 0.
+pub const GROUP_RANK: &str = "GROUP_RANK";
+/// Set for programs, as torchrun does: the rank within the role, which is the global rank.
+pub const ROLE_RANK: &str = "ROLE_RANK";
+/// Set for programs, as torchrun does: the name of the worker's role. launch has a single role.
+pub const ROLE_NAME: &str = "ROLE_NAME";
+/// Set for programs, as torchrun does: the number of hosts.
+pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
+/// Set for programs, as torchrun does: the number of workers of the role, which are all workers.
+pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
+/// Set for programs: the number of times that the workers were restarted in this run.
+pub const TORCHELASTIC_RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+/// Set for programs: the largest number of restarts that the job allows (`run.restarts`).
+pub const TORCHELASTIC_MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
+/// Set for programs: the name of the run.
+pub const TORCHELASTIC_RUN_ID: &str = "TORCHELASTIC_RUN_ID";
+/// Set for programs: `True` if launch serves torch's TCPStore at `MASTER_ADDR`:`MASTER_PORT`,
+/// otherwise `False`.
+pub const TORCHELASTIC_USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+/// Set for programs: the file in which a worker records its failure as JSON. The agent reads the
+/// file after the worker has ended.
+pub const TORCHELASTIC_ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+/// Set for built-in workers that share a GPU and use NCCL: permits several ranks on one GPU. NCCL
+/// supports this from version 2.30 on.
+pub const NCCL_MULTI_RANK_GPU_ENABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// Set for programs unless the user sets the variable: an NCCL error ends the process.
+pub const TORCH_NCCL_ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+/// Set for programs unless the user sets the variable: Python does not buffer its output.
+pub const PYTHONUNBUFFERED: &str = "PYTHONUNBUFFERED";
+/// Set for programs: the index of the worker's host, from 0.
+pub const NODE_RANK: &str = "NODE_RANK";
+/// Set for programs, as DeepSpeed does: the number of workers on the worker's host.
+pub const LOCAL_SIZE: &str = "LOCAL_SIZE";
+/// Set for programs, as DeepSpeed does: the index of the worker's host, from 0.
+pub const CROSS_RANK: &str = "CROSS_RANK";
+/// Set for programs, as DeepSpeed does: the number of hosts.
+pub const CROSS_SIZE: &str = "CROSS_SIZE";
+/// Set for programs of jobs with `resume.from`: the directory of the checkpoint to resume from. The
+/// value is empty if there is no checkpoint.
+pub const LAUNCH_RESUME_FROM: &str = "LAUNCH_RESUME_FROM";
+/// Variables that launch sets for programs only if they are absent from the user's environment.
+pub const USER_OVERRIDABLE: [&str; 3] = [OMP_NUM_THREADS, PYTHONUNBUFFERED, TORCH_NCCL_ASYNC_ERROR_HANDLING];
+/// Set for programs of jobs that select GPUs: the list of the GPUs that the process can use.
+pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// Set when launch selects GPUs by number: makes CUDA number GPUs in the order of the PCI bus.
+pub const CUDA_DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
+/// The list of the GPUs that a ROCm process can use. ROCm reads [`CUDA_VISIBLE_DEVICES`] only if
+/// this variable is not set.
+pub const HIP_VISIBLE_DEVICES: &str = "HIP_VISIBLE_DEVICES";
+/// The list of the GPUs that a process can use through Intel's Level Zero.
+pub const ZE_AFFINITY_MASK: &str = "ZE_AFFINITY_MASK";
+/// The variables that restrict which GPUs a process can use, for each vendor.
+pub const VISIBLE_DEVICES: [&str; 3] = [CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ZE_AFFINITY_MASK];
+/// Read by launch: the directory below which the list of the user's runs is stored (XDG base
+/// directories).
+pub const XDG_STATE_HOME: &str = "XDG_STATE_HOME";
+/// Read by launch: the user's home directory.
+pub const HOME: &str = "HOME";
+/// Read by launch: the directories in which the shell finds programs. If one of them contains a
+/// Python, launch also searches the packages of this Python for the CUDA libraries.
+pub const PATH: &str = "PATH";
+/// Read by launch: the directory below which caches are stored (XDG base directories).
+pub const XDG_CACHE_HOME: &str = "XDG_CACHE_HOME";
+/// Read by launch: directories in which the CUDA libraries are searched.
+pub const LD_LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
+/// Read by launch: the active Python environment, whose packages may contain the CUDA libraries.
+pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
+/// Read by launch: the active Conda environment, whose packages may contain the CUDA libraries.
+pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
+/// Read by launch: the directory of a CUDA toolkit, in which the CUDA libraries are searched.
+pub const CUDA_HOME: &str = "CUDA_HOME";
+/// Read by launch: the directory of a CUDA toolkit. This is an older name of [`CUDA_HOME`].
+pub const CUDA_PATH: &str = "CUDA_PATH";
+
+/// Returns whether the value of the variable `name` is probably a secret, such as a token or a
+/// password. Only the name is examined.
+pub fn looks_secret(name: &str) -> bool {
+    const SECRET_PARTS: [&str; 7] =
+        ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "PRIVATE_KEY", "CREDENTIAL"];
+    let name = name.to_ascii_uppercase();
+    let counts_tokens = name.ends_with("_TOKENS") || name.contains("TOKENIZER");
+    !counts_tokens && (SECRET_PARTS.iter().any(|part| name.contains(part)) || name.ends_with("_KEY"))
+}
+
+/// Set for built-in workers: the number of the inherited file descriptor that connects the worker
+/// to its agent.
+pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
+/// Set for built-in workers: the number of the inherited file descriptor of the host's shared
+/// memory segment (a memfd).
+pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
+/// Read by built-in workers: `client-address client-port server-address server-port`, which sshd
+/// sets. The server address is the address at which the controller reached the host.
+pub const SSH_CONNECTION: &str = "SSH_CONNECTION";
+/// For tests: `RANK:N` makes the worker of rank `RANK` kill itself at its N-th fault point
+/// (docs/testing.md).
+pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
+/// For tests: a file to which every worker appends the number of fault points that it has passed.
+pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
+/// Read by an agent in a Slurm step: the name of the agent's node.
+pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
+/// Read by an agent: the number of the Slurm step that the agent is part of. The variable is not
+/// set outside of Slurm steps.
+pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
+/// For tests: the number of agents that launch starts on this machine. Each of these agents stands
+/// for a host.
+pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
+/// For tests: the number of NVIDIA GPUs that launch assumes on this machine, instead of asking the
+/// driver.
+pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
+/// Read by launch and built-in workers: the filter of the debug log, such as `agent=debug,info`.
+pub const LAUNCH_LOG: &str = "LAUNCH_LOG";
+/// Read by launch: any value except an empty one disables color (<https://no-color.org>).
+pub const NO_COLOR: &str = "NO_COLOR";
+/// Read by launch: the path of the socket of the SSH agent.
+pub const SSH_AUTH_SOCK: &str = "SSH_AUTH_SOCK";

@@ -1,0 +1,14 @@
+//! The limits of hosts in texts.
+
+/// The largest number of hosts of a job.
+pub const MAX_HOSTS: usize = 16_384;
+/// The longest name of a host or user, in bytes. DNS allows 253 bytes.
+pub const MAX_NAME: usize = 255;
+/// The largest slot number in a filter. Slots are numbered from 0.
+pub(super) const MAX_SLOT: u32 = 1023;
+/// The largest number of slots of a host.
+pub(super) const MAX_SLOTS: u32 = 1024;
+/// The largest number of digits of a number in brackets.
+pub(super) const MAX_DIGITS: usize = 9;
+/// The largest number of pairs of brackets in one name.
+pub(super) const MAX_BRACKETS: usize = 4;

@@ -1,0 +1,50 @@
+//! [`JobSpec::to_key_json`]: the job as JSON under the present key names.
+//!
+//! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names that the
+//! first checkpoints used, which are the names in [`DEPRECATED`]. This module replaces these names
+//! by the present ones, for programs that read `launch plan --json`.
+use crate::{
+    spec::job::JobSpec,
+    table::{DEPRECATED, DeprecatedName},
+};
+use serde_json::{Map, Value};
+
+/// The endings that a serialized field adds to the name of its key. A duration is stored in
+/// milliseconds.
+const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
+
+impl JobSpec {
+    /// Returns the job as JSON under the present key names. The result cannot be deserialized to a
+    /// [`JobSpec`], because the serialized form has other names.
+    pub fn to_key_json(&self) -> Value {
+        let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
+        for name in DEPRECATED.iter() {
+            let section = format!("/{}", name.section.replace('.', "/"));
+            if let Some(Value::Object(fields)) = job.pointer_mut(&section) {
+                rename_field(fields, name);
+            }
+        }
+        job
+    }
+}
+
+/// Renames the field of a deprecated key in `fields`, the serialized section of the key. Replaces
+/// the field's value if the value was renamed, too.
+fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
+    for suffix in FIELD_SUFFIXES {
+        let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };
+        let renamed = name.values.iter().find(|(old, _)| serialize_value(old) == value);
+        let value = renamed.map_or(value, |(_, new)| serialize_value(new));
+        fields.insert(format!("{}{suffix}", name.new), value);
+    }
+}
+
+/// Returns the serialized form of a value of job.yaml: a boolean, or the name of the enum variant,
+/// which is the value with a capital first letter.
+fn serialize_value(value: &str) -> Value {
+    match value {
+        "true" => Value::Bool(true),
+        "false" => Value::Bool(false),
+        _ => Value::String(value[..1].to_uppercase() + &value[1..]),
+    }
+}

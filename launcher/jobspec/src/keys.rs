@@ -1,0 +1,16 @@
+//! Declarations of keys. The declaration of a key determines how its value is decoded, printed,
+//! checked and documented, and its part of the JSON Schema.
+pub(crate) mod choice;
+pub(crate) mod collections;
+pub(crate) mod decoder;
+pub(crate) mod info;
+pub(crate) mod key;
+pub(crate) mod names;
+pub(crate) mod numbers;
+pub(crate) mod record;
+pub(crate) mod schema;
+pub(crate) mod section;
+pub(crate) mod text;
+pub(crate) mod units;
+pub(crate) mod value_type;
+pub(crate) mod values;

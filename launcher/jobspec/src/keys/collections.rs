@@ -1,0 +1,71 @@
+//! Value types of lists.
+use super::value_type::{ReadResult, ValueType, wrong_type_error};
+use crate::yaml::{
+    format::{Printed, format_list},
+    tree::{YamlNode, YamlValue, make_excerpt},
+    value_error::ValueError,
+};
+use serde_json::json;
+
+/// Lists of `item`. `accepts` describes the list, such as `list of paths`. The error of a list
+/// contains the mistakes of all items.
+pub(crate) fn list_of<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
+    list_expecting(accepts, format!("a {accepts}"), item)
+}
+
+/// Lists of `item`. `expected` describes the list in messages, and `accepts` in docs/job.md.
+pub(crate) fn list_expecting<T: 'static>(
+    accepts: &'static str,
+    expected: impl Into<String>,
+    item: ValueType<T>,
+) -> ValueType<Vec<T>> {
+    let (expected, item) = (expected.into(), std::rc::Rc::new(item));
+    let (message, printer) = (expected.clone(), item.clone());
+    let schema = json!({"type": "array", "items": item.schema});
+    let read = move |node: &YamlNode| read_list(&message, &item, node);
+    let print = move |values: &Vec<T>| {
+        Some(Printed::Line(format_list(values.iter().map(|value| printer.print_line(value)))))
+    };
+    ValueType::new(accepts, schema, read, print).expecting(expected)
+}
+
+/// Reads a list whose items have the type `item`. `expected` describes the list in messages.
+fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -> ReadResult<Vec<T>> {
+    let one_item = |text: &str| format!("write a list of one item as [{text}]");
+    match &node.value {
+        YamlValue::List(items) => {
+            let (mut values, mut errors) = (Vec::new(), Vec::new());
+            for (i, node) in items.iter().enumerate() {
+                match item.read(node) {
+                    Ok(value) => values.push(value),
+                    Err(error) => errors.push(error.in_part(&format!("item {}", i + 1))),
+                }
+            }
+            ValueError::merge(errors).map_or(Ok(values), Err)
+        }
+        YamlValue::Text => {
+            Err(wrong_type_error(expected, node)
+                .with_help(one_item(&format!("\"{}\"", make_excerpt(&node.raw)))))
+        }
+        YamlValue::Int(_) | YamlValue::Float(_) => {
+            Err(wrong_type_error(expected, node).with_help(one_item(&make_excerpt(&node.raw))))
+        }
+        _ => Err(wrong_type_error(expected, node)),
+    }
+}
+
+/// Pairs of `item`, written as a list. `accepts` describes the pair in docs/job.md, and `expected`
+/// in messages.
+pub(crate) fn pair_of<T: Clone + 'static>(
+    accepts: &'static str,
+    expected: &'static str,
+    item: ValueType<T>,
+) -> ValueType<(T, T)> {
+    let list = list_expecting(accepts, expected, item).limited(
+        expected,
+        json!({"minItems": 2, "maxItems": 2}),
+        |items| items.len() == 2,
+    );
+    // The check above ensures that there are two items.
+    list.convert(|items| (items[0].clone(), items[1].clone()), |(a, b)| Some(vec![a.clone(), b.clone()]))
+}

@@ -1,0 +1,244 @@
+//! [`JobDecoder`]: reads values from the YAML tree of a job and collects all mistakes.
+use super::{
+    info::{KeyInfo, UnsetKeys, list_section_keys},
+    names::find_nearest_name,
+    value_type::{ValueType, wrong_type_error},
+};
+use crate::yaml::{
+    source_map::{SourceMap, join_key_path},
+    tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
+    value_error::ValueError,
+};
+use diagnostic::{Code, Diagnostic, codes::job as codes};
+
+/// The largest number of errors that are collected. Further errors are dropped.
+const MAX_ERRORS: usize = 200;
+
+/// Reads the values of a job, and collects the errors and warnings that are found.
+pub(crate) struct JobDecoder {
+    pub(crate) sources: SourceMap,
+    pub(crate) errors: Vec<Diagnostic>,
+    pub(crate) warnings: Vec<Diagnostic>,
+    /// The deprecated names of keys that the job uses, as pairs of the deprecated and the present
+    /// path.
+    pub(crate) deprecated: Vec<(String, String)>,
+    /// The keys without a value whose default is computed.
+    pub(crate) unset: UnsetKeys,
+    /// The errors in the keys of a mapping within a value; `None` in a decoder of a job.
+    record_errors: Option<Vec<ValueError>>,
+    table: &'static [KeyInfo],
+}
+
+/// The entries of one section of the job. A section that the job does not contain has no entries.
+#[derive(Clone, Copy)]
+pub(crate) struct JobSection<'n> {
+    path: &'static str,
+    entries: &'n [YamlEntry],
+    given: bool,
+}
+
+impl JobSection<'_> {
+    /// Returns a section that the job does not contain.
+    pub(crate) fn absent(path: &'static str) -> JobSection<'static> {
+        JobSection { path, entries: &[], given: false }
+    }
+
+    /// Returns the value of the key `name`; `None` if the section does not contain it.
+    pub(crate) fn find_value(&self, name: &str) -> Option<&YamlNode> {
+        self.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
+    }
+
+    /// Returns whether the job contains the section.
+    pub(crate) fn is_given(&self) -> bool {
+        self.given
+    }
+}
+
+impl JobDecoder {
+    /// Creates a decoder of the keys in `table`.
+    pub(crate) fn new(sources: SourceMap, table: &'static [KeyInfo]) -> Self {
+        JobDecoder {
+            sources,
+            errors: Vec::new(),
+            warnings: Vec::new(),
+            deprecated: Vec::new(),
+            unset: UnsetKeys::new(),
+            record_errors: None,
+            table,
+        }
+    }
+
+    /// Decodes a mapping within a value by `decode`. Returns the result, the keys without a value,
+    /// and the errors, which have no location yet.
+    pub(crate) fn decode_record<T>(
+        entries: &[YamlEntry],
+        decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
+    ) -> (T, UnsetKeys, Vec<ValueError>) {
+        let mut decoder = JobDecoder::new(SourceMap::new("", ""), &[]);
+        decoder.record_errors = Some(Vec::new());
+        let value = decode(&mut decoder, &JobSection { path: "", entries, given: true });
+        (value, decoder.unset, decoder.record_errors.unwrap_or_default())
+    }
+
+    /// Opens the whole job as a section. Reports unknown and duplicate keys at the top level.
+    pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
+        self.open_section_node("", Some(root))
+    }
+
+    /// Opens the section `path`, which is directly within `parent`. Reports unknown and duplicate
+    /// keys in the section.
+    pub(crate) fn open_section<'n>(&mut self, parent: &JobSection<'n>, path: &'static str) -> JobSection<'n> {
+        let node = find_inner_section(parent, path);
+        self.open_section_node(path, node)
+    }
+
+    /// Returns whether the section `path` of `parent` is absent or `null`.
+    pub(crate) fn is_null_or_absent(&self, parent: &JobSection<'_>, path: &'static str) -> bool {
+        find_inner_section(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
+    }
+
+    /// Opens the section `path`, whose value is `node`. Reports a value that is not a mapping, and
+    /// unknown and duplicate keys.
+    fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
+        let entries: &[YamlEntry] = match node {
+            None => &[],
+            Some(YamlNode { value: YamlValue::Map(entries), .. }) => entries,
+            Some(other) => {
+                self.report_value_error(path, wrong_type_error("a mapping of keys", other));
+                &[]
+            }
+        };
+        self.check_key_names(path, entries);
+        JobSection { path, entries, given: node.is_some() }
+    }
+
+    /// Reports keys of a section that are unknown, and keys that are given both by their name and
+    /// by an alias.
+    fn check_key_names(&mut self, section: &'static str, entries: &[YamlEntry]) {
+        let table = self.table;
+        let mut known_names: Vec<&str> = Vec::new();
+        for entry in entries {
+            let Some(key) = list_section_keys(table, section).find(|key| key.has_name(&entry.key)) else {
+                self.report_unknown_key(section, entry);
+                continue;
+            };
+            let name = key.name();
+            if known_names.contains(&name) {
+                let message = format!("is given twice: `{}` is another name of `{name}`", entry.key);
+                let error = ValueError::new(codes::JOB_KEY_DUPLICATE, entry.key_span, message);
+                self.report_value_error(&key.path, error.with_help("keep one of them"));
+            }
+            known_names.push(name);
+        }
+    }
+
+    /// Reports an unknown key. The advice is a similar name, or else a list of the section's keys.
+    fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
+        if self.errors.len() >= MAX_ERRORS {
+            return;
+        }
+        let keys = || list_section_keys(self.table, section);
+        let names = keys().flat_map(|key| std::iter::once(key.name()).chain(key.aliases.iter().copied()));
+        let help = if let Some(name) = find_nearest_name(&entry.key, names) {
+            format!("did you mean `{name}`?")
+        } else if let Some(path) = find_key_by_last_name(self.table, &entry.key) {
+            format!("`{path}` is a key")
+        } else {
+            let names: Vec<&str> = keys().map(KeyInfo::name).collect();
+            format!("the keys here are {}", names.join(", "))
+        };
+        let parent = if section.is_empty() { "a job".to_owned() } else { format!("`{section}`") };
+        let message = format!("`{}` is not a key of {parent}", make_excerpt(&entry.key));
+        let error = Diagnostic::error(codes::JOB_KEY_UNKNOWN, message)
+            .with_subject(join_key_path(section, &entry.key))
+            .with_location(self.sources.locate_span(entry.key_span))
+            .with_help(help);
+        self.push_error(error);
+    }
+
+    /// Reads the value of the key `name` of a section, which may also be given by one of `aliases`.
+    /// Returns `None` if the key is absent. If the value is wrong, reports the error and returns
+    /// `None`.
+    pub(crate) fn read_key<T: 'static>(
+        &mut self,
+        section: &JobSection<'_>,
+        name: &str,
+        aliases: &[&str],
+        values: &ValueType<T>,
+    ) -> Option<T> {
+        let is_key = |entry: &&YamlEntry| entry.key == name || aliases.contains(&entry.key.as_str());
+        let node = section.entries.iter().find(is_key).map(|entry| &entry.value)?;
+        let report = |error| self.report_value_error(&join_key_path(section.path, name), error);
+        values.read(node).map_err(report).ok()
+    }
+
+    /// Reports that the value of the key `path` is wrong. The message begins with the path. An
+    /// empty `path` stands for the whole job.
+    pub(crate) fn report_value_error(&mut self, path: &str, error: ValueError) {
+        if let Some(errors) = &mut self.record_errors {
+            errors.push(error.in_part(&format!("`{path}`")));
+            return;
+        }
+        let (subject, prefix) = match path {
+            "" => (None, "the job ".to_owned()),
+            _ => (Some(path), format!("`{path}` ")),
+        };
+        for diagnostic in error.into_diagnostics(&self.sources, subject, &prefix) {
+            self.push_error(diagnostic);
+        }
+    }
+
+    /// Reports an error about the key `path` whose value is well-formed. An empty `path` stands for
+    /// the whole job. `help` may be empty.
+    pub(crate) fn report_error(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
+        let error =
+            self.sources.add_location(with_subject_and_help(Diagnostic::error(code, message), path, help));
+        self.push_error(error);
+    }
+
+    /// Adds a warning about the key `path`. `help` is the advice for the user, and may be empty.
+    pub(crate) fn report_warning(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
+        let warning =
+            self.sources.add_location(with_subject_and_help(Diagnostic::warning(code, message), path, help));
+        self.warnings.push(warning);
+    }
+
+    /// Adds an error. Drops the error if there are already [`MAX_ERRORS`]. If the job gives the key
+    /// by its deprecated name, the error gets advice that mentions this name.
+    pub(crate) fn push_error(&mut self, error: Diagnostic) {
+        if self.errors.len() >= MAX_ERRORS {
+            return;
+        }
+        let deprecated = self.deprecated.iter().find(|(_, new)| error.subject() == Some(new.as_str()));
+        self.errors.push(match deprecated {
+            Some((old, new)) => error.with_help(format!("`{old}` is the deprecated name of `{new}`")),
+            None => error,
+        });
+    }
+
+    /// Returns whether the keys `paths` have no errors. The decoded value of a key with an error
+    /// may be a default in place of the wrong value.
+    pub(crate) fn are_valid(&self, paths: &[&str]) -> bool {
+        !self.errors.iter().any(|error| paths.contains(&error.subject().unwrap_or_default()))
+    }
+}
+
+/// Sets the subject of a diagnostic to `path`, and adds `help`. An empty text is skipped.
+fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
+    let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
+    if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }
+}
+
+/// Returns the value of the section `path`, which is directly within `parent`.
+fn find_inner_section<'n>(parent: &JobSection<'n>, path: &str) -> Option<&'n YamlNode> {
+    let name = path.rsplit('.').next()?;
+    parent.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
+}
+
+/// Returns the path of the only key whose last name or alias is `name`. Returns `None` if no key or
+/// several keys match.
+fn find_key_by_last_name<'t>(table: &'t [KeyInfo], name: &str) -> Option<&'t str> {
+    let mut found = table.iter().filter(|key| key.has_name(name));
+    let first = found.next()?;
+    found.next().is_none().then_some(&first.path)
+}

@@ -1,0 +1,163 @@
+//! [`Key`]: the declaration of one key, from which its value is decoded, printed and documented.
+use super::{
+    decoder::{JobDecoder, JobSection},
+    info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
+    section::{Entry, Place, first_paragraph},
+    value_type::ValueType,
+    values::JobValues,
+};
+use crate::yaml::parse::parse_default;
+
+/// The declaration of a key with values of type `T` in the section `S`.
+pub(crate) struct Key<S, T> {
+    values: ValueType<T>,
+    default: DefaultValue<S, T>,
+    aliases: &'static [&'static str],
+    deprecated: Option<&'static str>,
+    deprecated_values: &'static [(&'static str, &'static str)],
+    reloadable: bool,
+    ignores_section_rules: bool,
+    rules: &'static [Rule],
+}
+
+/// Computes a default from the section of the key, and from the values of the other keys.
+type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
+
+/// The default of a key.
+enum DefaultValue<S, T> {
+    /// A fixed value in YAML.
+    Yaml(&'static str),
+    /// A computed value, and the words that describe the computation. While the section is decoded,
+    /// the field has the placeholder.
+    Computed { words: KeyDefault, placeholder: fn() -> T, compute: ComputeFn<S, T> },
+}
+
+impl<S, T: 'static> Key<S, T> {
+    /// Declares a key with a fixed default, which is written in YAML.
+    pub(crate) fn new(values: ValueType<T>, default: &'static str) -> Self {
+        Self::with_default(values, DefaultValue::Yaml(default))
+    }
+
+    /// Declares a key whose default is computed. `words` describes the computation.
+    pub(crate) fn computed(values: ValueType<T>, words: &'static str, compute: ComputeFn<S, T>) -> Self
+    where
+        T: Default,
+    {
+        let words = KeyDefault::Computed(words);
+        Self::with_default(values, DefaultValue::Computed { words, placeholder: T::default, compute })
+    }
+
+    /// Declares a key that its section requires.
+    pub(crate) fn required(values: ValueType<T>) -> Self
+    where
+        T: Default,
+    {
+        let compute: ComputeFn<S, T> = |_, _| T::default();
+        let default =
+            DefaultValue::Computed { words: KeyDefault::Required, placeholder: T::default, compute };
+        Self::with_default(values, default)
+    }
+
+    fn with_default(values: ValueType<T>, default: DefaultValue<S, T>) -> Self {
+        Key {
+            values,
+            default,
+            aliases: &[],
+            deprecated: None,
+            deprecated_values: &[],
+            reloadable: false,
+            ignores_section_rules: false,
+            rules: &[],
+        }
+    }
+
+    /// Adds other permanent names of the key.
+    pub(crate) fn aliases(self, aliases: &'static [&'static str]) -> Self {
+        Key { aliases, ..self }
+    }
+
+    /// Adds a previous name of the key.
+    pub(crate) fn deprecated(self, name: &'static str) -> Self {
+        Key { deprecated: Some(name), ..self }
+    }
+
+    /// Adds previous names of values, each with the present name.
+    pub(crate) fn deprecated_values(self, values: &'static [(&'static str, &'static str)]) -> Self {
+        Key { deprecated_values: values, ..self }
+    }
+
+    /// Makes a new value of the key take effect while the job runs.
+    pub(crate) fn reloadable(self) -> Self {
+        Key { reloadable: true, ..self }
+    }
+
+    /// Exempts the key from the rules of its section.
+    pub(crate) fn ignores_section_rules(self) -> Self {
+        Key { ignores_section_rules: true, ..self }
+    }
+
+    /// Adds the combinations with other keys in which the key is wrong or has no effect.
+    pub(crate) fn rules(self, rules: &'static [Rule]) -> Self {
+        Key { rules, ..self }
+    }
+}
+
+impl<S, T: Clone + 'static> Key<S, Option<T>> {
+    /// Declares a key that a job may leave out. `words` describes what then applies.
+    pub(crate) fn optional(values: ValueType<T>, words: &'static str) -> Self {
+        Key::computed(values.optional(), words, |_, _| None)
+    }
+}
+
+impl<S, T: 'static> Entry<S> for Key<S, T> {
+    type Value = T;
+
+    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
+        let section_rules = if self.ignores_section_rules { &[] } else { place.section_rules };
+        table.push(KeyInfo {
+            path: place.path(),
+            accepts: self.values.accepts.clone(),
+            default: match &self.default {
+                DefaultValue::Yaml(text) => KeyDefault::Yaml(text),
+                DefaultValue::Computed { words, .. } => *words,
+            },
+            aliases: self.aliases,
+            meaning: first_paragraph(place.doc),
+            reloadable: self.reloadable,
+            deprecated: self.deprecated,
+            deprecated_values: self.deprecated_values,
+            rules: section_rules.iter().chain(self.rules).copied().collect(),
+            schema: self.values.schema.clone(),
+        });
+    }
+
+    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
+        if let Some(value) = d.read_key(section, place.name, self.aliases, &self.values) {
+            return value;
+        }
+        match &self.default {
+            DefaultValue::Yaml(text) => parse_default(text)
+                .and_then(|node| self.values.read(&node).ok())
+                .unwrap_or_else(|| unreachable!("the default of {} is valid", place.path())),
+            DefaultValue::Computed { placeholder, .. } => {
+                d.unset.insert(place.path());
+                placeholder()
+            }
+        }
+    }
+
+    fn compute_default(&self, place: Place, owner: &S, unset: &UnsetKeys, values: &JobValues) -> Option<T> {
+        match &self.default {
+            DefaultValue::Computed { compute, .. } if unset.contains(&place.path()) => {
+                Some(compute(owner, values))
+            }
+            _ => None,
+        }
+    }
+
+    fn print(&self, place: Place, _owner: &S, value: &T, values: &mut JobValues) {
+        if let Some(printed) = self.values.print(value) {
+            values.add(place.path(), printed);
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Value types of mappings whose keys are declared like those of a section.
+use super::{
+    decoder::JobDecoder,
+    info::{KeyDefault, KeyInfo},
+    names::find_nearest_name,
+    schema::describe_object,
+    section::Section,
+    value_type::{ReadResult, ValueType, wrong_type_error},
+    values::JobValues,
+};
+use crate::yaml::{
+    format::{Printed, format_map},
+    tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
+    value_error::ValueError,
+};
+use diagnostic::codes::job as codes;
+
+/// Mappings with the keys of `T`. `accepts` describes them in docs/job.md, and `expected` in
+/// messages. The error of a mapping contains the mistakes of all keys.
+pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
+    let mut table = Vec::new();
+    T::declare(&mut table);
+    let schema = describe_object(&table, "");
+    let read = move |node: &YamlNode| match &node.value {
+        YamlValue::Map(entries) => read_record(&table, node, entries),
+        _ => Err(wrong_type_error(expected, node)),
+    };
+    let print = |value: &T| {
+        let mut values = JobValues::default();
+        value.print(&mut values);
+        Some(Printed::Line(format_map(values.list_lines())))
+    };
+    ValueType::new(accepts, schema, read, print).expecting(expected)
+}
+
+/// Reads a mapping with the keys of `T`, which are those in `table`.
+fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEntry]) -> ReadResult<T> {
+    let (mut value, unset, mut errors) = JobDecoder::decode_record(entries, T::decode);
+    let is_known = |entry: &&YamlEntry| table.iter().any(|key| key.has_name(&entry.key));
+    errors
+        .extend(entries.iter().filter(|entry| !is_known(entry)).map(|entry| unknown_key_error(table, entry)));
+    for key in table.iter().filter(|key| key.default == KeyDefault::Required) {
+        if !entries.iter().any(|entry| key.has_name(&entry.key)) {
+            let message = format!("has no `{}`", key.path);
+            let error = ValueError::new(codes::JOB_KEY_REQUIRED, node.span, message);
+            errors.push(error.with_help(format!("add `{}`: {}", key.path, key.accepts)));
+        }
+    }
+    value.fill_defaults(&unset, &JobValues::default());
+    let mut values = JobValues::default();
+    value.print(&mut values);
+    if errors.is_empty() {
+        let is_given = |key: &&KeyInfo| entries.iter().any(|entry| key.has_name(&entry.key));
+        let rules =
+            table.iter().filter(is_given).flat_map(|key| key.rules.iter().map(move |rule| (key, rule)));
+        errors.extend(rules.filter(|(_, rule)| values.meets(rule)).map(|(key, rule)| {
+            let message = values.format_message(rule, &key.path);
+            ValueError::new(rule.code, node.span, message).with_help(rule.format_help(&key.path))
+        }));
+    }
+    ValueError::merge(errors).map_or(Ok(value), Err)
+}
+
+/// Creates the error of a key that the table does not contain.
+fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
+    let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
+    let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);
+    let names: Vec<&str> = table.iter().map(KeyInfo::name).collect();
+    match find_nearest_name(&entry.key, names.iter().copied()) {
+        Some(near) => error.with_help(format!("did you mean `{near}`?")),
+        None => error.with_help(format!("the keys here are {}", names.join(", "))),
+    }
+}

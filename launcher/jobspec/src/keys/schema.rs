@@ -1,0 +1,150 @@
+//! Builds JSON Schemas from declarations of keys.
+use super::info::{Condition, KeyDefault, KeyInfo, list_section_keys};
+use diagnostic::Severity;
+use serde_json::{Map, Value, json};
+
+/// Describes the object of the section `section` with its inner sections: every key by all of its
+/// names. Other keys are not allowed.
+pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
+    let mut properties = Map::new();
+    for key in list_section_keys(table, section) {
+        let schema = describe_key(table, key);
+        for alias in key.aliases {
+            properties.insert((*alias).to_owned(), schema.clone());
+        }
+        if let Some(deprecated) = key.deprecated {
+            properties.insert(deprecated.to_owned(), describe_deprecated_key(key, &schema));
+        }
+        properties.insert(key.name().to_owned(), schema);
+    }
+    let required: Vec<&str> = list_section_keys(table, section)
+        .filter(|key| key.default == KeyDefault::Required)
+        .map(KeyInfo::name)
+        .collect();
+    let mut object = json!({"type": "object", "properties": properties, "additionalProperties": false});
+    if !required.is_empty() {
+        object["required"] = json!(required);
+    }
+    if section.is_empty() {
+        let rules = list_rules(table);
+        if !rules.is_empty() {
+            object["allOf"] = Value::Array(rules);
+        }
+    }
+    object
+}
+
+/// Describes the value of a key, with its meaning and default.
+fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
+    let mut schema = key.schema.clone();
+    if key.default == KeyDefault::Section {
+        let section_type = schema["type"].clone();
+        schema = describe_object(table, &key.path);
+        schema["type"] = section_type;
+    }
+    let renamed = key.deprecated_values.iter().filter(|_| key.deprecated.is_none());
+    let renamed: Vec<&str> = renamed.map(|(old, _)| *old).collect();
+    if !renamed.is_empty() {
+        schema = json!({"anyOf": [schema, {"enum": renamed, "deprecated": true}]});
+    }
+    let default = match key.default {
+        KeyDefault::Yaml(text) => format!(" Default: `{text}`."),
+        KeyDefault::Computed(words) => format!(" Default: {words}."),
+        KeyDefault::Required | KeyDefault::Section => String::new(),
+    };
+    schema["description"] = json!(format!("{}.{default}", key.meaning));
+    schema
+}
+
+/// Describes the value of a key under its previous name, with the previous values.
+fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
+    let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
+    let mut schema =
+        if values.is_empty() { schema.clone() } else { json!({"anyOf": [schema, {"enum": values}]}) };
+    schema["description"] = json!(format!("Deprecated name of `{}`.", key.name()));
+    schema["deprecated"] = json!(true);
+    schema
+}
+
+/// Describes the rules that reject a job: if the conditions of the rule hold, the key is not
+/// allowed.
+fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
+    let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
+    for key in table {
+        for rule in key.rules.iter().filter(|rule| rule.severity == Severity::Error) {
+            let when: Vec<Value> =
+                rule.when.iter().map(|condition| describe_condition(table, condition)).collect();
+            let forbidden = describe_forbidden_key(key);
+            match rules.iter_mut().find(|(of, _)| *of == when) {
+                Some((_, all)) => merge_properties(all, forbidden),
+                None => rules.push((when, forbidden)),
+            }
+        }
+    }
+    rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
+}
+
+/// Describes jobs in which a condition holds.
+fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
+    let key = condition.key();
+    let default = table.iter().find(|of| of.path == key).map(|of| of.default);
+    let is_default =
+        |values: &[&str]| matches!(default, Some(KeyDefault::Yaml(text)) if values.contains(&text));
+    let one_of = |values: &[&str]| {
+        let values: Vec<Value> = values.iter().map(|text| parse_keyword(text)).collect();
+        at_path(key, json!({"enum": values}))
+    };
+    match condition {
+        Condition::Given(_) => at_path(key, json!({})),
+        Condition::NotGiven(_) => json!({"not": at_path(key, json!({}))}),
+        // A key that the job does not contain has its default.
+        Condition::OneOf(_, values) if is_default(values) => {
+            json!({"anyOf": [one_of(values), {"not": at_path(key, json!({}))}]})
+        }
+        Condition::OneOf(_, values) => one_of(values),
+        Condition::NoneOf(_, values) if is_default(values) => {
+            json!({"not": {"anyOf": [one_of(values), {"not": at_path(key, json!({}))}]}})
+        }
+        Condition::NoneOf(_, values) => json!({"not": one_of(values)}),
+    }
+}
+
+/// Describes jobs that do not contain a key by any of its names.
+fn describe_forbidden_key(key: &KeyInfo) -> Value {
+    let (section, name) = key.split_path();
+    let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
+    let properties: Map<String, Value> = names.map(|name| (name.to_owned(), Value::Bool(false))).collect();
+    let mut schema = json!({"properties": properties});
+    for part in section.rsplit('.').filter(|part| !part.is_empty()) {
+        schema = json!({"properties": {part: schema}});
+    }
+    schema
+}
+
+/// Adds the properties of `other` to those of `schema`, also within inner objects.
+fn merge_properties(schema: &mut Value, other: Value) {
+    match (schema, other) {
+        (Value::Object(schema), Value::Object(other)) => {
+            for (name, value) in other {
+                match schema.get_mut(&name) {
+                    Some(of) => merge_properties(of, value),
+                    None => _ = schema.insert(name, value),
+                }
+            }
+        }
+        (schema, other) => *schema = other,
+    }
+}
+
+/// Describes jobs that contain the key `path` with a value that `schema` describes.
+pub(crate) fn at_path(path: &str, schema: Value) -> Value {
+    path.rsplit('.').fold(
+        schema,
+        |schema, name| json!({"type": "object", "properties": {name: schema}, "required": [name]}),
+    )
+}
+
+/// Converts a value in YAML to JSON: a boolean, a number or a text.
+fn parse_keyword(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|_| json!(text))
+}

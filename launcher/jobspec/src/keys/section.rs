@@ -1,0 +1,309 @@
+//! [`Section`]: a struct whose fields are keys of one section, and the macro that declares both.
+use super::{
+    decoder::{JobDecoder, JobSection},
+    info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
+    values::JobValues,
+};
+use crate::yaml::source_map::{SourceMap, join_key_path};
+use serde_json::json;
+use std::marker::PhantomData;
+
+/// A section of job.yaml. [`section!`](crate::keys::section::section) implements the trait.
+pub(crate) trait Section: Sized {
+    /// The path of the section; empty for the whole job.
+    const PATH: &'static str;
+    /// What the section contains, in the words of its documentation comment.
+    const DOC: &'static str;
+
+    /// Appends the keys of the section to the table of keys.
+    fn declare(table: &mut Vec<KeyInfo>);
+
+    /// Decodes the section. Keys whose default is computed get a placeholder.
+    fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
+
+    /// Replaces the placeholders of the keys in `unset` by computed defaults. `values` has the
+    /// values of the other keys.
+    fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
+
+    /// Appends the values of the section's keys.
+    fn print(&self, values: &mut JobValues);
+}
+
+/// The position of a field's declaration: its section, its name and its documentation.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) section: &'static str,
+    pub(crate) name: &'static str,
+    pub(crate) doc: &'static str,
+    pub(crate) section_rules: &'static [Rule],
+}
+
+impl Place {
+    /// Creates the place of the field `field`. The name of its key is that of the field without the
+    /// unit of milliseconds.
+    pub(crate) fn new(
+        section: &'static str,
+        field: &'static str,
+        doc: &'static str,
+        section_rules: &'static [Rule],
+    ) -> Place {
+        let name = field.strip_prefix("r#").unwrap_or(field);
+        let name = name.strip_suffix("_ms").unwrap_or(name);
+        Place { section, name, doc, section_rules }
+    }
+
+    /// Returns the path of the key.
+    pub(crate) fn path(&self) -> String {
+        join_key_path(self.section, self.name)
+    }
+}
+
+/// Returns the first paragraph of a documentation comment, without the final full stop.
+pub(crate) fn first_paragraph(doc: &str) -> String {
+    let lines = doc.lines().map(str::trim).take_while(|line| !line.is_empty());
+    let text = lines.collect::<Vec<_>>().join(" ");
+    text.strip_suffix('.').unwrap_or(&text).to_owned()
+}
+
+/// The declaration of one field of the section `S`: usually one key or one inner section.
+pub(crate) trait Entry<S> {
+    /// The type of the field.
+    type Value;
+
+    /// Appends the keys of the field to the table of keys.
+    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>);
+
+    /// Decodes the value of the field.
+    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
+
+    /// Returns the computed default of the field if its key is in `unset`.
+    fn compute_default(
+        &self,
+        _place: Place,
+        _owner: &S,
+        _unset: &UnsetKeys,
+        _values: &JobValues,
+    ) -> Option<Self::Value> {
+        None
+    }
+
+    /// Computes the defaults within the value, if the value is a section.
+    fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
+
+    /// Appends the values of the field's keys. `owner` is the section.
+    fn print(&self, place: Place, owner: &S, value: &Self::Value, values: &mut JobValues);
+}
+
+/// Declares that `entry` is the entry of a field with the type `V` in the section `S`.
+pub(crate) fn entry_of<S, V, E: Entry<S, Value = V>>(entry: E) -> E {
+    entry
+}
+
+/// Declares a section: a struct, and for each field how its key is decoded, printed and documented.
+///
+/// The documentation comment of a field is the documentation of its key. Its first paragraph is the
+/// meaning in docs/job.md. The name of the key is that of the field, without `_ms`.
+macro_rules! section {
+    (
+        $(#[doc = $section_doc:literal])+
+        $(#[derive $derive:tt])?
+        pub struct $name:ident at $path:literal $(, rules $rules:expr)? ;
+        $( $(#[doc = $doc:literal])+ $(#[serde $serde:tt])? pub $field:ident: $type:ty = $entry:expr; )+
+    ) => {
+        $(#[doc = $section_doc])+
+        $(#[derive $derive])?
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        pub struct $name {
+            $( $(#[doc = $doc])+ $(#[serde $serde])? pub $field: $type, )+
+        }
+
+        impl crate::keys::section::Section for $name {
+            const PATH: &'static str = $path;
+            const DOC: &'static str = concat!($($section_doc, "\n"),+);
+
+            fn declare(table: &mut Vec<crate::keys::info::KeyInfo>) {
+                use crate::keys::section::{Entry, Place, entry_of};
+                let rules: &[&'static [crate::keys::info::Rule]] = &[$($rules)?];
+                let rules = rules.first().copied().unwrap_or_default();
+                $(
+                    let place = Place::new($path, stringify!($field), concat!($($doc, "\n"),+), rules);
+                    Entry::<Self>::declare(&entry_of::<Self, $type, _>($entry), place, table);
+                )+
+            }
+
+            fn decode(
+                d: &mut crate::keys::decoder::JobDecoder,
+                section: &crate::keys::decoder::JobSection<'_>,
+            ) -> Self {
+                use crate::keys::section::{Entry, Place, entry_of};
+                $(
+                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let entry = entry_of::<Self, $type, _>($entry);
+                    let $field = Entry::<Self>::decode(&entry, place, d, section);
+                )+
+                $name { $($field),+ }
+            }
+
+            fn fill_defaults(
+                &mut self,
+                unset: &crate::keys::info::UnsetKeys,
+                values: &crate::keys::values::JobValues,
+            ) {
+                use crate::keys::section::{Entry, Place, entry_of};
+                $(
+                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let entry = entry_of::<Self, $type, _>($entry);
+                    if let Some(value) = Entry::<Self>::compute_default(&entry, place, self, unset, values) {
+                        self.$field = value;
+                    }
+                    Entry::<Self>::fill_inner(&entry, &mut self.$field, unset, values);
+                )+
+            }
+
+            fn print(&self, values: &mut crate::keys::values::JobValues) {
+                use crate::keys::section::{Entry, Place, entry_of};
+                $(
+                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let entry = entry_of::<Self, $type, _>($entry);
+                    Entry::<Self>::print(&entry, place, self, &self.$field, values);
+                )+
+            }
+        }
+    };
+}
+pub(crate) use section;
+
+/// The entry of a field that is not a key.
+pub(crate) struct NotAKey;
+
+/// Declares a field that is not a key. Decoding leaves it empty.
+pub(crate) fn not_a_key() -> NotAKey {
+    NotAKey
+}
+
+impl<S> Entry<S> for NotAKey {
+    type Value = String;
+
+    fn declare(&self, _place: Place, _table: &mut Vec<KeyInfo>) {}
+
+    fn decode(&self, _place: Place, _d: &mut JobDecoder, _section: &JobSection<'_>) -> String {
+        String::new()
+    }
+
+    fn print(&self, _place: Place, _owner: &S, _value: &String, _values: &mut JobValues) {}
+}
+
+/// The entry of a section within another section.
+pub(crate) struct Inner<T> {
+    is_printed: fn(&T) -> bool,
+}
+
+/// Declares an inner section.
+pub(crate) fn inner<T: Section>() -> Inner<T> {
+    Inner { is_printed: |_| true }
+}
+
+impl<T> Inner<T> {
+    /// Prints the section only if `is_printed` returns true.
+    pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> Inner<T> {
+        Inner { is_printed }
+    }
+}
+
+impl<S, T: Section> Entry<S> for Inner<T> {
+    type Value = T;
+
+    fn declare(&self, _place: Place, table: &mut Vec<KeyInfo>) {
+        table.push(describe_section::<T>(&["object"]));
+        T::declare(table);
+    }
+
+    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
+        let inner = d.open_section(section, T::PATH);
+        T::decode(d, &inner)
+    }
+
+    fn fill_inner(&self, value: &mut T, unset: &UnsetKeys, values: &JobValues) {
+        value.fill_defaults(unset, values);
+    }
+
+    fn print(&self, _place: Place, _owner: &S, value: &T, values: &mut JobValues) {
+        if (self.is_printed)(value) {
+            value.print(values);
+        }
+    }
+}
+
+/// The entry of an inner section that a job may leave out.
+pub(crate) struct OptionalInner<T> {
+    accepts_null: bool,
+    section: PhantomData<T>,
+}
+
+/// Declares an inner section that a job may leave out. The value `null` stands for an absent
+/// section.
+pub(crate) fn optional_inner<T: Section>() -> OptionalInner<T> {
+    OptionalInner { accepts_null: true, section: PhantomData }
+}
+
+impl<T> OptionalInner<T> {
+    /// Rejects the value `null`.
+    pub(crate) fn without_null(self) -> OptionalInner<T> {
+        OptionalInner { accepts_null: false, ..self }
+    }
+}
+
+impl<S, T: Section> Entry<S> for OptionalInner<T> {
+    type Value = Option<T>;
+
+    fn declare(&self, _place: Place, table: &mut Vec<KeyInfo>) {
+        let types: &[&str] = if self.accepts_null { &["object", "null"] } else { &["object"] };
+        table.push(describe_section::<T>(types));
+        T::declare(table);
+    }
+
+    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Option<T> {
+        if self.accepts_null && d.is_null_or_absent(section, T::PATH) {
+            return None;
+        }
+        let inner = d.open_section(section, T::PATH);
+        inner.is_given().then(|| T::decode(d, &inner))
+    }
+
+    fn fill_inner(&self, value: &mut Option<T>, unset: &UnsetKeys, values: &JobValues) {
+        if let Some(value) = value {
+            value.fill_defaults(unset, values);
+        }
+    }
+
+    fn print(&self, _place: Place, _owner: &S, value: &Option<T>, values: &mut JobValues) {
+        if let Some(value) = value {
+            value.print(values);
+        }
+    }
+}
+
+/// Describes the section `T` for the table of keys. `types` are the types of its value in JSON
+/// Schema.
+fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
+    KeyInfo {
+        path: T::PATH.to_owned(),
+        accepts: "mapping".to_owned(),
+        default: KeyDefault::Section,
+        aliases: &[],
+        meaning: first_paragraph(T::DOC),
+        reloadable: false,
+        deprecated: None,
+        deprecated_values: &[],
+        rules: Vec::new(),
+        schema: json!({"type": if types.len() == 1 { json!(types[0]) } else { json!(types) }}),
+    }
+}
+
+/// Returns the section of a job that does not contain it: every key has its default.
+pub(crate) fn default_section<T: Section>() -> T {
+    let mut decoder = JobDecoder::new(SourceMap::new("", ""), &[]);
+    let mut section = T::decode(&mut decoder, &JobSection::absent(T::PATH));
+    section.fill_defaults(&decoder.unset, &JobValues::default());
+    section
+}

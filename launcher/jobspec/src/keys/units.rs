@@ -1,0 +1,51 @@
+//! Value types of durations and sizes.
+use super::value_type::{ValueType, wrong_format_error};
+use crate::yaml::{
+    format::format_duration,
+    scalar::{parse_duration, parse_size},
+    tree::{YamlNode, YamlValue, make_excerpt},
+};
+use serde_json::json;
+use std::ops::RangeInclusive;
+
+/// Durations, in milliseconds.
+pub(crate) fn duration() -> ValueType<u64> {
+    let example = "a duration such as `500ms`, `10s`, `5m`, `2h`";
+    number_with_unit("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
+}
+
+/// Durations in `range`, in milliseconds. `expected` describes them in messages.
+pub(crate) fn duration_in(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
+    duration().limited(expected, json!({}), move |ms| range.contains(ms))
+}
+
+/// Sizes of `least` bytes or more, in bytes. `expected` describes them in messages.
+pub(crate) fn size(least: u64, expected: &'static str) -> ValueType<u64> {
+    let example = "a size such as `512KiB`, `100MB`, `1GiB`";
+    number_with_unit("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
+        .limited(expected, json!({}), move |bytes| *bytes >= least)
+}
+
+/// Texts of a number and a unit. `units` is a regular expression, and `unit` the unit that the
+/// advice for a bare number names.
+fn number_with_unit(
+    accepts: &'static str,
+    expected: &'static str,
+    units: &str,
+    unit: &'static str,
+    parse: fn(&str) -> Option<u64>,
+    print: fn(u64) -> String,
+) -> ValueType<u64> {
+    let schema = json!({"type": "string", "pattern": format!(r"^([0-9]+(\.[0-9]*)?|\.[0-9]+) *({units})$")});
+    let read = move |node: &YamlNode| {
+        let error = || wrong_format_error(expected, node);
+        match node.value {
+            YamlValue::Text => parse(&node.raw).ok_or_else(error),
+            YamlValue::Int(_) | YamlValue::Float(_) => {
+                Err(error().with_help(format!("write the unit: `{}{unit}`", make_excerpt(&node.raw))))
+            }
+            _ => Err(error()),
+        }
+    };
+    ValueType::of_line(accepts, schema, read, move |value| print(*value)).expecting(expected)
+}

@@ -1,0 +1,227 @@
+//! [`ValueType`]: the values that a key accepts, with their YAML form and JSON Schema.
+use crate::yaml::{
+    format::Printed,
+    tree::{YamlNode, YamlValue},
+    value_error::ValueError,
+};
+use diagnostic::{Code, codes::job as codes};
+use serde_json::{Value, json};
+
+/// The result of reading a value: the value, or why the YAML node is not such a value.
+pub(crate) type ReadResult<T> = Result<T, ValueError>;
+
+type ReadFn<T> = Box<dyn Fn(&YamlNode) -> ReadResult<T>>;
+type PrintFn<T> = Box<dyn Fn(&T) -> Option<Printed>>;
+
+/// The values that a key accepts, and how they are read, printed and described.
+pub(crate) struct ValueType<T> {
+    read: ReadFn<T>,
+    print: PrintFn<T>,
+    /// The values in the words of docs/job.md, such as `integer from 1 to 8`.
+    pub(crate) accepts: String,
+    /// The values in the words of error messages, such as `an integer from 1 to 8`.
+    pub(crate) expected: String,
+    /// The JSON Schema of the values.
+    pub(crate) schema: Value,
+}
+
+impl<T: 'static> ValueType<T> {
+    /// Creates a type from a reader and a printer. In messages, an article precedes `accepts`.
+    pub(crate) fn new(
+        accepts: impl Into<String>,
+        schema: Value,
+        read: impl Fn(&YamlNode) -> ReadResult<T> + 'static,
+        print: impl Fn(&T) -> Option<Printed> + 'static,
+    ) -> Self {
+        let accepts = accepts.into();
+        let expected = add_article(&accepts);
+        ValueType { read: Box::new(read), print: Box::new(print), accepts, expected, schema }
+    }
+
+    /// Creates a type whose values are printed on one line.
+    pub(crate) fn of_line(
+        accepts: impl Into<String>,
+        schema: Value,
+        read: impl Fn(&YamlNode) -> ReadResult<T> + 'static,
+        print: impl Fn(&T) -> String + 'static,
+    ) -> Self {
+        Self::new(accepts, schema, read, move |value| Some(Printed::Line(print(value))))
+    }
+
+    /// Reads a value from a YAML node.
+    pub(crate) fn read(&self, node: &YamlNode) -> ReadResult<T> {
+        (self.read)(node)
+    }
+
+    /// Formats a value as YAML. Returns `None` for a value that is written by leaving out the key.
+    pub(crate) fn print(&self, value: &T) -> Option<Printed> {
+        (self.print)(value)
+    }
+
+    /// Formats a value as YAML on one line. Returns an empty text for a value without such a form.
+    pub(crate) fn print_line(&self, value: &T) -> String {
+        match (self.print)(value) {
+            Some(Printed::Line(line)) => line,
+            _ => String::new(),
+        }
+    }
+
+    /// Sets the description in messages.
+    pub(crate) fn expecting(mut self, expected: impl Into<String>) -> Self {
+        self.expected = expected.into();
+        self
+    }
+
+    /// Sets the description in docs/job.md and in the errors of the whole value.
+    pub(crate) fn described_as(self, accepts: &'static str) -> Self {
+        let expected = add_article(accepts);
+        let message = expected.clone();
+        let ValueType { read, print, schema, .. } = self;
+        let read: ReadFn<T> = Box::new(move |node| read(node).map_err(|error| error.with_expected(&message)));
+        ValueType { read, print, accepts: accepts.to_owned(), expected, schema }
+    }
+
+    /// Sets the description in docs/job.md, but not that of messages.
+    pub(crate) fn documented_as(mut self, accepts: &str) -> Self {
+        accepts.clone_into(&mut self.accepts);
+        self
+    }
+
+    /// Converts the values to another type by `from` and back by `to`. A value for which `to`
+    /// returns `None` is not printed.
+    pub(crate) fn convert<U: 'static>(
+        self,
+        from: impl Fn(T) -> U + 'static,
+        to: impl Fn(&U) -> Option<T> + 'static,
+    ) -> ValueType<U> {
+        let ValueType { read, print, accepts, expected, schema } = self;
+        ValueType {
+            read: Box::new(move |node| read(node).map(&from)),
+            print: Box::new(move |value| to(value).and_then(|value| print(&value))),
+            accepts,
+            expected,
+            schema,
+        }
+    }
+
+    /// Accepts only values for which `fits` returns true. `expected` describes them in messages,
+    /// and `schema` has the additional keywords of the JSON Schema.
+    pub(crate) fn limited(
+        self,
+        expected: impl Into<String>,
+        schema: Value,
+        fits: impl Fn(&T) -> bool + 'static,
+    ) -> Self {
+        let expected = expected.into();
+        let message = expected.clone();
+        let ValueType { read, print, accepts, schema: mut whole, .. } = self;
+        if let (Value::Object(whole), Value::Object(schema)) = (&mut whole, schema) {
+            whole.extend(schema);
+        }
+        let read: ReadFn<T> = Box::new(move |node| {
+            let value = read(node)?;
+            if fits(&value) { Ok(value) } else { Err(out_of_range_error(message.as_str(), node)) }
+        });
+        ValueType { read, print, accepts, expected, schema: whole }
+    }
+}
+
+impl<T: Clone + 'static> ValueType<T> {
+    /// Makes the value optional. `None` is written by leaving out the key.
+    pub(crate) fn optional(self) -> ValueType<Option<T>> {
+        self.convert(Some, Clone::clone)
+    }
+}
+
+impl<T: Clone + PartialEq + 'static> ValueType<T> {
+    /// Also accepts `keyword`, which stands for `None`.
+    pub(crate) fn or_none(self, keyword: &'static str) -> ValueType<Option<T>> {
+        self.optional().or_keywords(&[(keyword, None)])
+    }
+
+    /// Also accepts keywords, each of which stands for a value.
+    pub(crate) fn or_keywords(self, keywords: &[(&'static str, T)]) -> Self {
+        let (keywords, printed) = (keywords.to_vec(), keywords.to_vec());
+        let names: Vec<&'static str> = keywords.iter().map(|(name, _)| *name).collect();
+        let ValueType { read, print, accepts, expected, schema } = self;
+        let (accepts, expected) = (join_choices(&names, &accepts), join_choices(&names, &expected));
+        let schema = json!({"anyOf": [{"enum": names}, schema]});
+        let read: ReadFn<T> = Box::new(move |node| {
+            let keyword =
+                keywords.iter().find(|(name, _)| matches!(node.value, YamlValue::Text) && node.raw == *name);
+            match keyword {
+                Some((_, value)) => Ok(value.clone()),
+                None => read(node).map_err(|error| error.with_keywords(&names)),
+            }
+        });
+        let print: PrintFn<T> = Box::new(move |value| {
+            let keyword = printed.iter().find(|(_, of_keyword)| of_keyword == value);
+            keyword.map_or_else(|| print(value), |(name, _)| Some(Printed::Line((*name).to_owned())))
+        });
+        ValueType { read, print, accepts, expected, schema }
+    }
+}
+
+impl<T: 'static> ValueType<Vec<T>> {
+    /// Rejects an empty list. An empty list is printed by leaving out the key.
+    pub(crate) fn not_empty(self) -> Self {
+        let expected = self.expected.clone();
+        self.limited(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
+    }
+
+    /// Prints an empty list by leaving out the key.
+    pub(crate) fn hidden_if_empty(self) -> Self {
+        let ValueType { read, print, accepts, expected, schema } = self;
+        let print: PrintFn<Vec<T>> = Box::new(move |list| if list.is_empty() { None } else { print(list) });
+        ValueType { read, print, accepts, expected, schema }
+    }
+}
+
+/// Converts the values of a [`ValueType`] to a variant of an enum with one field, and back.
+macro_rules! in_variant {
+    ($values:expr, $variant:path) => {
+        $values.convert($variant, |value| match value {
+            $variant(inner) => Some(inner.clone()),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        })
+    };
+}
+pub(crate) use in_variant;
+
+/// Lists keywords and a description, as "`a`, `b` or text".
+fn join_choices(keywords: &[&str], last: &str) -> String {
+    let quoted: Vec<String> = keywords.iter().map(|name| format!("`{name}`")).collect();
+    format!("{} or {last}", quoted.join(", "))
+}
+
+/// Puts an article before a noun, but not before a quoted keyword.
+fn add_article(noun: &str) -> String {
+    match noun.chars().next() {
+        Some('`') | None => noun.to_owned(),
+        Some('a' | 'e' | 'i' | 'o' | 'u') => format!("an {noun}"),
+        Some(_) => format!("a {noun}"),
+    }
+}
+
+/// Creates the error of a value of the wrong type. The message is "must be `expected`, found …".
+pub(crate) fn wrong_type_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(codes::JOB_VALUE_TYPE, expected, node)
+}
+
+/// Creates the error of a value that has the right type, but is outside of the allowed range.
+/// `expected` describes the range.
+pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
+}
+
+/// Creates the error of a value that must be text in the format `expected`. Text in another format
+/// and values that are not text get different codes.
+pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
+    ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
+}
+
+/// Returns `code` if the node is text. Otherwise returns the code of a value of the wrong type.
+pub(crate) fn choose_text_code(node: &YamlNode, code: Code) -> Code {
+    if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
+}

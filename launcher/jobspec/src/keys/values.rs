@@ -1,0 +1,121 @@
+//! [`JobValues`]: the values of all keys of a job in YAML.
+use super::info::{KeyInfo, Rule};
+use crate::yaml::{format::Printed, parse::parse_default};
+use std::fmt::Write as _;
+
+/// The values of a job's keys in YAML, in the order of the table of keys. Keys without a value are
+/// absent.
+#[derive(Debug, Default)]
+pub(crate) struct JobValues {
+    /// The name of a job without the key `name`.
+    pub(crate) default_name: String,
+    values: Vec<(String, Printed)>,
+}
+
+impl JobValues {
+    /// Adds the value of the key `path`.
+    pub(crate) fn add(&mut self, path: String, value: Printed) {
+        self.values.push((path, value));
+    }
+
+    /// Adds the entries of the block `more` to the value of the key `path`, which is a block or
+    /// `{}`.
+    pub(crate) fn add_entries(&mut self, path: &str, more: Printed) {
+        let Printed::Block(more) = more else { return };
+        match self.values.iter_mut().find(|(of, _)| of == path) {
+            Some((_, Printed::Block(entries))) => entries.extend(more),
+            Some((_, line)) => *line = Printed::Block(more),
+            None => self.values.push((path.to_owned(), Printed::Block(more))),
+        }
+    }
+
+    /// Returns the value of the key `path`; an empty text for a block. Returns `None` if the key
+    /// has no value.
+    pub(crate) fn get(&self, path: &str) -> Option<&str> {
+        self.values.iter().find(|(of, _)| of == path).map(|(_, value)| match value {
+            Printed::Line(value) => value.as_str(),
+            Printed::Block(_) => "",
+        })
+    }
+
+    /// Returns the value of the key `path` as a number, or 0 if the key has no such value.
+    pub(crate) fn number(&self, path: &str) -> f64 {
+        self.get(path).and_then(|value| value.parse().ok()).unwrap_or(0.0)
+    }
+
+    /// Returns the value of the key `path`, which is a text. Returns `None` if the key has no
+    /// value.
+    pub(crate) fn text(&self, path: &str) -> Option<String> {
+        self.get(path).and_then(parse_default).map(|node| node.raw)
+    }
+
+    /// Returns whether all conditions of a rule hold.
+    pub(crate) fn meets(&self, rule: &Rule) -> bool {
+        rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
+    }
+
+    /// Formats the message of a rule about the key `path`.
+    pub(crate) fn format_message(&self, rule: &Rule, path: &str) -> String {
+        rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key())))
+    }
+
+    /// Removes the keys that have no effect, such as `momentum` with AdamW.
+    pub(crate) fn without_unused_keys(mut self, table: &[KeyInfo]) -> JobValues {
+        let is_unused = |path: &str| {
+            let key = table.iter().find(|key| key.path == path);
+            key.is_some_and(|key| {
+                key.rules.iter().any(|rule| rule.concerns_every_value(path) && self.meets(rule))
+            })
+        };
+        let unused: Vec<bool> = self.values.iter().map(|(path, _)| is_unused(path)).collect();
+        let mut unused = unused.into_iter();
+        self.values.retain(|_| !unused.next().unwrap_or_default());
+        self
+    }
+
+    /// Returns the path and the value of each key. Entries of a block have paths below the key.
+    pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
+        fn add_lines(path: &str, value: &Printed, lines: &mut Vec<(String, String)>) {
+            match value {
+                Printed::Line(value) => lines.push((path.to_owned(), value.clone())),
+                Printed::Block(entries) => {
+                    entries
+                        .iter()
+                        .for_each(|(name, value)| add_lines(&format!("{path}.{name}"), value, lines));
+                }
+            }
+        }
+        let mut lines = Vec::new();
+        self.values.iter().for_each(|(path, value)| add_lines(path, value, &mut lines));
+        lines
+    }
+
+    /// Formats the values as a job.yaml.
+    pub(crate) fn to_yaml(&self) -> String {
+        let (mut yaml, mut open) = (String::new(), Vec::<&str>::new());
+        for (path, value) in &self.values {
+            let mut parts: Vec<&str> = path.split('.').collect();
+            let name = parts.pop().unwrap_or_default();
+            let common = open.iter().zip(&parts).take_while(|(a, b)| a == b).count();
+            for (depth, section) in parts.iter().enumerate().skip(common) {
+                _ = writeln!(yaml, "{:indent$}{section}:", "", indent = 2 * depth);
+            }
+            write_value(&mut yaml, parts.len(), name, value);
+            open = parts;
+        }
+        yaml
+    }
+}
+
+/// Appends the key `name` and its value, which is within `depth` sections.
+fn write_value(yaml: &mut String, depth: usize, name: &str, value: &Printed) {
+    let indent = 2 * depth;
+    // Writing to a String cannot fail.
+    match value {
+        Printed::Line(value) => _ = writeln!(yaml, "{:indent$}{name}: {value}", ""),
+        Printed::Block(entries) => {
+            _ = writeln!(yaml, "{:indent$}{name}:", "");
+            entries.iter().for_each(|(name, value)| write_value(yaml, depth + 1, name, value));
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Crate `jobspec`: job.yaml as data, with its keys, their checks and their documentation.
+//!
+//! A key is declared once, in module `spec`. [`load_job`] decodes and checks a job. The table
+//! [`KEYS`], `docs/job.md` and the JSON Schema come from the declarations.
+//!
+//! Checkpoint manifests contain the job as JSON. A field that was renamed later keeps its first
+//! name in manifests by `serde(rename)`. [`JobSpec::to_key_json`] shows the field under its present
+//! name.
+mod check;
+mod deprecated;
+pub mod env;
+pub mod hosts;
+pub mod ids;
+mod key_json;
+mod keys;
+mod load;
+mod overrides;
+mod print;
+mod reference;
+mod reload;
+mod schema;
+mod spec;
+mod table;
+mod yaml;
+
+pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
+pub use load::{JobSource, load_job};
+pub use reference::update_reference;
+pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs};
+pub use schema::build_schema;
+pub use spec::{
+    checkpoint::{CheckpointSpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
+    cluster::{
+        ClusterSpec, CommBackend, DeviceSelection, InterfaceSelector, MasterPort, StoreHost, WorkersPerHost,
+    },
+    data::{DataSpec, TokenizerSpec},
+    data_source::{DataSource, LossTargets, RecordFormat},
+    environment::{EnvSource, is_reserved_variable},
+    experts::{ExpertPlacement, ExpertsSpec},
+    host_values::HostSelection,
+    job::JobSpec,
+    lora::{LoraSpec, LoraTargets},
+    model::ModelSpec,
+    optimizer::{OptimizerName, OptimizerSpec},
+    param_groups::ParamGroupSpec,
+    run::{CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
+    schedule::{ScheduleName, ScheduleSpec},
+    signals::{SignalAction, Signals},
+    slurm::SlurmSpec,
+    ssh::{KnownHosts, SshConfig, SshSpec},
+    train::TrainSpec,
+    train_settings::{
+        AttentionKernels, BatchSpec, CudaGraphMode, EvalSpec, GenerationSpec, LossScaleSpec, OffloadTarget,
+        Precision, RecomputeMode, ZeroSpec,
+    },
+};
+pub use table::{DEPRECATED, DeprecatedName, KEYS};
+pub use yaml::{
+    document::{Document, DocumentItem, DocumentSyntax, DocumentValue},
+    format::quote_yaml,
+    scalar::{parse_duration, parse_size},
+    source_map::{JobArgument, SourceMap},
+    text_file::MAX_JOB,
+};

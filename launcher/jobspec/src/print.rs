@@ -1,0 +1,16 @@
+//! Prints a [`JobSpec`] as a job.yaml with every key, for `--dry-run`. A job that is loaded from
+//! this text equals the printed job.
+use crate::{keys::values::JobValues, spec::job::JobSpec, table::KEYS};
+
+impl JobSpec {
+    /// Formats the whole job as YAML. Leaves out keys that have no effect in this job, such as
+    /// `momentum` with AdamW.
+    pub fn to_yaml(&self) -> String {
+        self.list_used_values().to_yaml()
+    }
+
+    /// Returns the values of the keys that have an effect in this job.
+    pub(crate) fn list_used_values(&self) -> JobValues {
+        self.list_values().without_unused_keys(&KEYS)
+    }
+}

@@ -1,0 +1,158 @@
+//! `checkpoint` and `resume`: when and where a job saves, and from which checkpoint it resumes.
+use super::cluster::IN_PROGRAM;
+use crate::{
+    keys::{
+        choice::{choice, choices},
+        info::{Condition, Rule},
+        key::Key,
+        numbers::{at_least, boolean},
+        section::section,
+        text::{path, template},
+        units::duration,
+        value_type::{
+            ReadResult, ValueType, in_variant, out_of_range_error, wrong_format_error, wrong_type_error,
+        },
+    },
+    yaml::{
+        format::format_duration,
+        tree::{YamlNode, YamlValue},
+    },
+};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::path::PathBuf;
+
+section! {
+    /// When and where the built-in training saves, and which checkpoints are kept.
+    pub struct CheckpointSpec at "checkpoint", rules BUILT_IN_RULES;
+    /// The directory of the checkpoints.
+    ///
+    /// The path is relative to the workdir. The name of the job has already replaced the
+    /// placeholder `{name}`.
+    pub dir: PathBuf = Key::new(
+        template(&["name"]).convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned())),
+        "runs/{name}/checkpoints",
+    ).ignores_section_rules().rules(DIRECTORY_RULES);
+    /// The steps or time between checkpoints.
+    pub every: SaveInterval = Key::new(save_interval(), "100").reloadable();
+    /// The number of newest complete checkpoints that are kept; 0 keeps all.
+    pub keep: u32 = Key::new(at_least(0), "3");
+    /// Write while training continues.
+    ///
+    /// Otherwise training waits for the write.
+    pub r#async: bool = Key::new(boolean(), "true");
+    /// Write XOR parity.
+    ///
+    /// One missing or damaged shard can be rebuilt from it.
+    pub parity: bool = Key::new(boolean(), "false");
+    /// Reject hosts that do not share `dir`.
+    ///
+    /// Otherwise each host keeps the shards of its ranks in its own directory.
+    #[serde(default)]
+    pub require_shared: bool = Key::new(boolean(), "false");
+    /// At the end write the weights as a Hugging Face directory (bf16).
+    pub gather_16bit_weights_on_model_save: bool = Key::new(boolean(), "true").aliases(&[
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+    ]);
+}
+
+/// The advice for a key of `checkpoint` in a job with a program.
+const REMOVE: &str = "remove it; the program saves its own checkpoints";
+const BUILT_IN_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM]).help(REMOVE)];
+const DIRECTORY_RULES: &[Rule] =
+    &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
+        .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
+        .help(REMOVE)];
+
+/// `checkpoint.every`: the interval between checkpoints. A checkpoint is always saved at the end of
+/// training, and when the run is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SaveInterval {
+    /// No checkpoints before the end of training.
+    Never,
+    /// A checkpoint after every such number of optimizer steps.
+    Steps(u64),
+    /// A checkpoint after every such number of milliseconds, which rank 0 measures at step
+    /// boundaries.
+    Duration(u64),
+}
+
+/// A number of steps, a duration, or `never`.
+fn save_interval() -> ValueType<SaveInterval> {
+    let schema = json!({"anyOf": [
+        {"enum": ["never"]}, at_least::<u64>(1).schema, duration().schema,
+    ]});
+    let accepts = "integer of 1 or more, duration, or `never`";
+    ValueType::of_line(accepts, schema, read_save_interval, |every| match every {
+        SaveInterval::Never => "never".to_owned(),
+        SaveInterval::Steps(n) => n.to_string(),
+        SaveInterval::Duration(ms) => format_duration(*ms),
+    })
+}
+
+/// Reads `checkpoint.every`.
+fn read_save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
+    let what = "a number of steps, a duration such as `10m`, or `never`";
+    match node.value {
+        YamlValue::Text if node.raw == "never" => Ok(SaveInterval::Never),
+        YamlValue::Text => match duration().read(node) {
+            Ok(ms) if ms > 0 => Ok(SaveInterval::Duration(ms)),
+            _ => Err(wrong_format_error(what, node)),
+        },
+        _ => at_least(1).read(node).map(SaveInterval::Steps).map_err(|_| match node.value {
+            YamlValue::Int(0) => out_of_range_error(what, node).with_help("write `never`"),
+            _ => wrong_type_error(what, node),
+        }),
+    }
+}
+
+section! {
+    /// The checkpoint from which a run resumes.
+    pub struct ResumeSpec at "resume";
+    /// The checkpoint to resume from.
+    pub from: ResumeFrom = Key::computed(resume_from(), "`auto`; `never` with `run.command`", |_, v| {
+        // A program finds its checkpoints itself, unless the job has `resume.from`.
+        if v.get("run.command").is_some() { ResumeFrom::Never } else { ResumeFrom::Auto }
+    });
+    /// The treatment of RNG streams if the number of workers has changed.
+    pub rng: RngPolicy = Key::new(choice(), "reconcile").rules(RNG_RULES);
+}
+
+const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("resume.from", &["never"])])
+    .warning()
+    .text("`{key}` has no effect without `resume.from`")
+    .help("set `resume.from`, or remove the key")];
+
+/// `auto`, `never`, or the path of a checkpoint.
+fn resume_from() -> ValueType<ResumeFrom> {
+    in_variant!(path(), ResumeFrom::Path)
+        .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])
+}
+
+/// `resume.from`: the checkpoint that a run resumes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ResumeFrom {
+    /// The newest complete checkpoint in `checkpoint.dir`. The run begins at step 0 if there is
+    /// none.
+    #[default]
+    Auto,
+    /// No checkpoint. The run begins at step 0.
+    Never,
+    /// The checkpoint at this path, or the newest checkpoint in the directory at this path. The run
+    /// fails if there is none.
+    Path(PathBuf),
+}
+
+choices! {
+    /// `resume.rng`: the policy for the RNG streams of a checkpoint that another number of workers
+    /// wrote (docs/numerics.md).
+    pub enum RngPolicy {
+        /// Ranks that are new get new streams. The other ranks keep the streams of the checkpoint.
+        Reconcile = "reconcile",
+        /// The run fails if the number of workers differs from that of the checkpoint.
+        Strict = "strict",
+        /// All ranks get new streams.
+        Reseed = "reseed",
+    }
+}

@@ -1,0 +1,284 @@
+//! `cluster`: the hosts and devices of a job.
+use super::{
+    host_values::{HostSelection, filters, host_selection},
+    ssh::SshSpec,
+};
+use crate::keys::{
+    choice::{choice, choices, keywords},
+    collections::{list_expecting, list_of},
+    info::{Condition, Rule},
+    key::Key,
+    numbers::integer,
+    section::{inner, section},
+    text::{formatted_text, path},
+    value_type::{ReadResult, ValueType, in_variant, out_of_range_error},
+};
+use crate::yaml::{
+    tree::{YamlNode, YamlValue},
+    value_error::ValueError,
+};
+use diagnostic::codes::job as codes;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::{net::IpAddr, path::PathBuf};
+
+section! {
+    /// The hosts and devices of a job.
+    pub struct ClusterSpec at "cluster";
+    /// The hosts of the job.
+    ///
+    /// The job may use these hosts before `include` and `exclude` are applied.
+    pub hosts: HostSelection = Key::new(host_selection(), "auto");
+    /// DeepSpeed's filter: only these hosts and slots.
+    ///
+    /// The filters are stored as written in the job, and cannot be combined with `exclude`.
+    pub include: Vec<String> = Key::new(filters(), "[]");
+    /// DeepSpeed's filter: all but these hosts and slots.
+    ///
+    /// The filters are stored as written in the job, and cannot be combined with `include`.
+    pub exclude: Vec<String> = Key::new(filters(), "[]");
+    /// The settings of the SSH connections to the hosts.
+    pub ssh: SshSpec = inner();
+    /// The number of hosts that run workers; the others are spare hosts.
+    ///
+    /// `None` stands for all hosts. The first available hosts are used.
+    pub use_hosts: Option<u32> = Key::new(
+        integer(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more").or_none("all"),
+        "all",
+    );
+    /// The workers (ranks) on each host.
+    pub workers_per_host: WorkersPerHost =
+        Key::new(workers_per_host(), "auto").aliases(&["nproc_per_node"]);
+    /// The devices of the workers.
+    pub devices: DeviceSelection = Key::new(devices(), "auto");
+    /// The built-in workers that share a GPU.
+    pub workers_per_gpu: u32 = Key::new(integer(1..=64), "1").rules(WORKERS_PER_GPU_RULES);
+    /// The backend that transfers data between built-in workers on GPUs.
+    #[serde(rename = "collectives")]
+    pub comm_backend: CommBackend =
+        Key::new(choice(), "auto").deprecated("collectives").rules(COMM_BACKEND_RULES);
+    /// The directories in which launch searches first for the CUDA libraries.
+    #[serde(rename = "cuda_libs")]
+    pub cuda_library_paths: Vec<PathBuf> =
+        Key::new(list_of("list of paths", path()), "[]").deprecated("cuda_libs").rules(LIBRARY_RULES);
+    /// The value of `MASTER_PORT` of the workers.
+    pub master_port: MasterPort = Key::new(
+        in_variant!(integer(1..=65535), MasterPort::Fixed).or_keywords(&[("auto", MasterPort::Auto)]),
+        "auto",
+    );
+    /// The process that serves the rendezvous store of a program.
+    pub store: StoreHost = Key::new(choice(), "agent");
+    /// The network between built-in workers on different hosts.
+    pub interface: InterfaceSelector = Key::new(
+        in_variant!(interface_name(), InterfaceSelector::Named)
+            .or_keywords(&[("auto", InterfaceSelector::Auto)])
+            .documented_as("`auto`, name of an interface or network such as `10.1.0.0/16`"),
+        "auto",
+    );
+}
+
+/// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
+pub(crate) const MAX_HOST_COUNT: u64 = 65_536;
+/// The largest number of GPUs on a host. GPU numbers in `cluster.devices` are below this value.
+const MAX_GPUS: u64 = 1024;
+
+/// The condition that built-in workers compute on CPUs.
+pub(crate) const ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
+/// The condition that the job runs a program.
+pub(crate) const IN_PROGRAM: Condition = Condition::Given("run.command");
+
+/// Creates a rule about a key that only applies to built-in training on GPUs.
+const fn only_on_gpus(when: &'static [Condition]) -> Rule {
+    Rule::no_effect(when)
+        .text("`{key}` has no effect except in built-in training on GPUs")
+        .help("set `cluster.devices: cuda`, or remove the key")
+}
+
+const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
+/// On CPUs, workers communicate through the host, so only `nccl` is an error.
+const COMM_BACKEND_RULES: &[Rule] = &[
+    only_on_gpus(&[IN_PROGRAM]),
+    only_on_gpus(&[ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
+    only_on_gpus(&[ON_CPUS]).warning(),
+];
+/// On CPUs, workers need no CUDA library.
+const LIBRARY_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS]).warning()];
+
+/// `cluster.interface`: the network interface on which a built-in worker listens for workers on
+/// other hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum InterfaceSelector {
+    /// The address at which the host is reached by SSH. Without such an address, the first address
+    /// that is not loopback.
+    Auto,
+    /// The interface with this name (`eth0`), or the interface with an address in this network
+    /// (`10.1.0.0/16`).
+    Named(String),
+}
+
+impl ClusterSpec {
+    /// Returns whether built-in workers compute on GPUs. They do so if `devices` is `cuda` or a
+    /// list.
+    pub fn trains_on_gpus(&self) -> bool {
+        matches!(self.devices, DeviceSelection::Cuda | DeviceSelection::List(_))
+    }
+}
+impl InterfaceSelector {
+    /// Returns whether this selection allows a worker to listen at `address` of the interface
+    /// `interface`. [`InterfaceSelector::Auto`] allows every address.
+    pub fn admits(&self, interface: &str, address: IpAddr) -> bool {
+        match self {
+            InterfaceSelector::Auto => true,
+            InterfaceSelector::Named(wanted) => match wanted.split_once('/') {
+                Some(network) => is_in_network(address, network),
+                None => interface == wanted,
+            },
+        }
+    }
+
+    /// Returns whether `text` is a possible name of an interface, or a network such as
+    /// `10.1.0.0/16`.
+    pub fn is_valid_name(text: &str) -> bool {
+        match text.split_once('/') {
+            Some((address, bits)) => {
+                let most = address.parse().map(|a: IpAddr| if a.is_ipv4() { 32 } else { 128 });
+                most.is_ok_and(|most: u8| bits.parse::<u8>().is_ok_and(|bits| bits <= most))
+            }
+            // The kernel allows at most 15 bytes without spaces and colons.
+            None => {
+                (1..=15).contains(&text.len())
+                    && !text.chars().any(|c| c.is_whitespace() || c.is_control() || c == ':')
+            }
+        }
+    }
+}
+
+/// Returns whether `address` belongs to a network, which is given by an address and a prefix length
+/// in bits.
+fn is_in_network(address: IpAddr, (network, bits): (&str, &str)) -> bool {
+    let (Ok(network), Ok(bits)) = (network.parse::<IpAddr>(), bits.parse::<u32>()) else { return false };
+    match (address, network) {
+        (IpAddr::V4(a), IpAddr::V4(n)) if bits <= 32 => {
+            let mask = u32::MAX.checked_shl(32 - bits).unwrap_or(0);
+            u32::from(a) & mask == u32::from(n) & mask
+        }
+        (IpAddr::V6(a), IpAddr::V6(n)) if bits <= 128 => {
+            let mask = u128::MAX.checked_shl(128 - bits).unwrap_or(0);
+            u128::from(a) & mask == u128::from(n) & mask
+        }
+        _ => false,
+    }
+}
+
+/// `cluster.workers_per_host`: the number of workers on each host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WorkersPerHost {
+    /// One worker per GPU that the job uses (`workers_per_gpu` per GPU in built-in training), or
+    /// one worker on CPUs.
+    Auto,
+    /// This number of workers on each host.
+    Exactly(u32),
+}
+
+/// `cluster.devices`: the devices on which the workers compute.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceSelection {
+    /// For programs: the GPUs of the host, if there are any. For built-in training: the CPU.
+    Auto,
+    /// The CPU. Workers cannot see the host's GPUs.
+    Cpu,
+    /// All GPUs of the host. A host without a GPU is an error.
+    Cuda,
+    /// The GPUs with these numbers. The list is not empty and has no duplicates.
+    List(Vec<u32>),
+}
+
+choices! {
+    /// `cluster.comm_backend`: the backend that transfers GPU buffers between built-in workers.
+    pub enum CommBackend {
+        /// `nccl` if there are several workers and each has its own GPU, otherwise `host`.
+        Auto = "auto",
+        /// NVIDIA's library NCCL.
+        Nccl = "nccl",
+        /// Host memory between workers on one host, and TCP between hosts.
+        Host = "host",
+    }
+}
+
+/// `cluster.master_port`: the choice of the rendezvous port (`MASTER_PORT`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MasterPort {
+    /// Any port that is free on the host of rank 0.
+    Auto,
+    /// The port with this number.
+    Fixed(u16),
+}
+
+choices! {
+    /// `cluster.store`: the process that serves the rendezvous store (torch's `TCPStore`) of a
+    /// program's ranks.
+    pub enum StoreHost {
+        /// The agent of the first host, which binds the port before any rank starts.
+        Agent = "agent",
+        /// Rank 0 of the program, which binds a port that was free when the run started.
+        Rank0 = "rank0",
+    }
+}
+
+/// `auto`, or a number of workers.
+fn workers_per_host() -> ValueType<WorkersPerHost> {
+    in_variant!(integer(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
+}
+
+/// Names of network interfaces, and networks as an address and a prefix length.
+fn interface_name() -> ValueType<String> {
+    let expected = "the name of an interface or a network such as `10.1.0.0/16`";
+    formatted_text(
+        "name",
+        expected,
+        "^([^\\s:/]{1,15}|[0-9a-fA-F.:]+/[0-9]+)$",
+        InterfaceSelector::is_valid_name,
+    )
+}
+
+/// `auto`, `cpu`, `cuda`, or a list of different GPU numbers.
+fn devices() -> ValueType<DeviceSelection> {
+    let schema = json!({"anyOf": [
+        device_keywords().schema,
+        {"type": "array", "items": integer::<u32>(0..=MAX_GPUS - 1).schema, "minItems": 1, "uniqueItems": true},
+    ]});
+    ValueType::new("`auto`, `cpu`, `cuda` or list of integers", schema, read_devices, |devices| match devices
+    {
+        DeviceSelection::List(numbers) => gpu_numbers().print(numbers),
+        keyword => device_keywords().print(keyword),
+    })
+}
+
+/// The keywords of `cluster.devices`.
+fn device_keywords() -> ValueType<DeviceSelection> {
+    keywords(vec![
+        ("auto", DeviceSelection::Auto),
+        ("cpu", DeviceSelection::Cpu),
+        ("cuda", DeviceSelection::Cuda),
+    ])
+}
+
+/// Lists of GPU numbers.
+fn gpu_numbers() -> ValueType<Vec<u32>> {
+    list_expecting("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
+}
+
+/// Reads `cluster.devices`.
+fn read_devices(node: &YamlNode) -> ReadResult<DeviceSelection> {
+    if !matches!(node.value, YamlValue::List(_)) {
+        return device_keywords().read(node);
+    }
+    let numbers = gpu_numbers().read(node)?;
+    match numbers.iter().enumerate().find(|(i, n)| numbers[..*i].contains(n)) {
+        _ if numbers.is_empty() => Err(out_of_range_error("a list of at least one GPU number", node)),
+        Some((_, n)) => {
+            Err(ValueError::new(codes::JOB_ITEM_DUPLICATE, node.span, format!("names GPU {n} twice")))
+        }
+        None => Ok(DeviceSelection::List(numbers)),
+    }
+}

@@ -1,0 +1,66 @@
+//! `train.data`: the text, the tokenizer, and the division of tokens into samples.
+use super::data_source::{DataSource, data_sources};
+use crate::keys::{
+    key::Key,
+    numbers::{boolean, integer, share},
+    section::section,
+    text::path,
+    value_type::{ValueType, in_variant},
+    values::JobValues,
+};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+section! {
+    /// The training text, the tokenizer, and the division of tokens into samples.
+    pub struct DataSpec at "train.data";
+    /// The data sources, at least one. The source that `data.files` defines has no name.
+    pub sources: Vec<DataSource> = data_sources();
+    /// The file with the Jinja template for chats.
+    ///
+    /// The path is relative to the workdir.
+    pub chat_template: Option<PathBuf> = Key::optional(path(), "the template of the tokenizer");
+    /// The tokenizer; `bytes` has 256 byte values and an end-of-document token.
+    pub tokenizer: TokenizerSpec =
+        Key::computed(tokenizer(), "`bytes`; with `model.from` its tokenizer.json", default_tokenizer);
+    /// The target tokens of a sample.
+    pub seq_len: u32 = Key::new(integer(1..=1 << 20), "256");
+    /// Fill samples with several documents.
+    ///
+    /// The documents do not attend to each other. Otherwise a sample holds one document or a part
+    /// of one.
+    pub pack: bool = Key::new(boolean(), "true");
+    /// Read samples in random order, which differs in each epoch.
+    ///
+    /// `seed` determines the order.
+    pub shuffle: bool = Key::new(boolean(), "true");
+    /// The share of the documents that is held out for `eval`.
+    pub held_out: f64 = Key::new(share(), "0");
+    /// The directory of the token caches; it can be deleted at any time.
+    pub cache: PathBuf = Key::new(path(), ".launch-cache");
+}
+
+/// `train.data.tokenizer`: the tokenizer of the training text.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TokenizerSpec {
+    /// The built-in byte tokenizer. Tokens are byte values, and token 256 is the end of a document.
+    #[default]
+    Bytes,
+    /// The tokenizer.json of Hugging Face at this path.
+    File(PathBuf),
+}
+
+/// `bytes`, or the path of a tokenizer.json.
+fn tokenizer() -> ValueType<TokenizerSpec> {
+    in_variant!(path().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
+        .or_keywords(&[("bytes", TokenizerSpec::Bytes)])
+}
+
+/// Returns tokenizer.json in the directory of the pretrained model, or the byte tokenizer for a new
+/// model.
+fn default_tokenizer(_: &DataSpec, values: &JobValues) -> TokenizerSpec {
+    match values.text("train.model.from") {
+        Some(directory) => TokenizerSpec::File(Path::new(&directory).join("tokenizer.json")),
+        None => TokenizerSpec::Bytes,
+    }
+}

@@ -1,0 +1,240 @@
+//! [`DataSource`]: the files of `train.data`, or one source of its mixture.
+use crate::{
+    keys::{
+        choice::{choice, choices},
+        collections::list_expecting,
+        decoder::{JobDecoder, JobSection},
+        info::{Condition, KeyDefault, KeyInfo, Rule},
+        key::Key,
+        numbers::positive_number,
+        record::record,
+        section::{Entry, Place, Section, first_paragraph, not_a_key, section},
+        text::text,
+        value_type::{ReadResult, ValueType, wrong_type_error},
+        values::JobValues,
+    },
+    yaml::{
+        format::Printed,
+        tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
+        value_error::ValueError,
+    },
+};
+use diagnostic::codes::job as codes;
+use serde_json::json;
+
+section! {
+    /// Files that are trained on, with their format, field and weight. A data source stands for
+    /// `data.files` or for one source of `data.mixture`.
+    pub struct DataSource at "";
+    /// The name in `data.mixture`; empty for the source that `data.files` defines.
+    pub name: String = not_a_key();
+    /// The relative share of the samples that come from this source.
+    ///
+    /// The share is this value divided by the sum of the weights of all sources.
+    pub weight: f64 = Key::new(positive_number(), "1");
+    /// The training text.
+    ///
+    /// The items are paths and globs of files, relative to the workdir.
+    pub files: Vec<String> = Key::required(
+        list_expecting("list of paths and globs", "a list of files and globs", text()).not_empty(),
+    );
+    /// The content of a record.
+    pub format: RecordFormat = Key::new(choice(), "text");
+    /// The name of the field with the text or the messages.
+    ///
+    /// The field belongs to a JSON lines or Parquet record.
+    pub field: String = Key::computed(text(), "`text`; `messages` for chats", |source: &DataSource, _| {
+        source.format.default_field().to_owned()
+    });
+    /// The tokens that count for the loss.
+    pub loss_on: LossTargets =
+        Key::computed(choice(), "`assistant` for chats, else `all`", |source: &DataSource, _| {
+            source.format.default_loss_targets()
+        }).rules(LOSS_RULES);
+}
+
+/// Only chats have messages of an assistant.
+const LOSS_RULES: &[Rule] =
+    &[Rule::conflict(&[Condition::NoneOf("format", &["chat"]), Condition::OneOf("loss_on", &["assistant"])])
+        .text("has `loss_on: assistant`, which requires `format: chat`")
+        .help("set its `format: chat`, or remove `loss_on`")];
+
+choices! {
+    /// `format`: what the records of a data source contain.
+    pub enum RecordFormat {
+        /// Plain text.
+        Text = "text",
+        /// A list of messages, which a chat template renders as text.
+        Chat = "chat",
+    }
+}
+
+impl RecordFormat {
+    /// Returns the default of the key `field`, the name of the record field with the text or the
+    /// messages.
+    pub fn default_field(self) -> &'static str {
+        match self {
+            RecordFormat::Text => "text",
+            RecordFormat::Chat => "messages",
+        }
+    }
+
+    /// Returns the default of the key `loss_on`.
+    fn default_loss_targets(self) -> LossTargets {
+        match self {
+            RecordFormat::Text => LossTargets::All,
+            RecordFormat::Chat => LossTargets::Assistant,
+        }
+    }
+}
+
+choices! {
+    /// `loss_on`: which tokens of a data source count for the loss.
+    #[derive(Default)]
+    pub enum LossTargets {
+        /// Only the tokens of the assistant's messages in a chat.
+        Assistant = "assistant",
+        /// All tokens of the text.
+        All = "all" is default,
+    }
+}
+
+/// The largest number of sources in a mixture.
+const MAX_SOURCES: usize = 64;
+/// The keys that contain the files and the mixture.
+const FILES: &str = "train.data.files";
+const MIXTURE: &str = "train.data.mixture";
+
+/// The keys of `files` contradict a mixture.
+const FILES_RULES: &[Rule] =
+    &[Rule::conflict(&[Condition::Given(MIXTURE)]).help("move the key into the sources of the mixture")];
+const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
+    Condition::NoneOf("train.data.format", &["chat"]),
+    Condition::OneOf("train.data.loss_on", &["assistant"]),
+])
+.text("`train.data.loss_on: assistant` requires `train.data.format: chat`")
+.help("set `train.data.format: chat`, or remove `loss_on`")];
+
+/// The entry of the data sources, which the job gives by `files` and its settings, or by `mixture`.
+pub(crate) struct DataSources;
+
+/// Declares the keys of the data sources: those of one source, and `mixture`.
+pub(crate) fn data_sources() -> DataSources {
+    DataSources
+}
+
+impl<S> Entry<S> for DataSources {
+    type Value = Vec<DataSource>;
+
+    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
+        let mut keys = Vec::new();
+        DataSource::declare(&mut keys);
+        for key in keys.into_iter().filter(|key| key.path != "weight") {
+            let loss_rules = if key.path == "loss_on" { FILES_LOSS_RULES } else { &[] };
+            let default = match key.default {
+                KeyDefault::Required => KeyDefault::Computed("required without `mixture`"),
+                default => default,
+            };
+            let rules = FILES_RULES.iter().chain(loss_rules).copied().collect();
+            table.push(KeyInfo { path: format!("{}.{}", place.section, key.path), default, rules, ..key });
+        }
+        let mixture = mixture();
+        table.push(KeyInfo {
+            path: MIXTURE.to_owned(),
+            accepts: mixture.accepts,
+            default: KeyDefault::Computed("none"),
+            aliases: &[],
+            meaning: first_paragraph("The sources in place of `files`."),
+            reloadable: false,
+            deprecated: None,
+            deprecated_values: &[],
+            rules: Vec::new(),
+            schema: mixture.schema,
+        });
+    }
+
+    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Vec<DataSource> {
+        let outer = std::mem::take(&mut d.unset);
+        let mut source = DataSource::decode(d, section);
+        let unset = std::mem::replace(&mut d.unset, outer);
+        source.fill_defaults(&unset, &JobValues::default());
+        let mixture = d.read_key(section, "mixture", &[], &mixture());
+        if d.sources.is_given(MIXTURE) {
+            return mixture.unwrap_or_default();
+        }
+        if !d.sources.is_given(FILES) {
+            let help = "name the training text, for example `data: {files: [\"docs/**/*.md\"]}`";
+            d.report_error(codes::JOB_KEY_REQUIRED, FILES, format!("`{FILES}` is missing"), help);
+        }
+        vec![source]
+    }
+
+    fn print(&self, place: Place, _owner: &S, sources: &Vec<DataSource>, values: &mut JobValues) {
+        match &sources[..] {
+            [only] if only.name.is_empty() => {
+                let lines = print_source(only).into_iter().filter(|(name, _)| name != "weight");
+                lines.for_each(|(name, line)| values.add(format!("{}.{name}", place.section), line));
+            }
+            sources => {
+                let block =
+                    sources.iter().map(|source| (source.name.clone(), Printed::Block(print_source(source))));
+                values.add(MIXTURE.to_owned(), Printed::Block(block.collect()));
+            }
+        }
+    }
+}
+
+/// Returns the keys of a source with their values.
+fn print_source(source: &DataSource) -> Vec<(String, Printed)> {
+    let mut values = JobValues::default();
+    source.print(&mut values);
+    values.list_lines().into_iter().map(|(name, line)| (name, Printed::Line(line))).collect()
+}
+
+/// Mappings of names to data sources.
+fn mixture() -> ValueType<Vec<DataSource>> {
+    let source = record::<DataSource>("source", SOURCE).schema;
+    let schema = json!({
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z0-9._-]{1,64}$"},
+        "additionalProperties": source,
+        "minProperties": 1,
+        "maxProperties": MAX_SOURCES,
+    });
+    let accepts = "mapping of names to `{files, weight, format, field, loss_on}`";
+    ValueType::new(accepts, schema, read_mixture, |_| None)
+}
+
+/// A source in messages.
+const SOURCE: &str = "a mapping with `files`";
+
+/// Reads `train.data.mixture`. The sources are sorted by name, because the order of a mapping has
+/// no meaning.
+fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
+    let what = "a mapping of names to sources such as `{files: [\"a/*.jsonl\"], weight: 2}`";
+    let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(what, node)) };
+    if entries.is_empty() || entries.len() > MAX_SOURCES {
+        let message = format!("must have 1 to {MAX_SOURCES} sources, found {}", entries.len());
+        return Err(ValueError::new(codes::JOB_VALUE_OUT_OF_RANGE, node.span, message));
+    }
+    let (mut read, mut errors) = (Vec::new(), Vec::new());
+    for entry in entries {
+        match read_named_source(entry) {
+            Ok(source) => read.push(source),
+            Err(error) => errors.push(error.in_part(&format!("source `{}`", make_excerpt(&entry.key)))),
+        }
+    }
+    read.sort_by(|a: &DataSource, b| a.name.cmp(&b.name));
+    ValueError::merge(errors).map_or(Ok(read), Err)
+}
+
+/// Reads one source of a mixture and its name.
+fn read_named_source(entry: &YamlEntry) -> ReadResult<DataSource> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if entry.key.is_empty() || entry.key.len() > 64 || !entry.key.chars().all(fits) {
+        let error = ValueError::new(codes::JOB_VALUE_FORMAT, entry.key_span, "has an invalid name");
+        return Err(error.with_help("names consist of up to 64 letters, digits, `.`, `_` and `-`"));
+    }
+    let source = record::<DataSource>("source", SOURCE).read(&entry.value)?;
+    Ok(DataSource { name: entry.key.clone(), ..source })
+}

@@ -1,0 +1,222 @@
+//! `run.env`: the variables that a job adds to the environment of its workers.
+use crate::{
+    env,
+    keys::{
+        decoder::{JobDecoder, JobSection},
+        info::{KeyDefault, KeyInfo},
+        section::{Entry, Place, first_paragraph},
+        text::{path, text, verbatim},
+        value_type::{ReadResult, ValueType, in_variant, wrong_type_error},
+        values::JobValues,
+    },
+    yaml::{
+        format::{Printed, format_map},
+        tree::{YamlEntry, YamlNode, YamlValue, make_excerpt},
+        value_error::ValueError,
+    },
+};
+use diagnostic::codes::job as codes;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// The source from which the value of an environment variable is read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EnvSource {
+    /// The variable with this name in launch's environment.
+    FromEnv(String),
+    /// The file at this path. A final line break is not part of the value.
+    FromFile(PathBuf),
+}
+
+/// The environment variables that launch sets itself. Each has advice on what to use instead.
+const RESERVED: &[(&str, &str)] = &[
+    (env::RANK, "the value differs between workers"),
+    (env::LOCAL_RANK, "the value differs between workers"),
+    (env::WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::LOCAL_WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::MASTER_ADDR, "the value is the address of the first host"),
+    (env::MASTER_PORT, "use `cluster.master_port`"),
+    (env::GROUP_RANK, "the value is the number of the worker's host"),
+    (env::NODE_RANK, "the value is the number of the worker's host"),
+    (env::CROSS_RANK, "the value is the number of the worker's host"),
+    (env::ROLE_RANK, "the value differs between workers"),
+    (env::ROLE_NAME, "launch has a single role"),
+    (env::LOCAL_SIZE, "use `cluster.workers_per_host`"),
+    (env::ROLE_WORLD_SIZE, "use `cluster.workers_per_host`"),
+    (env::GROUP_WORLD_SIZE, "the value is the number of hosts"),
+    (env::CROSS_SIZE, "the value is the number of hosts"),
+    (env::TORCHELASTIC_RESTART_COUNT, "launch counts the restarts"),
+    (env::TORCHELASTIC_MAX_RESTARTS, "use `run.restarts`"),
+    (env::TORCHELASTIC_RUN_ID, "the value is the name of the run"),
+    (env::TORCHELASTIC_USE_AGENT_STORE, "use `cluster.store`"),
+    (env::TORCHELASTIC_ERROR_FILE, "the file is in the run directory"),
+    (env::LAUNCH_CONTROL_FD, "the variable is internal to launch"),
+    (env::LAUNCH_RESUME_FROM, "use `resume.from`"),
+    (env::LAUNCH_SHM_FD, "the variable is internal to launch"),
+];
+
+/// Returns whether launch sets the environment variable `name` itself. `run.env` cannot set such a
+/// variable.
+pub fn is_reserved_variable(name: &str) -> bool {
+    RESERVED.iter().any(|(reserved, _)| *reserved == name)
+}
+
+/// The variables of `run.env`: those with a value in the job, and those whose values come from
+/// another source.
+type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
+
+/// The entry of the field `env`.
+pub(crate) struct EnvironmentValues;
+
+/// The entry of the field `env_from`, which belongs to the key `env`.
+pub(crate) struct EnvironmentSources;
+
+/// Declares the key `env`. The field contains the variables with a value in the job.
+pub(crate) fn environment() -> EnvironmentValues {
+    EnvironmentValues
+}
+
+/// Declares the field of the variables of `env` whose values come from another source.
+pub(crate) fn environment_sources() -> EnvironmentSources {
+    EnvironmentSources
+}
+
+impl<S> Entry<S> for EnvironmentValues {
+    type Value = Vec<(String, String)>;
+
+    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
+        let values = environment_type();
+        table.push(KeyInfo {
+            path: place.path(),
+            accepts: values.accepts,
+            default: KeyDefault::Yaml("{}"),
+            aliases: &[],
+            meaning: first_paragraph(place.doc),
+            reloadable: false,
+            deprecated: None,
+            deprecated_values: &[],
+            rules: Vec::new(),
+            schema: values.schema,
+        });
+    }
+
+    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
+        d.read_key(section, place.name, &[], &environment_type()).unwrap_or_default().0
+    }
+
+    fn print(&self, place: Place, _owner: &S, value: &Self::Value, values: &mut JobValues) {
+        values.add(place.path(), print_environment(value, &[]));
+    }
+}
+
+impl<S> Entry<S> for EnvironmentSources {
+    type Value = Vec<(String, EnvSource)>;
+
+    fn declare(&self, _place: Place, _table: &mut Vec<KeyInfo>) {}
+
+    fn decode(&self, _place: Place, _d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
+        // The entry of `env` reports errors.
+        let node = section.find_value("env");
+        node.and_then(|node| read_environment(node).ok()).unwrap_or_default().1
+    }
+
+    fn print(&self, place: Place, _owner: &S, value: &Self::Value, values: &mut JobValues) {
+        // The key is `env`, whose value the entry of `env` has already added.
+        values.add_entries(&format!("{}.env", place.section), print_environment(&[], value));
+    }
+}
+
+/// Mappings of names to values, or to the sources of values.
+fn environment_type() -> ValueType<Environment> {
+    let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
+    let value = json!({"anyOf": [
+        verbatim().schema, source("from_env", text().schema), source("from_file", path().schema),
+    ]});
+    let schema = json!({
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list_reserved_variables()}},
+        "additionalProperties": value,
+    });
+    let accepts = "mapping of names to text, `{from_env: NAME}` or `{from_file: path}`";
+    ValueType::new(accepts, schema, read_environment, |(env, env_from)| {
+        Some(print_environment(env, env_from))
+    })
+}
+
+/// Formats the variables as a block with a line for each.
+fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> Printed {
+    let from = |key: &str, value: String| format_map([(key.to_owned(), value)]);
+    let sources = env_from.iter().map(|(name, source)| match source {
+        EnvSource::FromEnv(of) => (name.clone(), from("from_env", text().print_line(of))),
+        EnvSource::FromFile(file) => (name.clone(), from("from_file", path().print_line(file))),
+    });
+    let values = env.iter().map(|(name, value)| (name.clone(), verbatim().print_line(value)));
+    let lines: Vec<_> = values.chain(sources).map(|(name, line)| (name, Printed::Line(line))).collect();
+    if lines.is_empty() { Printed::Line("{}".to_owned()) } else { Printed::Block(lines) }
+}
+
+/// Lists the environment variables that launch sets itself.
+fn list_reserved_variables() -> Vec<&'static str> {
+    RESERVED.iter().map(|(name, _)| *name).collect()
+}
+
+/// Reads `run.env`. The error contains the mistakes of all its entries.
+fn read_environment(node: &YamlNode) -> ReadResult<Environment> {
+    let YamlValue::Map(entries) = &node.value else {
+        return Err(wrong_type_error("a mapping of names to text", node));
+    };
+    let (mut env, mut env_from) = (Vec::new(), Vec::new());
+    let mut errors = Vec::new();
+    for entry in entries {
+        let name = entry.key.clone();
+        if let Err(error) = check_variable_name(entry) {
+            errors.push(error);
+            continue;
+        }
+        let error = match &entry.value.value {
+            YamlValue::Map(from) => {
+                read_env_source(entry, from).map(|v| env_from.push((name.clone(), v))).err()
+            }
+            _ => verbatim().read(&entry.value).map(|v| env.push((name.clone(), v))).err(),
+        };
+        errors.extend(error.map(|error| error.in_part(&format!("entry `{name}`"))));
+    }
+    ValueError::merge(errors).map_or(Ok((env, env_from)), Err)
+}
+
+/// Reads the source of a variable's value: `{from_env: NAME}` or `{from_file: path}`.
+fn read_env_source(entry: &YamlEntry, from: &[YamlEntry]) -> ReadResult<EnvSource> {
+    if entry.key == env::OMP_NUM_THREADS {
+        let message = "must be a number, because the plan depends on it";
+        return Err(ValueError::new(codes::JOB_VALUE_TYPE, entry.value.span, message)
+            .with_help("remove it to use the worker's share of the cores"));
+    }
+    match from {
+        [only] if only.key == "from_env" => in_variant!(text(), EnvSource::FromEnv).read(&only.value),
+        [only] if only.key == "from_file" => in_variant!(path(), EnvSource::FromFile).read(&only.value),
+        _ => Err(wrong_type_error("text, `{from_env: NAME}` or `{from_file: path}`", &entry.value)),
+    }
+}
+
+/// Fails if the name of an entry is not a valid name of an environment variable, or if launch sets
+/// the variable itself.
+fn check_variable_name(entry: &YamlEntry) -> ReadResult<()> {
+    let name = &entry.key;
+    let error = |code, message: String, help: &str| {
+        Err(ValueError::new(code, entry.key_span, message).with_help(help))
+    };
+    let first_fits = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+    if !first_fits || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+        let message =
+            format!("contains `{}`, which is not a name of an environment variable", make_excerpt(name));
+        let help = "names consist of letters, digits and `_`, and do not begin with a digit";
+        return error(codes::JOB_ENV_NAME_INVALID, message, help);
+    }
+    if let Some((_, instead)) = RESERVED.iter().find(|(reserved, _)| reserved == name) {
+        let message = format!("cannot set `{name}`, which launch sets itself");
+        return error(codes::JOB_ENV_NAME_RESERVED, message, instead);
+    }
+    Ok(())
+}

@@ -1,0 +1,31 @@
+//! Facts about model families on which defaults and checks of `train.model` depend.
+
+/// The family of a new model whose job does not name one.
+pub(crate) const DEFAULT_FAMILY: &str = "llama";
+/// The families with learned positions and LayerNorm in place of rotary embeddings and RMSNorm.
+/// Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many key
+/// heads as query heads.
+pub(crate) const LEARNED_POSITIONS: &[&str] = &["gpt2"];
+/// Which families have another default of `intermediate_size`, for docs/job.md.
+pub(crate) const INTERMEDIATE_SIZE_DEFAULT: &str =
+    "8/3 `hidden_size`, rounded up to a multiple of 16; `gpt2`: 4 `hidden_size`";
+/// Which families share the matrix of the embedding with the output layer, for docs/job.md.
+pub(crate) const TIED_EMBEDDINGS_DEFAULT: &str = "`false`; `true` with `gpt2` and `gemma…`";
+
+/// Returns whether a family has learned positions and LayerNorm.
+pub(crate) fn has_learned_positions(family: &str) -> bool {
+    LEARNED_POSITIONS.contains(&family)
+}
+
+/// Returns whether the embedding and the output layer of a family share one matrix by default.
+pub(crate) fn ties_embeddings(family: &str) -> bool {
+    has_learned_positions(family) || family.starts_with("gemma")
+}
+
+/// Returns the default width of the feed-forward network of a family.
+pub(crate) fn default_intermediate_size(family: &str, hidden_size: u32) -> u32 {
+    match has_learned_positions(family) {
+        true => 4 * hidden_size,
+        false => (hidden_size * 8).div_ceil(3).next_multiple_of(16),
+    }
+}

@@ -1,0 +1,155 @@
+//! Value types of `cluster.hosts`, of the filters of hosts, and of names of users and hosts.
+use crate::{
+    hosts::{MAX_HOSTS, parse_hosts},
+    keys::{
+        choice::keywords,
+        collections::{list_expecting, list_of},
+        text::{formatted_text, path, read_text, text},
+        value_type::{ReadResult, ValueType, in_variant, out_of_range_error, wrong_type_error},
+    },
+    yaml::{
+        format::{Printed, format_map},
+        tree::{YamlNode, YamlValue},
+        value_error::ValueError,
+    },
+};
+use diagnostic::codes::job as codes;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::{collections::HashSet, path::PathBuf};
+
+/// `cluster.hosts`: the hosts that the job may use.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostSelection {
+    /// The nodes of the Slurm allocation that launch runs in. Outside of an allocation, this
+    /// machine.
+    Auto,
+    /// Only the machine on which launch was started.
+    Local,
+    /// The nodes of the Slurm allocation that launch runs in.
+    Slurm,
+    /// The hosts that these texts name. [`crate::hosts::parse_hosts`] parses each text.
+    List(Vec<String>),
+    /// The hosts of the hostfile at this path.
+    File(PathBuf),
+}
+
+/// The values of `cluster.hosts` in messages.
+const HOSTS: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
+
+/// `auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`.
+pub(crate) fn host_selection() -> ValueType<HostSelection> {
+    let file = json!({"file": path().schema});
+    let schema = json!({"anyOf": [
+        host_keywords().schema,
+        {"type": "array", "items": {"type": ["string", "integer"], "minLength": 1}, "minItems": 1},
+        {"type": "object", "properties": file, "required": ["file"], "additionalProperties": false},
+    ]});
+    let accepts = "`auto`, `local`, `slurm`, list of hosts, or `{file: hostfile}`";
+    ValueType::new(accepts, schema, read_hosts, |hosts| match hosts {
+        HostSelection::List(texts) => list_of("list of hosts", text()).print(texts),
+        HostSelection::File(file) => {
+            Some(Printed::Line(format_map([("file".to_owned(), path().print_line(file))])))
+        }
+        keyword => host_keywords().print(keyword),
+    })
+}
+
+/// The keywords of `cluster.hosts`.
+fn host_keywords() -> ValueType<HostSelection> {
+    keywords(vec![
+        ("auto", HostSelection::Auto),
+        ("local", HostSelection::Local),
+        ("slurm", HostSelection::Slurm),
+    ])
+}
+
+/// Reads `cluster.hosts`.
+fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
+    match &node.value {
+        YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(HOSTS, node)),
+        YamlValue::List(_) => {
+            let host = ValueType::of_line("host", json!({}), read_host, String::clone);
+            let hosts = list_expecting("list of hosts", HOSTS, host).read(node)?;
+            reject_duplicate_hosts(node, &hosts)?;
+            Ok(HostSelection::List(hosts))
+        }
+        YamlValue::Map(entries) => match entries.as_slice() {
+            [only] if only.key == "file" => in_variant!(path(), HostSelection::File).read(&only.value),
+            _ => Err(wrong_type_error(HOSTS, node)),
+        },
+        YamlValue::Text if host_keywords().read(node).is_err() && read_host(node).is_ok() => {
+            let help = format!("write a list of one item as [\"{}\"]", node.raw);
+            Err(wrong_type_error(HOSTS, node).with_help(help))
+        }
+        _ => host_keywords().read(node),
+    }
+}
+
+/// Reads a text that names one or several hosts. Checks the text, but returns it unchanged.
+fn read_host(node: &YamlNode) -> ReadResult<String> {
+    let text = match node.value {
+        // A number may be the name of a host.
+        YamlValue::Int(_) => node.raw.clone(),
+        _ => read_text(node)?,
+    };
+    match parse_hosts(&text) {
+        Ok(_) => Ok(text),
+        Err(error) => {
+            let column = text.get(..error.at).map_or(0, |before| before.chars().count()) + 1;
+            Err(ValueError::new(error.code(), node.span, format!("{error} (at character {column})"))
+                .with_help(
+                    "write a host as [user@]name[:port]; the name may contain ranges such as n[01-16]",
+                ))
+        }
+    }
+}
+
+/// Fails if the texts of a list name a host twice, or more than [`MAX_HOSTS`] hosts. `node` is the
+/// list.
+fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
+    let YamlValue::List(items) = &node.value else { return Ok(()) };
+    let mut names = HashSet::new();
+    for (item, text) in items.iter().zip(texts) {
+        for host in parse_hosts(text).unwrap_or_default() {
+            let name = host.name_with_port();
+            if names.len() >= MAX_HOSTS {
+                let message = format!("names more than {MAX_HOSTS} hosts");
+                return Err(ValueError::new(codes::JOB_VALUE_OUT_OF_RANGE, node.span, message));
+            }
+            if !names.insert(name.clone()) {
+                let message = format!("names the host `{name}` twice");
+                return Err(ValueError::new(codes::JOB_ITEM_DUPLICATE, item.span, message).with_help(
+                    "name each host once; `cluster.workers_per_host` is the number of workers on it",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lists of DeepSpeed's filters. A single text is also accepted, as on DeepSpeed's command line.
+pub(crate) fn filters() -> ValueType<Vec<String>> {
+    let filters =
+        || list_expecting("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text());
+    let schema = json!({"anyOf": [text().schema, filters().schema]});
+    let read = move |node: &YamlNode| match node.value {
+        YamlValue::Text => text().read(node).map(|text| vec![text]),
+        _ => filters().read(node),
+    };
+    ValueType::new("list of text", schema, read, move |list| filters().print(list))
+}
+
+/// Login names that [`parse_hosts`] accepts before an `@`.
+pub(crate) fn user_name() -> ValueType<String> {
+    formatted_text("text", "a user name", "^[^@:\\s]+$", |name| {
+        parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
+    })
+}
+
+/// Texts that name exactly one host.
+pub(crate) fn one_host() -> ValueType<String> {
+    formatted_text("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
+        parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)
+    })
+}

@@ -1,0 +1,74 @@
+//! [`JobSpec`]: a job after parsing, defaults and validation. Every key has a value.
+use super::{
+    checkpoint::{CheckpointSpec, ResumeSpec},
+    cluster::ClusterSpec,
+    run::RunSpec,
+    slurm::SlurmSpec,
+    train::TrainSpec,
+};
+use crate::{
+    keys::{
+        decoder::JobDecoder,
+        key::Key,
+        section::{Section, inner, optional_inner, section},
+        text::formatted_text,
+        value_type::ValueType,
+        values::JobValues,
+    },
+    yaml::tree::YamlNode,
+};
+
+section! {
+    /// A whole job: the content of job.yaml with all defaults.
+    pub struct JobSpec at "";
+    /// The name of the job, part of the paths of its files; at most 100 characters.
+    pub name: String =
+        Key::computed(job_name(), "the name of the job file without extension", |_, v| v.default_name.clone());
+    /// `cluster`: the hosts and devices that the job uses.
+    pub cluster: ClusterSpec = inner();
+    /// `run`: the program, its environment and supervision.
+    pub run: RunSpec = inner();
+    /// `train`: the built-in training; `None` exactly if the job has `run.command`.
+    pub train: Option<TrainSpec> = optional_inner().without_null();
+    /// `checkpoint`: when and where the built-in training saves checkpoints.
+    pub checkpoint: CheckpointSpec = inner();
+    /// `resume`: the checkpoint that the run resumes from, and the policy for its RNG streams.
+    pub resume: ResumeSpec = inner();
+    /// `slurm`: the options that `launch sbatch` passes to Slurm.
+    pub slurm: SlurmSpec = inner();
+}
+
+impl JobSpec {
+    /// Decodes the whole job. Reports errors to `d`. A job without the key `name` gets
+    /// `default_name`.
+    pub(crate) fn decode_tree(d: &mut JobDecoder, root: &YamlNode, default_name: String) -> JobSpec {
+        let top = d.root_section(root);
+        let mut job = JobSpec::decode(d, &top);
+        let mut values = job.list_values();
+        values.default_name = default_name;
+        job.fill_defaults(&d.unset, &values);
+        let directory = job.checkpoint.dir.to_string_lossy().replace("{name}", &job.name);
+        job.checkpoint.dir = directory.into();
+        job
+    }
+
+    /// Returns the values of all keys in YAML, also of keys that have no effect in this job.
+    pub(crate) fn list_values(&self) -> JobValues {
+        let mut values = JobValues::default();
+        self.print(&mut values);
+        values
+    }
+}
+
+/// The largest length of a job's name.
+const MAX_NAME: usize = 100;
+
+/// Names of jobs, which are safe as a component of a path.
+fn job_name() -> ValueType<String> {
+    let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
+    let accepts = "text: letters, digits, `.`, `_`, `-`";
+    formatted_text(accepts, expected, "^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$", |name| {
+        let is_safe = name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
+        is_safe && !name.starts_with(['.', '-']) && name.len() <= MAX_NAME
+    })
+}

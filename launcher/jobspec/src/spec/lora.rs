@@ -1,0 +1,62 @@
+//! `train.lora`: low-rank adapters of the matrices of a model.
+use crate::keys::{
+    collections::list_expecting,
+    info::{Condition, Rule},
+    key::Key,
+    numbers::{boolean, integer, positive_float, share},
+    section::section,
+    text::{path, text},
+    value_type::{ValueType, in_variant},
+};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+section! {
+    /// The settings of new low-rank adapters, or the directory of existing ones.
+    pub struct LoraSpec at "train.lora", rules NEW_ADAPTER_RULES;
+    /// The directory whose adapters are trained further.
+    ///
+    /// `None` stands for new adapters. The directory has PEFT's layout, and its path is relative to
+    /// the workdir. Its `adapter_config.json` replaces all settings below except `dropout`.
+    pub from: Option<PathBuf> = Key::optional(path(), "none: new adapters").ignores_section_rules();
+    /// The rank: rows of A, columns of B.
+    ///
+    /// An adapter is the matrix product B·A.
+    pub rank: u32 = Key::new(integer(1..=1 << 16), "8");
+    /// The output of an adapter is multiplied by `alpha / rank`.
+    pub alpha: f64 = Key::computed(positive_float(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
+    /// The dropout rate of an adapter's inputs.
+    ///
+    /// If this value is `None`, new adapters have no dropout and existing adapters keep theirs.
+    pub dropout: Option<f64> =
+        Key::optional(share(), "0; with `from` the value of adapter_config.json").ignores_section_rules();
+    /// Multiply the output by `alpha / √rank` instead of `alpha / rank`.
+    pub rslora: bool = Key::new(boolean(), "false");
+    /// The matrices of the layers that get adapters.
+    pub targets: LoraTargets = Key::new(targets(), "all-linear");
+}
+
+const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
+    .help("remove it; adapter_config.json of the directory has {name}")];
+
+/// `all-linear`, or a list of at least one matrix name.
+fn targets() -> ValueType<LoraTargets> {
+    let names = list_expecting("list of module names", "a list of names such as `[q_proj, v_proj]`", text());
+    in_variant!(names.not_empty(), LoraTargets::Names).or_keywords(&[("all-linear", LoraTargets::AllLinear)])
+}
+
+/// `train.lora.targets`: the matrices of the model that get adapters.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LoraTargets {
+    /// Every matrix in the model's layers for which adapters are supported.
+    AllLinear,
+    /// The matrices whose name is one of these texts, or ends in `.` and one of these texts.
+    Names(Vec<String>),
+}
+
+impl LoraSpec {
+    /// Returns a copy of the settings in which `from` is joined to `workdir`.
+    pub fn resolve_paths(&self, workdir: &Path) -> LoraSpec {
+        LoraSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
+    }
+}

@@ -1,0 +1,100 @@
+//! `train.model`: the model that is trained.
+use super::families::{self, LEARNED_POSITIONS};
+use crate::keys::{
+    info::{Condition, Rule},
+    key::Key,
+    numbers::{boolean, integer, positive_float, positive_number, share},
+    section::section,
+    text::{path, text},
+    value_type::ValueType,
+};
+use std::path::{Path, PathBuf};
+
+section! {
+    /// The model config. Sizes and options have the names of Hugging Face's config.json.
+    pub struct ModelSpec at "train.model", rules NEW_MODEL_RULES;
+    /// The directory to train, in the layout of Hugging Face.
+    ///
+    /// The path is relative to the workdir. `None` stands for a new model. The directory's
+    /// config.json replaces the settings below, and its weights are the initial weights.
+    #[serde(default)]
+    pub from: Option<PathBuf> =
+        Key::optional(path(), "none: a new model from these keys").ignores_section_rules();
+    /// The dropout rate, in place of all rates of config.json.
+    ///
+    /// If this value is `None`, the rates of config.json apply, and a new model has no dropout.
+    #[serde(default)]
+    pub dropout: Option<f64> =
+        Key::optional(share(), "0; with `from` the rates of config.json").ignores_section_rules();
+    /// The model family.
+    ///
+    /// The family decides the architecture.
+    pub family: String = Key::new(text(), families::DEFAULT_FAMILY);
+    /// The rows of the embedding; `auto`: the vocabulary size of the tokenizer.
+    ///
+    /// 0 stands for `auto`.
+    pub vocab_size: u32 = Key::new(size_or_auto(), "auto");
+    /// The width; without `head_dim`, a multiple of `num_attention_heads`.
+    pub hidden_size: u32 = Key::new(integer(1..=1 << 20), "256");
+    /// The width of the feed-forward network.
+    pub intermediate_size: u32 = Key::computed(
+        integer(1..=1 << 22),
+        families::INTERMEDIATE_SIZE_DEFAULT,
+        |m: &ModelSpec, _| families::default_intermediate_size(&m.family, m.hidden_size),
+    );
+    /// The blocks.
+    pub num_hidden_layers: u32 = Key::new(integer(1..=4096), "4");
+    /// The query heads.
+    pub num_attention_heads: u32 = Key::new(integer(1..=1 << 16), "4");
+    /// The key and value heads (grouped-query attention); divides `num_attention_heads`.
+    pub num_key_value_heads: u32 =
+        Key::computed(integer(1..=1 << 16), "`num_attention_heads`", |m: &ModelSpec, _| m.num_attention_heads);
+    /// The width of a head.
+    pub head_dim: u32 = Key::computed(
+        integer(1..=1 << 16).documented_as("integer from 2 to 65536, even"),
+        "`hidden_size` / `num_attention_heads`",
+        |m: &ModelSpec, _| m.hidden_size / m.num_attention_heads,
+    );
+    /// The experts per layer in a family with experts.
+    #[serde(default)]
+    pub num_experts: Option<u32> = Key::optional(integer(1..=1 << 16), "8 in a family with experts");
+    /// The experts per token; at most `num_experts`.
+    #[serde(default)]
+    pub num_experts_per_tok: Option<u32> = Key::optional(integer(1..=1 << 16), "2 in a family with experts");
+    /// The width of an expert, in families that have it in addition to `intermediate_size`.
+    #[serde(default)]
+    pub moe_intermediate_size: Option<u32> = Key::optional(integer(1..=1 << 22), "`intermediate_size`");
+    /// The longest sequence; `auto`: `data.seq_len`.
+    ///
+    /// 0 stands for `auto`.
+    pub max_position_embeddings: u32 = Key::new(size_or_auto(), "auto");
+    /// The constant added under the root of RMSNorm.
+    pub rms_norm_eps: f64 = Key::new(positive_float(), "1e-6").rules(ROTARY_RULES);
+    /// The base of the frequencies of rotary embeddings.
+    pub rope_theta: f64 = Key::new(positive_number(), "10000").rules(ROTARY_RULES);
+    /// Share one matrix between embedding and output.
+    pub tie_word_embeddings: bool =
+        Key::computed(boolean(), families::TIED_EMBEDDINGS_DEFAULT, |m: &ModelSpec, _| families::ties_embeddings(&m.family));
+    /// The standard deviation of the initial weights.
+    pub initializer_range: f64 = Key::new(positive_float(), "0.02");
+}
+
+const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
+    .help("remove it; config.json of the directory has {name}")];
+const ROTARY_RULES: &[Rule] =
+    &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
+/// The advice for a key that does not apply to a family with learned positions.
+pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
+    as query heads, of width `hidden_size` / `num_attention_heads`";
+
+impl ModelSpec {
+    /// Returns a copy of the settings in which `from` is joined to `workdir`.
+    pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
+        ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
+    }
+}
+
+/// A size, or `auto`, for which the field has the value 0.
+fn size_or_auto() -> ValueType<u32> {
+    integer(1..=1 << 24).or_keywords(&[("auto", 0)])
+}

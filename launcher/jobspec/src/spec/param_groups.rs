@@ -1,0 +1,45 @@
+//! `train.optimizer.groups`, and value types of patterns and decay rates.
+use crate::keys::{
+    collections::{list_of, pair_of},
+    info::{Condition, Rule},
+    key::Key,
+    numbers::{non_negative_number, positive_float, positive_number, share},
+    section::section,
+    text::text,
+    value_type::ValueType,
+};
+
+section! {
+    /// An item of `train.optimizer.groups`: hyper-parameters for the parameters that match its
+    /// patterns. A `None` stands for the value in `train.optimizer`.
+    #[derive(Default)]
+    pub struct ParamGroupSpec at "";
+    /// The name patterns (`*`, `?`) of the parameters that belong to the group.
+    pub r#match: Vec<String> = Key::required(patterns().not_empty());
+    /// The highest learning rate of the group.
+    pub lr: Option<f64> = Key::optional(positive_number(), UNCHANGED);
+    /// The highest learning rate of the group, as a multiple of `optimizer.lr`.
+    pub lr_scale: Option<f64> = Key::optional(non_negative_number(), UNCHANGED).rules(SCALE_RULES);
+    /// The weight decay, which also applies to parameters that `no_decay` names.
+    pub weight_decay: Option<f64> = Key::optional(non_negative_number(), UNCHANGED);
+    /// The decay rates of the first and second moments.
+    pub betas: Option<(f64, f64)> = Key::optional(betas(), UNCHANGED);
+    /// The constant that is added to the denominator of the update.
+    pub eps: Option<f64> = Key::optional(positive_float(), UNCHANGED);
+    /// The momentum of SGD or Muon.
+    pub momentum: Option<f64> = Key::optional(share(), UNCHANGED);
+}
+
+/// The default of a key of a group.
+const UNCHANGED: &str = "the value of `train.optimizer`";
+const SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).help("keep one of them")];
+
+/// Lists of patterns of parameter names.
+pub(crate) fn patterns() -> ValueType<Vec<String>> {
+    list_of("list of patterns", text())
+}
+
+/// Decay rates of moments: two numbers from 0 to below 1.
+pub(crate) fn betas() -> ValueType<(f64, f64)> {
+    pair_of("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share())
+}

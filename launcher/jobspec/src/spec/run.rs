@@ -1,0 +1,140 @@
+//! `run`: the program of a job, its environment and supervision.
+use super::{
+    cluster::MAX_HOST_COUNT,
+    environment::{EnvSource, environment, environment_sources},
+    run_values::{command, variable_pattern},
+    signals::{Signals, signals},
+};
+use crate::{
+    ids::Rank,
+    keys::{
+        choice::{choice, choices},
+        collections::list_expecting,
+        info::{Condition, Rule},
+        key::Key,
+        numbers::{boolean, integer},
+        section::{inner, section},
+        text::{path, template, text},
+        units::{duration, duration_in, size},
+        value_type::in_variant,
+    },
+};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+section! {
+    /// The program, its environment and supervision.
+    pub struct RunSpec at "run";
+    /// The program and its arguments, started once per rank.
+    ///
+    /// `None` stands for the built-in runtime.
+    pub command: Option<Vec<String>> =
+        Key::optional(command(), "none: the built-in training, which needs `train`");
+    /// The working directory of the workers; other paths of the job are relative to it.
+    ///
+    /// The path is absolute after loading.
+    pub workdir: PathBuf = Key::new(path(), ".");
+    /// The variables that are added to the environment of each worker.
+    ///
+    /// The field contains the variables whose values are written in the job.
+    pub env: Vec<(String, String)> = environment();
+    /// Variables whose values are read when the run starts, each with the source of the value. The
+    /// values are never shown.
+    pub env_from: Vec<(String, EnvSource)> = environment_sources();
+    /// The variables of launch that are passed to the workers of every host.
+    ///
+    /// Each item is a name pattern. The values are never shown.
+    pub pass_env: Vec<String> =
+        Key::new(list_expecting("list of patterns", "a list of patterns of names", variable_pattern()), "[]");
+    /// The binding of workers to CPUs.
+    #[serde(rename = "bind")]
+    pub cpu_bind: CpuBind = Key::new(choice(), "auto").deprecated("bind");
+    /// The GPUs that a worker of a program sees.
+    pub visible_devices: VisibleDevices = Key::new(choice(), "all").rules(PROGRAM_RULES);
+    /// Insert `--local_rank=N` after the name of the script.
+    ///
+    /// Older launchers do so. `N` is the local rank.
+    pub local_rank_argument: bool = Key::new(boolean(), "false").rules(PROGRAM_RULES);
+    /// The time between SIGTERM and SIGKILL.
+    #[serde(rename = "grace_ms")]
+    pub grace_period_ms: u64 = Key::new(duration(), "30s").deprecated("grace");
+    /// The maximum number of restarts of the job after failures.
+    ///
+    /// The limit applies regardless of which hosts failed.
+    pub restarts: u32 = Key::new(integer(0..=10_000), "0");
+    /// The minimum number of hosts of an attempt.
+    pub min_hosts: MinHosts = Key::new(
+        in_variant!(integer(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more"), MinHosts::AtLeast)
+            .or_keywords(&[("all", MinHosts::All)]),
+        "all",
+    );
+    /// The time without progress after which the attempt fails.
+    pub hang_timeout_ms: Option<u64> = Key::new(
+        duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
+        "off",
+    );
+    /// The text of an output line that counts as progress.
+    ///
+    /// If this value is `None`, CPU time counts as progress.
+    #[serde(rename = "progress")]
+    pub progress_pattern: Option<String> = Key::new(text().or_none("off"), "off").deprecated("progress");
+    /// The actions of launch on signals.
+    pub signals: Signals = Key::new(signals(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
+    /// The settings of workers' logs and of the console.
+    pub logs: LogsSpec = inner();
+}
+
+const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).warning()];
+
+section! {
+    /// The settings of workers' logs and of the console.
+    pub struct LogsSpec at "run.logs";
+    /// The run directory.
+    pub dir: String = Key::new(template(&["name", "run"]), "runs/{name}/{run}");
+    /// The ranks whose output the [console](cli.md#console) shows.
+    pub show: Vec<Rank> = Key::new(
+        list_expecting("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
+        "[0]",
+    ).reloadable();
+    /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
+    pub prefix: bool = Key::new(boolean(), "true");
+    /// The maximum size of a rank's log; at least `4KiB`.
+    ///
+    /// Output beyond this size is not stored.
+    pub max_size: u64 = Key::new(size(4096, "a size of 4KiB or more"), "1GiB");
+}
+
+/// `run.min_hosts`: the smallest number of hosts with which an attempt starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MinHosts {
+    /// All hosts that the job uses.
+    All,
+    /// This number of hosts.
+    AtLeast(u32),
+}
+
+choices! {
+    /// `run.cpu_bind`: the CPUs that each worker is bound to.
+    pub enum CpuBind {
+        /// Like `numa` if each worker has a GPU whose NUMA node is known, otherwise like `cores`.
+        /// Workers are not bound if there are more workers than CPUs.
+        Auto = "auto",
+        /// Workers may run on all CPUs of the host.
+        None = "none",
+        /// A worker is bound to all cores of its GPU's NUMA node. A worker without a GPU is bound
+        /// to all cores of an equal share of the NUMA nodes.
+        Numa = "numa",
+        /// A worker is bound to an equal share of the cores, which no other worker uses.
+        Cores = "cores",
+    }
+}
+
+choices! {
+    /// `run.visible_devices`: the GPUs of its host that a process of a program sees.
+    pub enum VisibleDevices {
+        /// All GPUs of the host that the job uses. The program selects one by `LOCAL_RANK`.
+        All = "all",
+        /// Only the GPU of the process. `LOCAL_RANK` is then 0.
+        One = "one",
+    }
+}

@@ -1,0 +1,50 @@
+//! Value types of `run.command` and `run.pass_env`.
+use crate::{
+    keys::{
+        collections::list_expecting,
+        text::{formatted_text, verbatim},
+        value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
+    },
+    yaml::{
+        tree::{YamlNode, YamlValue, make_excerpt},
+        value_error::ValueError,
+    },
+};
+use diagnostic::codes::job as codes;
+use serde_json::json;
+
+/// Lists of a program and its arguments. The items are not interpreted.
+pub(crate) fn command() -> ValueType<Vec<String>> {
+    let words = || list_expecting("list of text", COMMAND, verbatim());
+    let schema = json!({"type": "array", "items": verbatim().schema, "minItems": 1});
+    ValueType::new("list of text", schema, read_command, move |list| words().print(list))
+}
+
+/// The command in messages.
+const COMMAND: &str = "a list: the program and its arguments";
+
+/// Reads `run.command`.
+fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
+    if let YamlValue::Text = node.value {
+        let words: Vec<&str> = node.raw.split_whitespace().collect();
+        let help = format!("write [{}]", make_excerpt(&words.join(", ")));
+        return Err(wrong_type_error(COMMAND, node).with_help(help));
+    }
+    let words = list_expecting("list of text", COMMAND, verbatim()).read(node)?;
+    match words.first() {
+        None => Err(out_of_range_error(COMMAND, node)),
+        Some(program) if program.is_empty() => {
+            Err(ValueError::new(codes::JOB_VALUE_FORMAT, node.span, "has an empty program name"))
+        }
+        Some(_) => Ok(words),
+    }
+}
+
+/// Patterns of names of environment variables. A pattern consists of letters, digits, `_`, `*` for
+/// any text and `?` for any character.
+pub(crate) fn variable_pattern() -> ValueType<String> {
+    formatted_text("pattern", "a name or a pattern such as `HF_*`", "^[A-Za-z0-9_*?]{1,200}$", |pattern| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';
+        pattern.chars().all(fits) && pattern.len() <= 200
+    })
+}

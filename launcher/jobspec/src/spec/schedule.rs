@@ -1,0 +1,47 @@
+//! `train.schedule`: how the learning rate changes over the steps.
+use crate::keys::{
+    choice::{choice, choices},
+    info::{Condition, Rule},
+    key::Key,
+    numbers::{at_least, non_negative_number},
+    section::section,
+};
+
+section! {
+    /// How the learning rate changes over the steps.
+    pub struct ScheduleSpec at "train.schedule";
+    /// The shape after the warm-up.
+    pub name: ScheduleName = Key::new(choice(), "constant");
+    /// The steps of the warm-up.
+    ///
+    /// The learning rate rises linearly to its highest value in these steps.
+    pub warmup_steps: u64 = Key::new(at_least(0), "0").aliases(&["warmup_num_steps"]);
+    /// The learning rate at the end; not with `constant`.
+    pub min_lr: f64 = Key::computed(non_negative_number(), "a tenth of `optimizer.lr`", |_, v| {
+        v.number("train.optimizer.lr") / 10.0
+    }).rules(MIN_LR_RULES).reloadable();
+    /// The steps of the final decay of `wsd`.
+    pub decay_steps: u64 = Key::computed(at_least(1), "a fifth of `steps` with `wsd`", |schedule: &ScheduleSpec, v| {
+        let steps = v.get("train.steps").and_then(|steps| steps.parse::<u64>().ok()).unwrap_or(0);
+        if schedule.name == ScheduleName::Wsd { (steps / 5).max(1) } else { 0 }
+    }).rules(DECAY_RULES).reloadable();
+}
+
+const NAME: &str = "train.schedule.name";
+const MIN_LR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["constant"])])];
+const DECAY_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME, &["wsd"])])];
+
+choices! {
+    /// `train.schedule.name`: the shape of the learning rate after the warm-up.
+    pub enum ScheduleName {
+        /// A half cosine that ends at `min_lr` at the last step.
+        Cosine = "cosine",
+        /// A line that ends at `min_lr` at the last step.
+        Linear = "linear",
+        /// The highest learning rate until the last step.
+        Constant = "constant",
+        /// Warm-up, stable, decay: the highest learning rate until a final decay of `decay_steps`
+        /// steps.
+        Wsd = "wsd",
+    }
+}

@@ -1,0 +1,119 @@
+//! `slurm`: the options of `launch sbatch`, including how a job is requeued at its time limit.
+use crate::keys::{
+    collections::list_expecting,
+    key::Key,
+    numbers::{boolean, integer},
+    section::{default_section, section},
+    text::formatted_text,
+    units::{duration_in, size},
+    value_type::ValueType,
+};
+
+section! {
+    /// The options of `launch sbatch`. If an option is `None`, Slurm's default applies.
+    pub struct SlurmSpec at "slurm";
+    /// The option `--partition`.
+    pub partition: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    /// The option `--account`.
+    pub account: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    /// The option `--qos`, the quality of service.
+    pub qos: Option<String> = Key::optional(slurm_name(), "Slurm's default");
+    /// The option `--nodes`.
+    pub nodes: u32 = Key::new(integer(1..=16_384), "1");
+    /// The option `--time`, rounded up to seconds.
+    pub time_ms: Option<u64> = Key::optional(time_limit(), "the limit of the partition");
+    /// The option `--gpus-per-node`; 0 requests no GPUs.
+    pub gpus_per_node: u32 = Key::new(integer(0..=1024), "0");
+    /// The option `--cpus-per-task`: the CPUs of each node, because each node has a single task.
+    pub cpus_per_task: Option<u32> = Key::optional(integer(1..=65_536), "Slurm's default");
+    /// The option `--mem` of each node.
+    pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
+    /// Additional options of sbatch; each item is one option, `--option=value`.
+    pub extra: Vec<String> = Key::new(list_expecting("list of options", "a list of options", sbatch_option()), "[]");
+    /// The time before the limit at which the job saves and stops.
+    #[serde(rename = "notice_ms")]
+    pub signal_time_ms: u64 = Key::new(signal_time(), "120s").deprecated("notice");
+    /// The maximum number of requeues after the time limit or the loss of a node.
+    pub requeues: u32 = Key::new(integer(0..=10_000), "10");
+    /// Copy launch's executable to `/tmp` of each node.
+    pub bcast: bool = Key::new(boolean(), "false");
+}
+
+impl Default for SlurmSpec {
+    /// Returns the options of a job without a `slurm` section.
+    fn default() -> Self {
+        default_section()
+    }
+}
+
+/// The longest `slurm.signal_time`, in milliseconds. Slurm stores the time of `--signal` as 16-bit
+/// seconds.
+const MAX_SIGNAL_TIME: u64 = 65_535_000;
+/// The longest `slurm.time`, in milliseconds: a hundred years.
+const MAX_TIME: u64 = 36_525 * 86_400_000;
+
+/// Durations from one minute to [`MAX_TIME`], in milliseconds.
+fn time_limit() -> ValueType<u64> {
+    duration_in(60_000..=MAX_TIME, "a duration from `1m` to a hundred years")
+        .documented_as("duration of 1m or more")
+}
+
+/// Durations from one second to [`MAX_SIGNAL_TIME`], in milliseconds.
+fn signal_time() -> ValueType<u64> {
+    duration_in(1000..=MAX_SIGNAL_TIME, "a duration from `1s` to `65535s`")
+}
+
+/// Names of partitions, accounts or QOS, separated by commas.
+fn slurm_name() -> ValueType<String> {
+    let expected = "a name of letters, digits and `_-.,:/@+`";
+    formatted_text("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || "_-.,:/@+".contains(c);
+        name.chars().all(fits) && !name.starts_with('-') && name.len() <= 255
+    })
+}
+
+/// Options of sbatch, such as `--constraint=a100`. Each option becomes one line of the batch
+/// script.
+fn sbatch_option() -> ValueType<String> {
+    formatted_text("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
+        option.starts_with("--") && option.len() > 2 && option.len() <= 1024
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{JobSource, load_job};
+    use diagnostic::{Diagnostic, codes::job as codes};
+
+    /// Loads a job that contains the text `section`, and returns its decoded `slurm` section or the
+    /// errors.
+    fn load_slurm_section(section: &str) -> Result<SlurmSpec, Vec<Diagnostic>> {
+        let text = format!("run: {{command: [a]}}\n{section}");
+        load_job(JobSource::Text { name: "a.yaml".to_owned(), text }, &[]).map(|(job, ..)| job.slurm)
+    }
+
+    #[test]
+    fn a_job_without_the_section_has_the_defaults() {
+        assert_eq!(load_slurm_section(""), Ok(SlurmSpec::default()));
+    }
+
+    #[test]
+    fn values_that_could_inject_options_or_lines_are_rejected() {
+        for (section, subject, code) in [
+            ("slurm: {partition: 'a b'}", "slurm.partition", codes::JOB_VALUE_FORMAT),
+            ("slurm: {partition: '-a'}", "slurm.partition", codes::JOB_VALUE_FORMAT),
+            ("slurm: {account: \"a\\nb\"}", "slurm.account", codes::JOB_CONTROL_CHARACTER),
+            ("slurm: {extra: [hold]}", "slurm.extra", codes::JOB_VALUE_FORMAT),
+            ("slurm: {extra: [\"--a\\nb\"]}", "slurm.extra", codes::JOB_CONTROL_CHARACTER),
+            ("slurm: {extra: ['--']}", "slurm.extra", codes::JOB_VALUE_FORMAT),
+            ("slurm: {time: 30s}", "slurm.time", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {signal_time: 20h}", "slurm.signal_time", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {mem: 1KiB}", "slurm.mem", codes::JOB_VALUE_OUT_OF_RANGE),
+            ("slurm: {nodes: 0}", "slurm.nodes", codes::JOB_VALUE_OUT_OF_RANGE),
+        ] {
+            let errors = load_slurm_section(section).expect_err(section);
+            assert_eq!((errors[0].subject(), errors[0].code()), (Some(subject), code), "{section}");
+        }
+    }
+}

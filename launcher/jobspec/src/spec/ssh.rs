@@ -1,0 +1,73 @@
+//! `cluster.ssh`: the settings of SSH connections.
+use super::host_values::{one_host, user_name};
+use crate::keys::{
+    choice::{choice, choices},
+    key::Key,
+    numbers::integer,
+    section::section,
+    text::path,
+    units::duration_in,
+    value_type::{ValueType, in_variant},
+};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+section! {
+    /// The settings of SSH connections. Values that are absent come from the SSH configuration.
+    #[derive(Eq)]
+    pub struct SshSpec at "cluster.ssh";
+    /// The login name of hosts without `user@`.
+    pub user: Option<String> = Key::optional(user_name(), "from the SSH configuration, else the current user");
+    /// The port of hosts without `:port`.
+    pub port: Option<u16> = Key::optional(integer(1..=65535), "from the SSH configuration, else 22");
+    /// The private key; a key with a passphrase must be loaded into `ssh-agent`.
+    ///
+    /// If this value is `None`, the keys of the SSH configuration, of the SSH agent and the default
+    /// keys are used.
+    pub key: Option<PathBuf> =
+        Key::optional(path(), "from the SSH configuration, then the agent, then the default keys");
+    /// The SSH configuration to read.
+    pub config: SshConfig = Key::new(ssh_config(), "default").deprecated_values(&[("usual", "default")]);
+    /// The verification of host keys.
+    pub known_hosts: KnownHosts = Key::new(choice(), "strict");
+    /// The host through which launch connects to the others.
+    pub jump: Option<String> = Key::optional(one_host(), "from the SSH configuration, else none");
+    /// The limit of each step of connecting to a host; at most `10m`.
+    pub connect_timeout_ms: u64 =
+        Key::new(duration_in(1..=MAX_CONNECT_TIMEOUT_MS, "a duration above 0 of at most `10m`"), "10s");
+    /// The number of connections that are set up at the same time.
+    #[serde(rename = "parallel")]
+    pub fanout: u32 = Key::new(integer(1..=1024), "64").deprecated("parallel");
+}
+
+/// The longest `cluster.ssh.connect_timeout`, in milliseconds.
+const MAX_CONNECT_TIMEOUT_MS: u64 = 10 * 60 * 1000;
+
+/// `cluster.ssh.config`: the SSH configuration that is read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SshConfig {
+    /// The configuration files of the user and of the system.
+    #[serde(rename = "Usual")]
+    Default,
+    /// No configuration file.
+    None,
+    /// Only the configuration file at this path.
+    File(PathBuf),
+}
+
+/// `default`, `none`, or the path of a configuration file.
+fn ssh_config() -> ValueType<SshConfig> {
+    in_variant!(path(), SshConfig::File)
+        .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])
+}
+
+choices! {
+    /// `cluster.ssh.known_hosts`: which host keys an SSH connection accepts.
+    pub enum KnownHosts {
+        /// Only keys that known_hosts contains.
+        Strict = "strict",
+        /// Keys that known_hosts contains, and the key of a host without an entry in known_hosts.
+        /// The new key is then added to known_hosts.
+        AcceptNew = "accept_new",
+    }
+}

@@ -1,0 +1,172 @@
+//! `train`: the model, data and hyper-parameters of the built-in training.
+use super::{
+    cluster::ON_CPUS,
+    data::DataSpec,
+    experts::ExpertsSpec,
+    lora::LoraSpec,
+    model::ModelSpec,
+    optimizer::OptimizerSpec,
+    param_groups::patterns,
+    schedule::ScheduleSpec,
+    train_settings::{
+        AttentionKernels, BatchSpec, CudaGraphMode, EvalSpec, LossScaleSpec, Precision, RecomputeMode,
+        ZeroSpec, cuda_graph_mode,
+    },
+};
+use crate::keys::{
+    choice::choice,
+    info::{Condition, Rule},
+    key::Key,
+    numbers::{at_least, boolean, positive_float},
+    section::{inner, optional_inner, section},
+};
+use diagnostic::codes::job as codes;
+
+section! {
+    /// The model, data and hyper-parameters of the built-in training.
+    pub struct TrainSpec at "train";
+    /// The model that is trained: its config, or the directory of a pretrained model.
+    pub model: ModelSpec = inner();
+    /// The distribution of experts over ranks, and the losses of routers.
+    #[serde(default)]
+    pub experts: ExpertsSpec = inner().printed_if(|experts| *experts != ExpertsSpec::default());
+    /// The training data, the tokenizer, and the division into samples.
+    pub data: DataSpec = inner();
+    /// The ZeRO stage, and the offloading of optimizer states.
+    pub zero: ZeroSpec = inner();
+    /// The element type of weights and activations.
+    pub precision: Precision = Key::new(choice(), "fp32");
+    /// Keep fp32 master weights with `bf16` and `fp8`.
+    ///
+    /// Otherwise the optimizer updates the bf16 weights directly.
+    #[serde(default = "enabled_by_default")]
+    pub master_weights: bool = Key::new(boolean(), "true").rules(MASTER_WEIGHTS_RULES);
+    /// The loss scale of [`Precision::Fp16`].
+    #[serde(default)]
+    pub loss_scale: LossScaleSpec = inner();
+    /// The numbers of samples per step and per forward pass.
+    pub batch: BatchSpec = inner();
+    /// The optimizer and its hyper-parameters.
+    pub optimizer: OptimizerSpec = inner();
+    /// How the learning rate changes over the steps.
+    pub schedule: ScheduleSpec = inner();
+    /// The limit of the global L2 norm of the gradients.
+    ///
+    /// Gradients with a larger norm are scaled down to this norm. `None` disables clipping.
+    pub clip_norm: Option<f64> =
+        Key::new(positive_float().or_none("off"), "1.0").aliases(&["gradient_clipping"]);
+    /// The total optimizer steps.
+    ///
+    /// Training ends after this number of steps, counted from step 0 of the first run.
+    pub steps: u64 = Key::new(
+        at_least(0).described_as("integer of 1 or more, or 0 with `model.from`"),
+        "200",
+    ).rules(STEPS_RULES).reloadable();
+    /// The seed of the initial weights and the order of the data.
+    pub seed: u64 = Key::new(at_least(0), "1234");
+    /// The activations that the backward pass recomputes.
+    pub recompute: RecomputeMode = Key::new(choice(), "none");
+    /// Losses with the same bits for any number of workers.
+    ///
+    /// If this value is `false`, the gradients of micro-batches are summed in their order of
+    /// arrival. On GPUs, the algorithms for each matmul and for attention are then also timed, and
+    /// the fastest ones are used.
+    #[serde(rename = "numerics", default = "enabled_by_default", with = "numerics")]
+    pub deterministic: bool = Key::new(boolean(), "true")
+        .deprecated("numerics")
+        .deprecated_values(&[("reproducible", "true"), ("fast", "false")]);
+    /// The kernels of attention on GPUs.
+    #[serde(default)]
+    pub attention: AttentionKernels = Key::new(choice(), "auto").rules(ATTENTION_RULES);
+    /// Submit steps to GPUs as CUDA graphs.
+    #[serde(default)]
+    pub cuda_graphs: CudaGraphMode = Key::new(cuda_graph_mode(), "auto");
+    /// The settings of evaluations during training; `None` for no evaluation.
+    pub eval: Option<EvalSpec> = optional_inner();
+    /// The parameters that are not trained.
+    ///
+    /// Each item is a name pattern.
+    #[serde(default)]
+    pub freeze: Vec<String> = Key::new(patterns().hidden_if_empty(), "[]");
+    /// The only parameters that are trained; not with `freeze`.
+    ///
+    /// Each item is a name pattern. If the list is empty, all parameters are trained except those
+    /// of `freeze`.
+    #[serde(default)]
+    pub train_only: Vec<String> =
+        Key::computed(patterns().not_empty(), "all except those of `freeze`", |_, _| Vec::new());
+    /// The low-rank adapters, which are the only trained parameters if they are given; `None` for
+    /// no adapters.
+    #[serde(default)]
+    pub lora: Option<LoraSpec> = optional_inner();
+}
+
+/// Fp32 weights need no master weights, and the range of fp16 is too small for training without
+/// them.
+const MASTER_WEIGHTS_RULES: &[Rule] = &[
+    Rule::conflict(&[
+        Condition::OneOf("train.precision", &["fp16"]),
+        Condition::OneOf("train.master_weights", &["false"]),
+    ])
+    .text("`{key}: false` requires `train.precision: bf16` or `fp8`")
+    .help("remove it, or set `train.precision: bf16`"),
+    Rule::no_effect(&[Condition::NoneOf("train.precision", &["bf16", "fp8"])])
+        .warning()
+        .help("remove it, or set `train.precision: bf16`"),
+];
+
+/// A run without steps converts the weights of `model.from`.
+const STEPS_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::NotGiven("train.model.from"), Condition::OneOf("train.steps", &["0"])])
+        .code(codes::JOB_VALUE_OUT_OF_RANGE)
+        .text("`{key}` must be an integer of 1 or more, or 0 with `model.from`, found 0")
+        .help("")];
+
+/// Jobs that cuDNN's attention kernels do not support.
+const ATTENTION_RULES: &[Rule] = &[
+    Rule::conflict(&[CUDNN, ON_CPUS])
+        .code(codes::JOB_REQUIRES_GPUS)
+        .text("`{key}: cudnn` requires training on GPUs")
+        .help("set `cluster.devices: cuda`, or remove the key"),
+    Rule::conflict(&[CUDNN, Condition::NoneOf("train.precision", &["bf16", "fp8"])])
+        .text("`{key}: cudnn` requires `train.precision: bf16` or `fp8`")
+        .help("set `train.precision: bf16` (or `fp8`), or use `attention: auto`"),
+    Rule::conflict(&[CUDNN, Condition::OneOf("train.deterministic", &["true"])])
+        .text("`{key}: cudnn` requires `train.deterministic: false`, because its sums have no fixed order")
+        .help("set `train.deterministic: false`, or use `attention: auto`"),
+];
+
+const CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
+
+/// Returns `true`, the value of switches that older stored jobs do not contain.
+fn enabled_by_default() -> bool {
+    true
+}
+
+/// Serializes `deterministic` in the form of checkpoint manifests, as the field `numerics` with the
+/// value `Reproducible` or `Fast`.
+mod numerics {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    enum Numerics {
+        Reproducible,
+        Fast,
+    }
+
+    pub(super) fn serialize<S: Serializer>(deterministic: &bool, serializer: S) -> Result<S::Ok, S::Error> {
+        if *deterministic { Numerics::Reproducible } else { Numerics::Fast }.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+        Numerics::deserialize(deserializer).map(|numerics| matches!(numerics, Numerics::Reproducible))
+    }
+}
+
+impl TrainSpec {
+    /// Returns whether weight updates are rounded stochastically. They are if weights are bf16 and
+    /// there are no fp32 master weights.
+    pub fn rounds_stochastically(&self) -> bool {
+        self.precision.is_bf16() && !self.master_weights
+    }
+}

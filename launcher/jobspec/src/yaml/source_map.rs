@@ -1,0 +1,202 @@
+//! [`SourceMap`]: the texts that a job is read from, and the position of every key in these texts.
+use super::tree::{SourceSpan, YamlNode, YamlValue};
+use diagnostic::{Diagnostic, Location};
+use std::{collections::BTreeMap, ops::Range};
+
+/// A command-line argument from which a part of a job was made.
+#[derive(Clone, Debug)]
+pub struct JobArgument {
+    /// The bytes of the job's text that were made from the argument.
+    pub range: Range<usize>,
+    /// The argument as messages show it, such as `--workers 4`.
+    pub argument: String,
+}
+
+/// A text that contains keys of the job: the job file, a text made from command-line arguments, or
+/// a `--set` argument.
+#[derive(Clone, Debug)]
+enum SourceText {
+    File { name: String, text: String },
+    CommandLine { name: String, text: String, arguments: Vec<JobArgument> },
+    Override { text: String },
+}
+
+/// The spans of a key: of its name, and of the part that messages point at.
+#[derive(Clone, Copy, Debug)]
+struct KeySpans {
+    name: SourceSpan,
+    /// The span that messages point at: the value if it is on one line, otherwise the name of the
+    /// key.
+    shown: SourceSpan,
+}
+
+/// The locations of the keys of a loaded job. Diagnostics about a key point at its location.
+#[derive(Clone, Debug)]
+pub struct SourceMap {
+    texts: Vec<SourceText>,
+    keys: BTreeMap<String, KeySpans>,
+}
+
+impl SourceMap {
+    /// The index of the job file's text in the map.
+    pub(crate) const JOB: u32 = 0;
+
+    /// Creates a map with the text of the job file, and without keys. `name` is the name of the
+    /// file.
+    pub(crate) fn new(name: &str, text: &str) -> Self {
+        let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
+        SourceMap { texts, keys: BTreeMap::new() }
+    }
+
+    /// Creates a map without keys for a job that was made from command-line arguments. `name` is
+    /// the name of the command line in messages.
+    pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
+        let text = SourceText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
+        SourceMap { texts: vec![text], keys: BTreeMap::new() }
+    }
+
+    /// Adds the text of a `--set` argument to the map. Returns the index of the text.
+    pub(crate) fn add_override(&mut self, text: &str) -> u32 {
+        self.texts.push(SourceText::Override { text: text.to_owned() });
+        self.texts.len() as u32 - 1
+    }
+
+    /// Records the spans of all keys and list items of the tree `root`. `canonical` converts the
+    /// path of a key to its documented path.
+    pub(crate) fn index_keys(&mut self, root: &YamlNode, canonical: impl Fn(&str) -> String) {
+        let mut pending: Vec<(String, &YamlNode)> = vec![(String::new(), root)];
+        while let Some((path, node)) = pending.pop() {
+            match &node.value {
+                YamlValue::Map(entries) => {
+                    for e in entries {
+                        let child = canonical(&join_key_path(&path, &e.key));
+                        self.record_key_spans(&child, e.key_span, &e.value);
+                        pending.push((child, &e.value));
+                    }
+                }
+                YamlValue::List(items) => {
+                    for (i, item) in items.iter().enumerate() {
+                        let child = format!("{path}[{i}]");
+                        self.record_key_spans(&child, item.span, item);
+                        pending.push((child, item));
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Records where the key or list item with the path `path` is written. `name` is the span of
+    /// the key's name. For a list item, `name` is the span of the item.
+    fn record_key_spans(&mut self, path: &str, name: SourceSpan, value: &YamlNode) {
+        let text = self.find_span_text(value.span);
+        let is_collection = matches!(value.value, YamlValue::Map(_) | YamlValue::List(_));
+        let is_block = is_collection && !text.starts_with(['[', '{']);
+        let shown = if is_block || text.is_empty() || text.contains('\n') { name } else { value.span };
+        self.keys.insert(path.to_owned(), KeySpans { name, shown });
+    }
+
+    /// Returns whether the job file or a `--set` argument contains the key `path`.
+    pub fn is_given(&self, path: &str) -> bool {
+        self.keys.contains_key(path)
+    }
+
+    /// Returns the location of the value of the key `path`. If the key is absent, returns the
+    /// location of its nearest parent that is written, or else that of the file.
+    pub fn locate_key(&self, path: &str) -> Location {
+        if let Some(spans) = self.keys.get(path) {
+            return self.locate_span(spans.shown);
+        }
+        let mut rest = path;
+        while let Some(cut) = rest.rfind(['.', '[']) {
+            rest = &rest[..cut];
+            if let Some(spans) = self.keys.get(rest) {
+                return self.locate_span(spans.name);
+            }
+        }
+        Location::File { file: self.file().to_owned() }
+    }
+
+    /// Adds the location of a diagnostic's subject, which is the path of a key, to the diagnostic.
+    /// Returns a diagnostic that already has a location unchanged.
+    pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
+        if diagnostic.location().is_some() {
+            return diagnostic;
+        }
+        let location = self.locate_key(diagnostic.subject().unwrap_or_default());
+        diagnostic.with_location(location)
+    }
+
+    /// Returns the name of the job file, which messages show.
+    pub fn file(&self) -> &str {
+        match &self.texts[0] {
+            SourceText::File { name, .. } | SourceText::CommandLine { name, .. } => name,
+            SourceText::Override { .. } => "--set",
+        }
+    }
+
+    /// Returns the location of a span. If the span has several lines, the location covers the first
+    /// line. In a text made from command-line arguments, the location is the argument.
+    pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
+        let Some(text) = self.texts.get(span.source as usize) else {
+            return Location::File { file: self.file().to_owned() };
+        };
+        match text {
+            SourceText::File { name, text } => {
+                let (line, column, width, line_text) = compute_position(text, span);
+                Location::Line { file: name.clone(), line, column, width, text: line_text }
+            }
+            SourceText::CommandLine { name, arguments, .. } => {
+                let start = span.start as usize;
+                match arguments.iter().find(|argument| argument.range.contains(&start)) {
+                    Some(JobArgument { argument, .. }) => Location::Argument { text: argument.clone() },
+                    None => Location::File { file: name.clone() },
+                }
+            }
+            SourceText::Override { text } => {
+                let (_, column, width, line_text) = compute_position(text, span);
+                Location::Override { column, width, text: line_text }
+            }
+        }
+    }
+
+    /// Returns the text of a span, or an empty text if the span is not valid.
+    fn find_span_text(&self, span: SourceSpan) -> &str {
+        let text = match self.texts.get(span.source as usize) {
+            Some(
+                SourceText::File { text, .. }
+                | SourceText::CommandLine { text, .. }
+                | SourceText::Override { text },
+            ) => text,
+            None => return "",
+        };
+        text.get(span.start as usize..span.end as usize).unwrap_or("")
+    }
+}
+
+/// Joins the path of a section and the name of a key: `parent.key`, or `key` if `parent` is empty.
+pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
+    if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
+}
+
+/// Returns the line and the column of the start of a span, counted from 1, its width in characters,
+/// and the text of the line. The width is at least 1, and only covers the first line.
+fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
+    let start = floor_char_boundary(text, span.start as usize);
+    let end = floor_char_boundary(text, span.end as usize).max(start);
+    let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
+    let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
+    let line = text[..start].bytes().filter(|&b| b == b'\n').count() as u32 + 1;
+    let column = text[line_start..start].chars().count() as u32 + 1;
+    let width = text[start..end.min(line_end)].trim_end().chars().count().max(1) as u32;
+    (line, column, width, text[line_start..line_end].trim_end().to_owned())
+}
+
+/// Returns the last character boundary of `text` at or before byte `at`.
+fn floor_char_boundary(text: &str, at: usize) -> usize {
+    let mut at = at.min(text.len());
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}

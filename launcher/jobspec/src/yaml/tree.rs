@@ -1,0 +1,113 @@
+//! [`YamlNode`]: a tree of YAML values. Each value has the span of text that it was read from.
+
+/// The largest number of characters of a value that a message quotes.
+const MAX_EXCERPT: usize = 60;
+
+/// A part of a text: the bytes `start..end` of the text with the index `source` in the
+/// [`SourceMap`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SourceSpan {
+    pub(crate) source: u32,
+    pub(crate) start: u32,
+    pub(crate) end: u32,
+}
+
+/// A value of the tree, with the span of text that the value was read from.
+#[derive(Clone, Debug)]
+pub(crate) struct YamlNode {
+    pub(crate) span: SourceSpan,
+    pub(crate) value: YamlValue,
+    /// The text of a scalar: verbatim if the scalar is plain, unescaped if it is quoted. The text
+    /// is empty for lists and mappings.
+    pub(crate) raw: String,
+}
+
+/// The value of a node, with its type.
+#[derive(Clone, Debug)]
+pub(crate) enum YamlValue {
+    Null,
+    Bool(bool),
+    Int(i128),
+    Float(f64),
+    Text,
+    List(Vec<YamlNode>),
+    Map(Vec<YamlEntry>),
+}
+
+/// One key of a mapping and its value.
+#[derive(Clone, Debug)]
+pub(crate) struct YamlEntry {
+    pub(crate) key: String,
+    pub(crate) key_span: SourceSpan,
+    pub(crate) value: YamlNode,
+}
+
+/// Two nodes are equal if their values are equal. Spans, notation and the order of mappings do not
+/// matter.
+impl PartialEq for YamlNode {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.value, &other.value) {
+            (YamlValue::Null, YamlValue::Null) => true,
+            (YamlValue::Bool(a), YamlValue::Bool(b)) => a == b,
+            (YamlValue::Int(a), YamlValue::Int(b)) => a == b,
+            (YamlValue::Float(a), YamlValue::Float(b)) => a == b,
+            (YamlValue::Text, YamlValue::Text) => self.raw == other.raw,
+            (YamlValue::List(a), YamlValue::List(b)) => a == b,
+            (YamlValue::Map(a), YamlValue::Map(b)) => {
+                a.len() == b.len() && a.iter().all(|e| b.iter().any(|f| e.key == f.key && e.value == f.value))
+            }
+            _ => false,
+        }
+    }
+}
+
+impl YamlNode {
+    /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
+    pub(crate) fn describe(&self) -> String {
+        let raw = make_excerpt(&self.raw);
+        match &self.value {
+            YamlValue::Null => "nothing".to_owned(),
+            YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => raw,
+            YamlValue::Text if self.raw.is_empty() => "an empty text".to_owned(),
+            YamlValue::Text => format!("the text `{raw}`"),
+            YamlValue::List(items) if items.is_empty() => "an empty list".to_owned(),
+            YamlValue::List(_) => "a list".to_owned(),
+            YamlValue::Map(_) => "a mapping".to_owned(),
+        }
+    }
+
+    /// Returns the number of nodes of the tree below this node, the bytes of its scalars and keys,
+    /// and its depth in levels. The node itself counts.
+    pub(super) fn measure(&self) -> (usize, usize, usize) {
+        let (mut nodes, mut bytes, mut depth) = (0, 0, 0);
+        let mut todo = vec![(self, 1)];
+        while let Some((node, level)) = todo.pop() {
+            nodes += 1;
+            bytes += node.raw.len();
+            depth = depth.max(level);
+            match &node.value {
+                YamlValue::List(items) => todo.extend(items.iter().map(|n| (n, level + 1))),
+                YamlValue::Map(entries) => {
+                    bytes += entries.iter().map(|e| e.key.len()).sum::<usize>();
+                    todo.extend(entries.iter().map(|e| (&e.value, level + 1)));
+                }
+                _ => {}
+            }
+        }
+        (nodes, bytes, depth)
+    }
+}
+
+/// Returns the first [`MAX_EXCERPT`] characters of a text, with control characters escaped. A
+/// longer text ends with `…`.
+pub(crate) fn make_excerpt(text: &str) -> String {
+    let mut out: String = text
+        .chars()
+        .take(MAX_EXCERPT)
+        .flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] })
+        .collect();
+    if text.chars().nth(MAX_EXCERPT).is_some() {
+        out.push('…');
+    }
+    out
+}

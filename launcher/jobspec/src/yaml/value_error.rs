@@ -1,0 +1,151 @@
+//! [`ValueError`]: a mistake in a value or in YAML text, before the key of the value is known.
+use super::{
+    source_map::SourceMap,
+    tree::{SourceSpan, YamlNode, YamlValue},
+};
+use diagnostic::{Code, Diagnostic, codes};
+
+/// A mistake in a value, with the span of the text that contains the mistake.
+#[derive(Clone, Debug)]
+pub(crate) struct ValueError {
+    pub(crate) code: Code,
+    pub(crate) span: SourceSpan,
+    /// The part of the value that is wrong, such as `item 2`; empty if the whole value is wrong.
+    part: String,
+    what: Box<ValueMistake>,
+    help: Option<String>,
+    /// Further mistakes in the same value, which are reported together with this one.
+    others: Vec<ValueError>,
+}
+
+/// The kinds of mistakes in a value. Each text is a predicate, which follows the name of the key.
+#[derive(Clone, Debug)]
+enum ValueMistake {
+    /// Any wrong value: "must be {expected}, found {found}".
+    Unexpected { expected: String, found: String },
+    /// A value that is empty or `null`: "has no value; it must be {expected}".
+    Missing { expected: String },
+    /// Any other mistake. The variant contains the whole text.
+    Other(String),
+}
+
+impl ValueError {
+    /// Creates an error whose text is `message`, such as "names GPU 0 twice".
+    pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
+        Self::with_mistake(code, span, ValueMistake::Other(message.into()))
+    }
+
+    /// Creates the error of a wrong value. The text is "must be `expected`, found …". If the value
+    /// is `null`, the error has the code `job-value-missing` and other advice.
+    pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
+        let expected = expected.into();
+        match node.value {
+            YamlValue::Null => Self::with_mistake(
+                codes::job::JOB_VALUE_MISSING,
+                node.span,
+                ValueMistake::Missing { expected },
+            )
+            .with_help("write a value, or remove the key to use its default"),
+            _ => {
+                let found = node.describe();
+                Self::with_mistake(code, node.span, ValueMistake::Unexpected { expected, found })
+            }
+        }
+    }
+
+    fn with_mistake(code: Code, span: SourceSpan, what: ValueMistake) -> Self {
+        ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
+    }
+
+    /// Merges several errors into one error that reports all of them. Returns `None` if `errors` is
+    /// empty.
+    pub(crate) fn merge(mut errors: Vec<ValueError>) -> Option<Self> {
+        let rest = errors.split_off(errors.len().min(1));
+        errors.pop().map(|mut first| {
+            first.others.extend(rest);
+            first
+        })
+    }
+
+    /// States which part of the value is wrong, so that the text becomes "`part` must be …".
+    pub(crate) fn in_part(mut self, part: &str) -> Self {
+        self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
+        self.others = self.others.into_iter().map(|error| error.in_part(part)).collect();
+        self
+    }
+
+    /// Adds keywords to the accepted values, so that the text becomes "must be `keyword` or …".
+    /// Does nothing if the error is about a part of the value.
+    pub(crate) fn with_keywords(mut self, keywords: &[&str]) -> Self {
+        if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
+            (self.part.is_empty(), &mut *self.what)
+        {
+            let quoted: Vec<String> = keywords.iter().map(|keyword| format!("`{keyword}`")).collect();
+            *expected = format!("{} or {expected}", quoted.join(", "));
+        }
+        self
+    }
+
+    /// Replaces the description of the accepted values. Does nothing if the error is about a part
+    /// of the value.
+    pub(crate) fn with_expected(mut self, text: &str) -> Self {
+        if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
+            (self.part.is_empty(), &mut *self.what)
+        {
+            text.clone_into(expected);
+        }
+        self
+    }
+
+    /// Sets the advice for the user, and replaces earlier advice.
+    pub(crate) fn with_help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+
+    /// Returns the text of the error, to which the caller prepends the name of the key.
+    fn format_message(&self) -> String {
+        let text = match &*self.what {
+            ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
+            ValueMistake::Missing { expected } => format!("has no value; it must be {expected}"),
+            ValueMistake::Other(message) => message.clone(),
+        };
+        if self.part.is_empty() { text } else { format!("{} {text}", self.part) }
+    }
+
+    /// Converts this error and the errors that were merged into it to diagnostics. Each message
+    /// begins with `prefix`, which is empty or ends with a space. `subject` is the path of the key.
+    pub(crate) fn into_diagnostics(
+        self,
+        sources: &SourceMap,
+        subject: Option<&str>,
+        prefix: &str,
+    ) -> Vec<Diagnostic> {
+        let mut diagnostic = Diagnostic::error(self.code, format!("{prefix}{}", self.format_message()))
+            .with_location(sources.locate_span(self.span));
+        if let Some(subject) = subject {
+            diagnostic = diagnostic.with_subject(subject);
+        }
+        diagnostic = match *self.what {
+            ValueMistake::Unexpected { expected, found } => {
+                diagnostic.with_field("expected", expected).with_field("found", found)
+            }
+            ValueMistake::Missing { expected } => diagnostic.with_field("expected", expected),
+            ValueMistake::Other(_) => diagnostic,
+        };
+        if let Some(help) = self.help {
+            diagnostic = diagnostic.with_help(help);
+        }
+        let others = self.others.into_iter();
+        std::iter::once(diagnostic)
+            .chain(others.flat_map(|error| error.into_diagnostics(sources, subject, prefix)))
+            .collect()
+    }
+
+    /// Converts an error that concerns a whole text to a diagnostic without a subject.
+    pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
+        let code = self.code;
+        let mut list = self.into_diagnostics(sources, None, "").into_iter();
+        list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
+    }
+}

@@ -1,0 +1,65 @@
+//! The debug log of the agent: the file, and the inputs and actions of the agent's core.
+use super::core::{AgentAction, AgentInput};
+use contract::control::{FromAgent, HostPlan, ToAgent};
+use debuglog::{Filter, variant_name};
+use std::io;
+use tracing::{debug, info, trace, warn};
+
+/// Starts the debug log with the filter that the plan contains, and opens its file in the run
+/// directory. Does nothing for later attempts.
+pub(super) fn start_log(plan: &HostPlan) -> io::Result<()> {
+    let Ok(filter) = Filter::select(Some(&plan.debug_filter), 0) else { return Ok(()) };
+    debuglog::start(&filter, None);
+    let host = plan.host.replace('/', "_");
+    debuglog::open_file(&plan.run_dir.join("logs").join(format!("agent-{host}.debug.log")))?;
+    let (attempt, workers) = (plan.attempt, plan.workers.len());
+    info!(target: "agent", host = plan.host, attempt, workers, "received plan");
+    Ok(())
+}
+
+/// Logs an input of the core.
+pub(super) fn log_input(input: &AgentInput) {
+    match input {
+        AgentInput::Controller(ToAgent::Heartbeat) => {}
+        AgentInput::Controller(message) => {
+            debug!(target: "agent::message", message = variant_name(message), "received from controller");
+        }
+        AgentInput::ControllerLost => warn!(target: "agent::lease", "lost controller"),
+        AgentInput::Spawned { rank, pid } => info!(target: "agent::process", rank, pid, "started worker"),
+        AgentInput::SpawnFailed { rank, diagnostic } => {
+            warn!(target: "agent::process", rank, code = diagnostic.code().name(), "worker did not start");
+        }
+        AgentInput::WorkerExited { rank, status, oom, .. } => {
+            info!(target: "agent::process", rank, ?status, oom, "worker ended");
+        }
+        AgentInput::WorkerFatal { rank, diagnostic, .. } => {
+            warn!(target: "agent::process", rank, code = diagnostic.code().name(), "worker reported failure");
+        }
+        AgentInput::Bound { attempt, port } => {
+            info!(target: "agent::rendezvous", attempt, port = port.as_ref().ok(), "bound rendezvous");
+        }
+        other => trace!(target: "agent", input = variant_name(other), "input"),
+    }
+}
+
+/// Logs an action that the core has decided on.
+pub(super) fn log_action(action: &AgentAction) {
+    match action {
+        AgentAction::Send(FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Heartbeat) => {}
+        AgentAction::Send(message) => {
+            debug!(target: "agent::message", message = variant_name(message), "sending to controller");
+        }
+        AgentAction::SendToWorker(rank, message) => {
+            debug!(target: "agent::message", rank, message = variant_name(message), "sending to worker");
+        }
+        AgentAction::Signal(rank, signal) => {
+            info!(target: "agent::signal", rank, ?signal, "ending process group");
+        }
+        AgentAction::RequestSave(rank, signal) => {
+            info!(target: "agent::signal", rank, signal, "requesting save");
+        }
+        AgentAction::Sweep => info!(target: "agent::process", "killing remaining processes"),
+        AgentAction::Exit(code) => info!(target: "agent", code, "ending"),
+        other => trace!(target: "agent", action = variant_name(other), "action"),
+    }
+}

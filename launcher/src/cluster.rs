@@ -1,0 +1,128 @@
+//! The providers of hosts, behind the trait [`Cluster`]: SSH, Slurm and this machine.
+//!
+//! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
+//! the hosts come from one provider. No other module of the launcher depends on a scheduler.
+mod batch_job;
+mod host_list;
+mod host_target;
+mod local;
+mod provider;
+mod slurm;
+mod ssh;
+mod transport;
+
+pub(crate) use batch_job::{BatchJob, Submission, SubmitRequest};
+pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
+pub(crate) use host_target::HostTarget;
+pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
+pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
+pub(crate) use transport::{
+    AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, Transport,
+};
+
+use contract::JobSpec;
+use diagnostic::{Diagnostic, codes::run};
+use std::time::Duration;
+
+/// The providers, in the order in which a job is offered to them. The last one accepts every job.
+static PROVIDERS: &[&dyn Cluster] = &[&ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
+
+/// Finds the provider of the hosts of a job.
+pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
+    select_cluster(PROVIDERS, job)
+}
+
+/// Returns the first of `providers` that accepts a job.
+fn select_cluster<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'a dyn Cluster, ClusterError> {
+    for provider in providers {
+        if provider.detect(job)? {
+            return Ok(*provider);
+        }
+    }
+    Err(Diagnostic::error(run::INTERNAL, "no provider accepts the job").into())
+}
+
+/// Finds the batch job in which launch runs, for `--requeue`. Fails if launch does not run in a
+/// batch job.
+pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
+    let found: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.requeue(job).transpose()).collect();
+    let first = found.iter().position(Result::is_ok).unwrap_or(0);
+    found.into_iter().nth(first).transpose()
+}
+
+/// Submits a job to the provider whose queue the subcommand `command` of launch names.
+pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
+    match PROVIDERS.iter().find(|provider| provider.submit_command() == Some(command)) {
+        Some(provider) => provider.submit(request),
+        None => Err(Diagnostic::error(run::INTERNAL, format!("`launch {command}` has no provider")).into()),
+    }
+}
+
+/// Returns the name by which the controller knows this host: the name of the provider that started
+/// this process, or the host name.
+pub(crate) fn read_host_name() -> String {
+    let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
+    names.unwrap_or_else(crate::discover::read_host_name)
+}
+
+/// Returns the delay with which the agent in this process reports that a worker died of SIGKILL.
+/// See [`Cluster::kill_report_delay`].
+pub(crate) fn find_kill_report_delay() -> Duration {
+    PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::sample_job;
+
+    /// A provider of the hosts `pod-0` to `pod-2` for jobs whose name begins with `pod`.
+    struct FakeCluster;
+
+    impl Cluster for FakeCluster {
+        fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
+            match job.name.as_str() {
+                "pod-quota" => Err(vec![Diagnostic::error(run::INTERNAL, "no quota")].into()),
+                name => Ok(name.starts_with("pod")),
+            }
+        }
+
+        fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+            let host = |n| HostTarget {
+                name: format!("{}-{n}.{local_host}", job.name),
+                slots: Some(8),
+                selected_slots: None,
+                local: false,
+            };
+            Ok((0..3).map(host).collect())
+        }
+
+        fn transport(&self, _job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
+            Err(Diagnostic::error(run::INTERNAL, "no pods").into())
+        }
+    }
+
+    #[test]
+    fn a_provider_in_the_table_gets_its_jobs_and_no_others() {
+        let providers: &[&dyn Cluster] = &[&FakeCluster, &local::LocalCluster];
+        let mut job = sample_job();
+        let names = |job: &JobSpec| -> Vec<String> {
+            let cluster = select_cluster(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
+            cluster.hosts(job, "here").expect("hosts").into_iter().map(|host| host.name).collect()
+        };
+        assert_eq!(names(&job), ["here"]);
+        job.name = "pod".to_owned();
+        assert_eq!(names(&job), ["pod-0.here", "pod-1.here", "pod-2.here"]);
+        let pods = select_cluster(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
+        assert_eq!(pods.preflight().stages.len(), 1, "the defaults of the trait are enough");
+        assert!(pods.requeue(&job).expect("no queue").is_none() && pods.submit_command().is_none());
+        job.name = "pod-quota".to_owned();
+        assert!(matches!(select_cluster(providers, &job), Err(ClusterError::Job(_))));
+    }
+
+    #[test]
+    fn every_provider_with_a_queue_has_a_subcommand() {
+        let commands: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.submit_command()).collect();
+        assert_eq!(commands, ["sbatch"]);
+    }
+}

@@ -1,0 +1,42 @@
+//! [`BatchJob`]: a job of a scheduler, and requests to submit one.
+use contract::JobSpec;
+use std::path::Path;
+
+/// The batch job in which launch runs, which may be requeued after the run.
+#[derive(Clone, Debug)]
+pub(crate) struct BatchJob {
+    /// The batch job as messages name it, with the name of the scheduler.
+    pub(crate) label: String,
+    /// The id that the scheduler has given the batch job.
+    pub(crate) id: String,
+    /// How often the scheduler has requeued the batch job so far.
+    pub(crate) restarts: u32,
+    /// How often the batch job may be requeued.
+    pub(crate) max_requeues: u32,
+    /// The key of job.yaml that sets `max_requeues`.
+    pub(crate) limit_key: &'static str,
+    /// Puts the batch job with this id back into the queue. The scheduler may end this process.
+    pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
+}
+
+/// A request to submit a job to a scheduler.
+pub(crate) struct SubmitRequest<'a> {
+    pub(crate) job: JobSpec,
+    /// The path of the job file.
+    pub(crate) job_file: &'a Path,
+    /// The overrides from the command line (`--set path=value`).
+    pub(crate) set: &'a [String],
+    /// Options that are passed to the scheduler's own command.
+    pub(crate) options: &'a [String],
+    /// Whether the batch script is returned instead of submitted.
+    pub(crate) print: bool,
+}
+
+/// The result of a [`SubmitRequest`].
+#[derive(Debug)]
+pub(crate) enum Submission {
+    /// The text of the batch script, which was not submitted.
+    Script(String),
+    /// The id of the queued batch job, and the path of the file with the job's output.
+    Queued { id: String, output: String },
+}

@@ -1,0 +1,94 @@
+//! [`Cluster`]: a provider of hosts, such as this machine, SSH or a scheduler.
+use super::{
+    batch_job::{BatchJob, Submission, SubmitRequest},
+    host_target::HostTarget,
+    transport::{ConnectionStage, Transport},
+};
+use contract::JobSpec;
+use diagnostic::Diagnostic;
+use std::time::Duration;
+
+/// A provider of hosts. A provider has no state: it reads the job and the environment of the
+/// process.
+pub(crate) trait Cluster: Sync {
+    /// Returns whether the hosts of the job come from this provider. Fails if the job requires this
+    /// provider, but the provider has no hosts.
+    fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError>;
+
+    /// Returns the hosts of a job for which [`Cluster::detect`] returns `true`, in the order of
+    /// their ranks. `local_host` is the host name of this machine.
+    fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError>;
+
+    /// Creates the transport that starts agents on the hosts of a job for which
+    /// [`Cluster::detect`] returns `true`.
+    fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
+
+    /// Returns how `launch check` checks the hosts of this provider.
+    fn preflight(&self) -> ClusterPreflight {
+        ClusterPreflight { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
+    }
+
+    /// Returns the batch job in which launch runs, for `--requeue`. Returns `None` if the provider
+    /// has no queue. Fails if launch does not run in a batch job.
+    fn requeue(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
+        Ok(None)
+    }
+
+    /// Returns the name of the subcommand of launch that submits jobs to this provider. Returns
+    /// `None` if the provider has no queue.
+    fn submit_command(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Submits a job to the queue of the provider. Called only if [`Cluster::submit_command`]
+    /// returns a name.
+    fn submit(&self, _request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
+        let message = "the provider of the hosts has no queue";
+        Err(Diagnostic::error(diagnostic::codes::run::INTERNAL, message).into())
+    }
+
+    /// Returns the name by which the provider knows the host on which this process runs. Returns
+    /// `None` if the provider did not start this process.
+    fn host_name(&self) -> Option<String> {
+        None
+    }
+
+    /// Returns the delay with which an agent must report that a worker died of SIGKILL.
+    ///
+    /// Some schedulers end a job by killing workers and agent in any order. If the agent dies
+    /// within the delay, the controller reports the end of the job instead of the end of a worker.
+    fn kill_report_delay(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+/// How `launch check` checks the hosts of a provider.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ClusterPreflight {
+    /// The stages of the connection to a host, from the first to the last, each with the name of
+    /// its check.
+    pub(crate) stages: &'static [(ConnectionStage, &'static str)],
+    /// Whether the user declares the slots of the hosts, so that they are compared with the GPUs.
+    pub(crate) declares_slots: bool,
+}
+
+/// The error of a job whose hosts cannot be determined, reached or requested.
+#[derive(Debug)]
+pub(crate) enum ClusterError {
+    /// The mistakes in the job or in its hostfile.
+    Job(Vec<Diagnostic>),
+    /// The provider has no hosts, or cannot be used.
+    Provider(Diagnostic),
+}
+
+impl From<Vec<Diagnostic>> for ClusterError {
+    fn from(mistakes: Vec<Diagnostic>) -> ClusterError {
+        ClusterError::Job(mistakes)
+    }
+}
+
+impl From<Diagnostic> for ClusterError {
+    fn from(error: Diagnostic) -> ClusterError {
+        ClusterError::Provider(error)
+    }
+}

@@ -1,0 +1,130 @@
+//! [`SlurmCluster`]: the nodes of the Slurm allocation in which launch runs.
+mod allocation;
+mod batch_script;
+mod command;
+mod listener;
+mod pending_agent;
+mod slurm_transport;
+mod srun;
+mod step;
+
+pub(crate) use allocation::parse_untrusted_variables;
+
+use super::{
+    batch_job::{BatchJob, Submission, SubmitRequest},
+    host_target::HostTarget,
+    provider::{Cluster, ClusterError},
+    transport::Transport,
+};
+use allocation::{SlurmAllocation, SlurmNode, read_allocation};
+use contract::{
+    env,
+    job::{DeviceSelection, HostSelection, JobSpec, WorkersPerHost},
+};
+use diagnostic::{Diagnostic, codes::slurm as codes};
+use slurm_transport::SlurmTransport;
+use std::time::Duration;
+
+/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL. Slurm ends
+/// a step by killing workers and agent in any order.
+const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
+
+/// The provider of the nodes of a Slurm allocation.
+pub(super) struct SlurmCluster;
+
+impl Cluster for SlurmCluster {
+    fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
+        match job.cluster.hosts {
+            HostSelection::Local | HostSelection::List(_) | HostSelection::File(_) => Ok(false),
+            HostSelection::Auto => Ok(read_current_allocation()?.is_some()),
+            HostSelection::Slurm => require_allocation().map(|_| true),
+        }
+    }
+
+    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+        Ok(require_allocation()?.nodes().map(|node| build_target(job, node)).collect())
+    }
+
+    fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
+        Ok(Box::new(SlurmTransport::new(require_allocation()?, job.slurm.bcast, Vec::new())))
+    }
+
+    fn requeue(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
+        match read_current_allocation() {
+            Ok(Some(found)) => Ok(Some(BatchJob {
+                label: format!("Slurm job {}", found.job),
+                id: found.job.to_string(),
+                restarts: found.restarts,
+                max_requeues: job.slurm.requeues,
+                limit_key: "slurm.requeues",
+                requeue: command::requeue_job,
+            })),
+            _ => Err(Diagnostic::error(
+                codes::SLURM_REQUEUE_UNAVAILABLE,
+                "`--requeue` requires a Slurm batch job, but launch runs outside of one",
+            )
+            .with_subject("--requeue")
+            .with_help("leave the option out, or submit the job with `launch sbatch`")),
+        }
+    }
+
+    fn submit_command(&self) -> Option<&'static str> {
+        Some("sbatch")
+    }
+
+    fn submit(&self, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
+        let (options, print) = (request.options, request.print);
+        let script = batch_script::build_batch_script(request)?;
+        if print {
+            return Ok(Submission::Script(script.render()));
+        }
+        Ok(batch_script::submit_script(&script, options)?)
+    }
+
+    fn host_name(&self) -> Option<String> {
+        std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty())
+    }
+
+    fn kill_report_delay(&self) -> Duration {
+        match std::env::var_os(env::SLURM_STEP_ID) {
+            Some(_) => STEP_KILL_DELAY,
+            None => Duration::ZERO,
+        }
+    }
+}
+
+/// Reads the Slurm allocation from the environment variables of this process. Returns `None`
+/// outside of Slurm.
+fn read_current_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
+    read_allocation(&|name| std::env::var(name).ok())
+}
+
+/// Reads the Slurm allocation from the environment variables of this process. Fails outside of
+/// Slurm.
+fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
+    read_current_allocation()?.ok_or_else(|| {
+        let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
+        let error = Diagnostic::error(codes::SLURM_ALLOCATION_MISSING, message);
+        error
+            .with_subject("cluster.hosts")
+            .with_help("start launch inside sbatch or salloc, or submit the job with `launch sbatch`")
+            .into()
+    })
+}
+
+/// Converts a node of a Slurm allocation to a host of the job.
+///
+/// No node counts as the local host, not even the node on which launch runs, because the Slurm step
+/// starts the agents of all nodes.
+fn build_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
+    let use_gpus = match job.cluster.devices {
+        DeviceSelection::Auto => job.run.command.is_some(),
+        DeviceSelection::Cuda => true,
+        DeviceSelection::Cpu | DeviceSelection::List(_) => false,
+    };
+    let slots = match job.cluster.workers_per_host {
+        WorkersPerHost::Auto => node.worker_count(use_gpus),
+        WorkersPerHost::Exactly(_) => None,
+    };
+    HostTarget { name: node.name.clone(), slots, selected_slots: None, local: false }
+}

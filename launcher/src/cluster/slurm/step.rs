@@ -1,0 +1,150 @@
+//! [`SlurmStep`]: the srun process that holds agents, from its start to its exit status.
+use super::{
+    command::build_start_error,
+    srun::{self, REMOVED_ENV_VARIABLES},
+};
+use crate::connection::handshake::Invitation;
+use contract::control::ExitStatus;
+use std::{
+    collections::{HashSet, VecDeque},
+    io::{self, Write as _},
+    os::{fd::OwnedFd, unix::process::CommandExt},
+    process::{Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, DuplexStream},
+    net::unix::pipe,
+    sync::watch,
+};
+
+/// How many of the last output lines of srun and its agents are kept for error messages.
+const TAIL_LINES: usize = 5;
+/// The length of the longest output line that is kept whole, in bytes. A longer line is split into
+/// several lines.
+const MAX_LINE_BYTES: u64 = 4 << 10;
+/// The number of bytes of srun's output that may wait until the controller reads them. Once the
+/// buffer is full, no more output of srun is read.
+const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
+
+/// The process of srun, shared by the connections to its agents.
+#[derive(Debug)]
+pub(super) struct SlurmStep {
+    pid: u32,
+    /// The exit status of srun; `None` until srun was reaped.
+    exit_status: watch::Sender<Option<ExitStatus>>,
+    /// The last lines of output, at most [`TAIL_LINES`].
+    tail: Mutex<VecDeque<String>>,
+    /// The nodes whose task has failed, according to srun.
+    failed_nodes: Mutex<HashSet<String>>,
+}
+
+impl SlurmStep {
+    /// Starts srun and passes the invitation to its tasks. Returns the step and a stream with the
+    /// output of srun and of the agents. The controller must reap srun and then call
+    /// [`Self::set_exit_status`].
+    pub(super) fn start(
+        arguments: &[String],
+        invitation: &Invitation,
+    ) -> diagnostic::Result<(Arc<SlurmStep>, DuplexStream)> {
+        Self::spawn_srun(arguments, invitation).map_err(|error| build_start_error("srun", &error))
+    }
+
+    /// Starts srun in a separate process group, writes the invitation to its standard input, and
+    /// starts the task that forwards its output.
+    fn spawn_srun(
+        arguments: &[String],
+        invitation: &Invitation,
+    ) -> io::Result<(Arc<SlurmStep>, DuplexStream)> {
+        let (output, output_writer) = io::pipe()?;
+        let mut command = Command::new("srun");
+        command.args(arguments);
+        REMOVED_ENV_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        command.stdin(Stdio::piped()).stdout(output_writer.try_clone()?).stderr(output_writer);
+        // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its
+        // tasks.
+        command.process_group(0);
+        let mut child = command.spawn()?;
+        drop(command); // closes this process's copies of the pipe's writing end
+        let step = Arc::new(SlurmStep {
+            pid: child.id(),
+            exit_status: watch::Sender::new(None),
+            tail: Mutex::default(),
+            failed_nodes: Mutex::default(),
+        });
+        if let Some(mut stdin) = child.stdin.take() {
+            // A few hundred bytes fit into the empty pipe. If srun has ended already, its output
+            // explains why.
+            _ = stdin.write_all(invitation.to_line().as_bytes());
+        }
+        let output = pipe::Receiver::from_owned_fd(OwnedFd::from(output))?;
+        let (near, far) = tokio::io::duplex(OUTPUT_BUFFER_BYTES);
+        tokio::spawn(forward_output(output, near, step.clone()));
+        // Dropping `child` neither waits for it nor kills it; the controller reaps it.
+        Ok((step, far))
+    }
+
+    /// Returns the pid of srun.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Returns the pid of srun, or `None` once srun was reaped.
+    pub(super) fn running_pid(&self) -> Option<u32> {
+        self.exit_status().is_none().then_some(self.pid)
+    }
+
+    /// Returns the exit status of srun, or `None` until srun was reaped.
+    pub(super) fn exit_status(&self) -> Option<ExitStatus> {
+        *self.exit_status.borrow()
+    }
+
+    /// Records the exit status of srun after the controller has reaped it.
+    pub(super) fn set_exit_status(&self, status: ExitStatus) {
+        self.exit_status.send_replace(Some(status));
+    }
+
+    /// Returns a channel whose value becomes `Some` when srun has ended.
+    pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
+        self.exit_status.subscribe()
+    }
+
+    /// Joins the last lines of output, at most [`TAIL_LINES`], with ` | `.
+    pub(super) fn join_output_tail(&self) -> String {
+        let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
+    }
+
+    /// Whether the task of this node has ended with an error, according to srun.
+    pub(super) fn has_failed_on(&self, node: &str) -> bool {
+        self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
+    }
+
+    /// Records a line of srun's output in the tail, and the nodes whose failure the line reports.
+    fn record_line(&self, line: &str) {
+        let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.extend(srun::parse_failed_nodes(line));
+        drop(failed);
+        let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        if tail.len() == TAIL_LINES {
+            tail.pop_front();
+        }
+        tail.push_back(line.to_owned());
+    }
+}
+
+/// Reads the output of srun until it ends. Records each line in `step` and writes it to
+/// `forwarded`, except for irrelevant warnings.
+async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<SlurmStep>) {
+    let mut output = BufReader::new(output);
+    let mut line = Vec::new();
+    while let Ok(1..) = (&mut output).take(MAX_LINE_BYTES).read_until(b'\n', &mut line).await {
+        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        if !srun::is_irrelevant_warning(&text) {
+            step.record_line(&text);
+            // srun must not block or fail when the reader has gone.
+            _ = forwarded.write_all(format!("{text}\n").as_bytes()).await;
+        }
+        line.clear();
+    }
+}

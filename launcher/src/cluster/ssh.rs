@@ -1,0 +1,59 @@
+//! [`SshCluster`]: the hosts that `cluster.hosts` names, which launch reaches over SSH.
+mod auth;
+mod bootstrap;
+mod config;
+mod connect;
+mod connection_progress;
+mod copy_failure;
+mod known_hosts;
+mod relay;
+mod ssh_error;
+mod ssh_transport;
+mod target;
+
+use super::{
+    host_list::{ClusterHost, resolve_hosts},
+    host_target::HostTarget,
+    provider::{Cluster, ClusterError, ClusterPreflight},
+    transport::{ConnectionStage, Transport},
+};
+use contract::{hosts::HostAddress, job::JobSpec};
+use ssh_transport::SshTransport;
+
+/// The provider of the hosts that a job names.
+pub(super) struct SshCluster;
+
+/// The stages of an SSH connection, each with the name of its check.
+const STAGES: &[(ConnectionStage, &str)] = &[
+    (ConnectionStage::Config, "config"),
+    (ConnectionStage::Name, "dns"),
+    (ConnectionStage::Tcp, "tcp"),
+    (ConnectionStage::HostKey, "host key"),
+    (ConnectionStage::Authentication, "authentication"),
+    (ConnectionStage::Exec, "exec"),
+    (ConnectionStage::Agent, "agent"),
+];
+
+/// Returns the hosts that the job names.
+fn find_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
+    Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
+}
+
+impl Cluster for SshCluster {
+    fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
+        Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.is_some())
+    }
+
+    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+        Ok(find_hosts(job)?.iter().map(HostTarget::from_cluster_host).collect())
+    }
+
+    fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
+        let hosts: Vec<HostAddress> = find_hosts(job)?.into_iter().map(|host| host.host).collect();
+        Ok(Box::new(SshTransport::new(&job.cluster.ssh, &hosts, &job.run.workdir)?))
+    }
+
+    fn preflight(&self) -> ClusterPreflight {
+        ClusterPreflight { stages: STAGES, declares_slots: true }
+    }
+}

@@ -1,0 +1,486 @@
+//! Starts an agent on a host over SSH: runs a copy of this executable, which is copied to the host
+//! first if necessary.
+//!
+//! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
+//! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
+//! on a line with a random marker. Everything before that line is output of the login shell.
+use super::{
+    connection_progress::ConnectionProgress,
+    copy_failure::{classify_copy_failure, make_printable_excerpt},
+    relay::STDERR,
+    ssh_error::build_ssh_error,
+    target::SshTarget,
+};
+use crate::cluster::transport::ConnectionStage;
+use diagnostic::{
+    Code, Diagnostic,
+    codes::{host, ssh},
+};
+use ssh2::{Channel, Session};
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    sync::OnceLock,
+};
+
+/// The time limit for an answer of a shell or of the executable, in milliseconds.
+const ANSWER_TIMEOUT_MS: u32 = 30_000;
+/// The time limit for sending one chunk of the executable, in milliseconds.
+const SEND_TIMEOUT_MS: u32 = 60_000;
+/// The number of bytes that a login shell may print before the answer. The start of the agent fails
+/// if the shell prints more.
+const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
+/// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
+const MAX_STDERR_BYTES: u64 = 8 << 10;
+/// The number of bytes of the executable that one write to the channel contains.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// The executable of this process, which is copied to hosts that do not have it.
+#[derive(Debug)]
+pub(super) struct Executable {
+    file: File,
+    /// The BLAKE3 hash of the executable, in hexadecimal.
+    pub(super) hash: String,
+    size: u64,
+}
+
+impl Executable {
+    /// Opens and hashes the executable of this process on the first call. Later calls return the
+    /// result of the first call.
+    pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
+        static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
+        let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
+        CURRENT.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
+    /// Opens and hashes the executable of this process.
+    fn open_and_hash() -> io::Result<Executable> {
+        let file = File::open("/proc/self/exe")?;
+        let size = file.metadata()?.len();
+        let hash = crate::executable::hash_executable()?;
+        Ok(Executable { file, hash, size })
+    }
+}
+
+/// Builds the error for an executable that cannot be read.
+fn build_unreadable_error(error: &io::Error) -> Diagnostic {
+    Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot read the executable of this process")
+        .with_cause(error)
+}
+
+/// A running agent on another host, with the SSH channel to it.
+pub(super) struct RemoteAgent {
+    pub(super) channel: Channel,
+    /// The bytes of the control stream that were read together with the marker.
+    pub(super) leftover: Vec<u8>,
+}
+
+/// Starts an agent on a host over this SSH session. Copies the executable to the host if the host
+/// does not have it. Blocks.
+pub(super) fn start_remote_agent(
+    target: &SshTarget,
+    session: &Session,
+    executable: &Executable,
+    progress: &ConnectionProgress,
+) -> diagnostic::Result<RemoteAgent> {
+    progress.set_stage(ConnectionStage::Exec);
+    let marker = generate_marker().map_err(|error| {
+        let message = format!("cannot read random numbers for the connection to host {}", target.name);
+        build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
+    })?;
+    let mut bootstrap = AgentBootstrap { target, session, executable, progress, marker };
+    if let AgentStartResult::Running(agent) = bootstrap.run_executable()? {
+        return Ok(agent);
+    }
+    bootstrap.copy_executable()?;
+    match bootstrap.run_executable()? {
+        AgentStartResult::Running(agent) => Ok(agent),
+        AgentStartResult::Missing => {
+            let message = "the executable was copied and has been removed again";
+            Err(bootstrap
+                .build_error(host::EXECUTABLE_REMOVED, message)
+                .with_help("check whether a program on the host cleans ~/.cache/launch"))
+        }
+    }
+}
+
+/// Generates the marker of a connection: 128 random bits as text.
+fn generate_marker() -> io::Result<String> {
+    let mut bytes = [0u8; 16];
+    getrandom::fill(&mut bytes)?;
+    Ok(bytes.iter().fold("launch-".to_owned(), |text, b| text + &format!("{b:02x}")))
+}
+
+/// The result of an attempt to start the executable on a host.
+enum AgentStartResult {
+    /// The host had the executable, and the agent runs.
+    Running(RemoteAgent),
+    /// The host does not have this executable.
+    Missing,
+}
+
+/// The state of starting an agent over one SSH session.
+struct AgentBootstrap<'a> {
+    target: &'a SshTarget,
+    session: &'a Session,
+    executable: &'a Executable,
+    progress: &'a ConnectionProgress,
+    /// The random text that precedes each answer of the host.
+    marker: String,
+}
+
+impl AgentBootstrap<'_> {
+    /// Builds an error that names the host whose agent cannot be started.
+    fn build_error(&self, code: Code, message: impl AsRef<str>) -> Diagnostic {
+        let message = format!("cannot start the agent on host {}: {}", self.target.name, message.as_ref());
+        build_ssh_error(self.target, code, message)
+    }
+
+    /// Runs a script on the host, in a new channel of the session. Returns the reader of its
+    /// output.
+    fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
+        self.progress.check_not_aborted(&self.target.name)?;
+        self.session.set_timeout(ANSWER_TIMEOUT_MS);
+        let open = self.session.channel_session().and_then(|mut channel| {
+            channel.exec(&build_command(script))?;
+            Ok(channel)
+        });
+        let channel = open.map_err(|error| {
+            self.build_error(
+                ssh::SSH_COMMAND_REJECTED,
+                format!("the host runs no commands: {}", error.message()),
+            )
+            .with_help(
+                "let this user run commands over SSH (`ForceCommand`, a restricted key or \
+                     `MaxSessions` may forbid it)",
+            )
+        })?;
+        Ok(ChannelReader { channel, unread: Vec::new() })
+    }
+
+    /// Starts the executable as an agent if the host has the executable. Fails if the host has
+    /// another architecture.
+    fn run_executable(&mut self) -> diagnostic::Result<AgentStartResult> {
+        let mut reader = self.exec_script(&build_run_script(&self.marker, &self.executable.hash))?;
+        let answer = self.read_answer(&mut reader)?;
+        let mut words = answer.split(' ');
+        match (words.next(), words.next()) {
+            (Some("agent"), _) => {
+                self.progress.set_stage(ConnectionStage::Agent);
+                Ok(AgentStartResult::Running(RemoteAgent {
+                    channel: reader.channel,
+                    leftover: reader.unread,
+                }))
+            }
+            (Some("missing"), Some(machine)) => {
+                _ = reader.channel.close();
+                self.check_architecture(machine)?;
+                Ok(AgentStartResult::Missing)
+            }
+            _ => Err(self.build_error(
+                ssh::SSH_ANSWER_INVALID,
+                format!("unexpected answer to a command: `{}`", make_printable_excerpt(&answer)),
+            )),
+        }
+    }
+
+    /// Reads the output of a script up to the next line with the marker, and returns the rest of
+    /// that line. Records the text before the marker as output of the login shell, in place of
+    /// earlier output. Fails if that text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
+    fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
+        let mut shell_output = Vec::new();
+        loop {
+            match reader.read_line() {
+                Ok(Some(line)) => match find_bytes(&line, self.marker.as_bytes()) {
+                    Some(offset) => {
+                        shell_output.extend(&line[..offset]);
+                        self.progress.set_shell_output(&shell_output);
+                        let answer = &line[offset + self.marker.len()..];
+                        return Ok(String::from_utf8_lossy(answer).trim().to_owned());
+                    }
+                    None => shell_output.extend(line),
+                },
+                Ok(None) => return Err(self.build_shell_exit_error(reader, &shell_output)),
+                Err(error) => return Err(self.build_read_error(&error, &shell_output)),
+            }
+            if shell_output.len() > MAX_SHELL_OUTPUT_BYTES {
+                let message = format!(
+                    "the login shell printed more than {} KiB before a command ran{}",
+                    MAX_SHELL_OUTPUT_BYTES >> 10,
+                    quote_tail(&shell_output)
+                );
+                return Err(self
+                    .build_error(ssh::SSH_SHELL_OUTPUT_TOO_LONG, message)
+                    .with_help("let its start-up files print nothing when there is no terminal"));
+            }
+        }
+    }
+
+    /// Builds the error for a failed or timed out read of an answer.
+    fn build_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
+        match error.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                let message = format!(
+                    "no answer to a command within {} s{}",
+                    ANSWER_TIMEOUT_MS / 1000,
+                    quote_tail(shell_output)
+                );
+                self.build_error(ssh::SSH_SHELL_TIMEOUT, message)
+                    .with_help("check whether the login shell of this user waits for something")
+            }
+            _ => self.build_error(ssh::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
+        }
+    }
+
+    /// Builds the error for a command whose output ended without the marker.
+    fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
+        let (code, stderr) = reader.wait_for_exit();
+        let output = [shell_output, b"\n", stderr.as_bytes()].concat();
+        let tail = quote_tail(&output);
+        match code {
+            126 | 127 => self
+                .build_error(
+                    host::EXECUTABLE_NOT_RUNNABLE,
+                    format!("the executable does not run (exit code {code}){tail}"),
+                )
+                .with_help(format!(
+                    "remove ~/.cache/launch/bin/{} on the host; it is copied again",
+                    self.executable.hash
+                )),
+            _ => self
+                .build_error(
+                    ssh::SSH_SHELL_EXITED,
+                    format!("the login shell exited (exit code {code}) before a command ran{tail}"),
+                )
+                .with_help("try `ssh HOST true`; the login shell or its start-up files exit at once"),
+        }
+        .with_field("exit_code", code)
+        .with_field("output", join_last_lines(&output))
+    }
+
+    /// Copies the executable to the host. The copy is checked on the host and then moved to its
+    /// path in the cache directory.
+    fn copy_executable(&mut self) -> diagnostic::Result<()> {
+        let Executable { hash, size, .. } = self.executable;
+        let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
+        let answer = self.read_answer(&mut reader)?;
+        if answer != "ready" {
+            return Err(self.build_copy_error(&answer, &mut reader));
+        }
+        self.session.set_timeout(SEND_TIMEOUT_MS);
+        let answer = match self.send_executable(&mut reader.channel) {
+            // If the host stopped reading, its answer is the reason. If the connection failed, the
+            // next read fails, too.
+            Ok(()) | Err(ExecutableSendError::Remote) => self.read_answer(&mut reader)?,
+            Err(ExecutableSendError::Local(error)) => return Err(build_unreadable_error(&error)),
+        };
+        if answer != "done" {
+            return Err(self.build_copy_error(&answer, &mut reader));
+        }
+        _ = reader.channel.close();
+        Ok(())
+    }
+
+    /// Sends the bytes of the executable to the command of a channel, then the end of the input.
+    fn send_executable(&self, channel: &mut Channel) -> Result<(), ExecutableSendError> {
+        use std::os::unix::fs::FileExt;
+        let file = &self.executable.file;
+        // The file is read at explicit offsets, because copies to several hosts share the
+        // descriptor.
+        let mut offset = 0;
+        let mut chunk = vec![0; CHUNK_BYTES];
+        loop {
+            let n = file.read_at(&mut chunk, offset).map_err(ExecutableSendError::Local)?;
+            if n == 0 {
+                break;
+            }
+            channel.write_all(&chunk[..n]).map_err(|_| ExecutableSendError::Remote)?;
+            offset += n as u64;
+        }
+        channel.send_eof().map_err(|_| ExecutableSendError::Remote)
+    }
+
+    /// Builds the error for an answer `fail STEP CODE` of the copy script.
+    fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
+        let (_, stderr) = reader.wait_for_exit();
+        let failure = classify_copy_failure(answer, &stderr);
+        let diagnostic = self.build_error(failure.code, failure.message + &quote_tail(stderr.as_bytes()));
+        match failure.help {
+            Some(help) => diagnostic.with_help(help),
+            None => diagnostic,
+        }
+    }
+
+    /// Rejects a host whose architecture differs from that of this executable.
+    fn check_architecture(&self, machine: &str) -> diagnostic::Result<()> {
+        let local = std::env::consts::ARCH;
+        if machine == local {
+            return Ok(());
+        }
+        let message =
+            format!("the architecture of the host is {machine}, and this executable is for {local}");
+        Err(self
+            .build_error(host::EXECUTABLE_ARCHITECTURE_MISMATCH, message)
+            .with_field("architecture", machine)
+            .with_field("expected", local)
+            .with_help(format!("remove the host from the job, or start launch on a {machine} machine")))
+    }
+}
+
+/// A failure of sending the executable, by the side that caused it.
+enum ExecutableSendError {
+    /// The host closed the stream, or the connection failed.
+    Remote,
+    /// The executable cannot be read on this machine.
+    Local(io::Error),
+}
+
+/// Formats the last three nonempty lines of a command's output as `; its output: "…"`, for the end
+/// of an error message. Returns an empty text if the output is empty.
+fn quote_tail(output: &[u8]) -> String {
+    let tail = join_last_lines(output);
+    if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
+}
+
+/// Joins the last three nonempty lines of a command's output with ` / `. Replaces control
+/// characters.
+fn join_last_lines(output: &[u8]) -> String {
+    let text = String::from_utf8_lossy(output);
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
+    make_printable_excerpt(&lines[lines.len().saturating_sub(3)..].join(" / "))
+}
+
+/// Returns the offset of the first occurrence of `part` in `text`, or `None` if there is none.
+fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
+    text.windows(part.len()).position(|window| window == part)
+}
+
+/// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
+struct ChannelReader {
+    channel: Channel,
+    /// The bytes that were received and not returned yet.
+    unread: Vec<u8>,
+}
+
+impl ChannelReader {
+    /// Returns the next line with its line end, or the unfinished last line. A line of more than
+    /// [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls, piece by piece. Returns `None` at
+    /// the end of the stream. Blocks.
+    fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
+        loop {
+            if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {
+                return Ok(Some(self.unread.drain(..=end).collect()));
+            }
+            // The output has no line ends.
+            if self.unread.len() > MAX_SHELL_OUTPUT_BYTES {
+                return Ok(Some(std::mem::take(&mut self.unread)));
+            }
+            let mut chunk = [0; 4096];
+            match self.channel.read(&mut chunk)? {
+                0 if self.unread.is_empty() => return Ok(None),
+                0 => return Ok(Some(std::mem::take(&mut self.unread))),
+                n => self.unread.extend(&chunk[..n]),
+            }
+        }
+    }
+
+    /// Waits for the end of the channel's command. Returns the exit code of the command (-1 if
+    /// unknown) and the first [`MAX_STDERR_BYTES`] of its stderr.
+    fn wait_for_exit(&mut self) -> (i32, String) {
+        let mut stderr = Vec::new();
+        _ = self.channel.stream(STDERR).take(MAX_STDERR_BYTES).read_to_end(&mut stderr);
+        _ = self.channel.send_eof();
+        let code = self.channel.wait_close().and_then(|()| self.channel.exit_status()).unwrap_or(-1);
+        (code, String::from_utf8_lossy(&stderr).into_owned())
+    }
+}
+
+/// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
+fn build_command(script: &str) -> String {
+    format!("exec /bin/sh -c '{script}'")
+}
+
+/// The shell command that sets `d` to the directory of cached executables.
+const SET_CACHE_DIR: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
+
+/// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
+/// lacks the executable, the script prints `MARKER missing MACHINE`.
+fn build_run_script(marker: &str, hash: &str) -> String {
+    let local = std::env::consts::ARCH;
+    format!(
+        "{SET_CACHE_DIR}; f=$d/{hash}; m=$(uname -m); \
+         if [ \"$m\" = {local} ] && [ -x \"$f\" ]; then exec \"$f\" agent --marker {marker}; fi; \
+         echo; echo {marker} missing \"$m\""
+    )
+}
+
+/// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
+/// `MARKER done` or `MARKER fail STEP CODE`.
+fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
+    let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
+    let (directory, write, short, run, wrong, place) =
+        (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
+    format!(
+        "LC_ALL=C; export LC_ALL; umask 077; {SET_CACHE_DIR}; f=$d/{hash}; t=$d/.{marker}; \
+         mkdir -p \"$d\" || {directory}; : > \"$t\" || {write}; echo; echo {marker} ready; \
+         cat > \"$t\" || {write}; [ $(wc -c < \"$t\") -eq {size} ] || {short}; \
+         chmod 700 \"$t\" || {write}; h=$(\"$t\" agent --own-hash) || {run}; \
+         [ \"$h\" = {hash} ] || {wrong}; mv -f \"$t\" \"$f\" || {place}; echo; echo {marker} done"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn scripts_have_no_characters_that_a_login_shell_interprets() {
+        for script in [build_run_script("m", "h"), build_copy_script("m", "h", 5)] {
+            assert!(!script.contains(['\'', '!', '\\', '\n', '`']), "{script}");
+        }
+    }
+
+    /// Runs the copy script with the home directory `home`, and with the shell script `program` as
+    /// the executable, whose expected size is `size` bytes. Returns the last answer and stderr.
+    fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
+        let script = build_command(&build_copy_script("MARK", "HASH", size as u64));
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", &script]).env("HOME", home).env_remove("XDG_CACHE_HOME");
+        let mut child = shell
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("a shell");
+        _ = child.stdin.take().expect("stdin").write_all(program.as_bytes());
+        let output = child.wait_with_output().expect("its output");
+        let text = String::from_utf8_lossy(&output.stdout);
+        let answer = text.lines().filter_map(|l| l.strip_prefix("MARK ")).next_back().unwrap_or("");
+        (answer.to_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
+    #[test]
+    fn a_copy_is_checked_before_it_is_moved_into_place() {
+        let home = tempfile::tempdir().expect("a directory");
+        let cache = home.path().join(".cache/launch/bin");
+        let files = || std::fs::read_dir(&cache).map_or(0, Iterator::count);
+        let program = "#!/bin/sh\necho HASH\n";
+        for (program, size, expected) in [
+            (program, program.len() + 1, "fail size"),
+            ("#!/bin/sh\necho OTHER\n", 21, "fail hash"),
+            ("#!/bin/sh\nexit 7\n", 17, "fail run 7"),
+            ("#!/no/such/shell\n", 17, "fail run"),
+        ] {
+            let (answer, _) = run_copy_script(home.path(), program, size);
+            let is_expected = answer == expected || answer.starts_with(&format!("{expected} "));
+            assert!(is_expected, "{program}: {answer}");
+            assert_eq!(files(), 0, "{expected} must leave no file");
+        }
+        assert_eq!(run_copy_script(home.path(), program, program.len()).0, "done");
+        assert_eq!(files(), 1);
+        std::fs::write(home.path().join("file"), "").expect("a file");
+        let (answer, stderr) = run_copy_script(&home.path().join("file"), program, program.len());
+        assert_eq!(classify_copy_failure(&answer, &stderr).code, host::EXECUTABLE_CACHE_UNWRITABLE);
+    }
+}

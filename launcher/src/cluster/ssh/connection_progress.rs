@@ -1,0 +1,113 @@
+//! [`ConnectionProgress`]: how far the connection to one host is and how it ended, shared by the
+//! connection's thread and the controller.
+use crate::cluster::transport::{ConnectionStage, RemoteConnection};
+use contract::control::ExitStatus;
+use diagnostic::{Diagnostic, codes::ssh};
+use nix::sys::socket::{Shutdown, shutdown};
+use std::{
+    fmt,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+/// The stage, socket and result of a connection. The connection's thread writes them, and the
+/// controller or `launch check` reads them.
+#[derive(Default)]
+pub(crate) struct ConnectionProgress {
+    state: Mutex<ProgressState>,
+    aborted: AtomicBool,
+}
+
+/// The state of a [`ConnectionProgress`] that a mutex protects.
+#[derive(Default)]
+struct ProgressState {
+    stage: ConnectionStage,
+    /// A duplicate of the socket in use, which an abort shuts down.
+    socket: Option<OwnedFd>,
+    failure: Option<Diagnostic>,
+    exit_status: Option<ExitStatus>,
+    /// The output of the login shell before the agent answered.
+    shell_output: String,
+}
+
+impl ConnectionProgress {
+    /// Locks the state, also after a thread has panicked while it held the lock.
+    fn lock_state(&self) -> MutexGuard<'_, ProgressState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the stage that the connection's thread has begun.
+    pub(super) fn set_stage(&self, stage: ConnectionStage) {
+        self.lock_state().stage = stage;
+    }
+
+    /// Records the text that the login shell printed before the agent answered.
+    pub(super) fn set_shell_output(&self, output: &[u8]) {
+        self.lock_state().shell_output = String::from_utf8_lossy(output).trim().to_owned();
+    }
+
+    /// Records a duplicate of `socket`, which [`RemoteConnection::abort`] shuts down. If the
+    /// connection was aborted already, shuts the socket down immediately.
+    pub(super) fn set_socket(&self, socket: &OwnedFd) {
+        self.lock_state().socket = socket.try_clone().ok();
+        if self.aborted.load(Ordering::SeqCst) {
+            self.shut_down_socket();
+        }
+    }
+
+    /// Fails if the controller has aborted the connection. `name` is the host's name for the error.
+    pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
+        if !self.aborted.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let message = format!("the SSH connection to host {name} was aborted before its agent was running");
+        Err(Diagnostic::error(ssh::SSH_CONNECTION_ABORTED, message).with_subject(name))
+    }
+
+    /// Records the failure that ended the connection, or the agent's exit status. Closes the
+    /// duplicate of the socket.
+    pub(super) fn record_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
+        let mut state = self.lock_state();
+        (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
+    }
+
+    /// Shuts down the socket in use, if there is one.
+    fn shut_down_socket(&self) {
+        if let Some(socket) = &self.lock_state().socket {
+            _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
+        }
+    }
+}
+
+impl fmt::Debug for ConnectionProgress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.lock_state();
+        write!(f, "{:?} {:?} {:?}", state.stage, state.failure, state.exit_status)
+    }
+}
+
+impl RemoteConnection for Arc<ConnectionProgress> {
+    fn abort(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+        self.shut_down_socket();
+    }
+
+    fn failure(&self) -> Option<Diagnostic> {
+        self.lock_state().failure.clone()
+    }
+
+    fn exit_status(&self) -> Option<ExitStatus> {
+        self.lock_state().exit_status
+    }
+
+    fn stage(&self) -> ConnectionStage {
+        self.lock_state().stage
+    }
+
+    fn shell_output(&self) -> String {
+        self.lock_state().shell_output.clone()
+    }
+}

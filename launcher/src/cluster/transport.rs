@@ -1,0 +1,107 @@
+//! [`Transport`]: starts agents on the hosts of a job.
+//!
+//! For each agent, a transport returns an [`AgentProcess`]: the byte streams of the control
+//! connection, and a handle of the agent's process.
+use contract::{control::ExitStatus, hosts::HostAddress};
+use diagnostic::Diagnostic;
+use std::fmt;
+use tokio::io::{AsyncRead, AsyncWrite};
+
+/// The stream of bytes from the controller to an agent.
+pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
+/// A stream of bytes from an agent to the controller.
+pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
+
+/// A way to start agents on the hosts of one job.
+pub(crate) trait Transport {
+    /// Starts one agent on each host in `hosts`, given by the hosts' names in the job.
+    ///
+    /// Returns one result for each host, in the order of `hosts`, and does not wait until the
+    /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
+    /// without a hello, [`RemoteConnection::failure`] returns the reason.
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
+
+    /// Replaces the addresses of hosts, and adds new hosts, after the list of hosts has changed.
+    /// `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
+    /// addresses. A transport that finds hosts without addresses ignores the call.
+    fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
+
+    /// Returns the pids of the running child processes of this process, other than agents, through
+    /// which the transport has started agents on other hosts.
+    ///
+    /// These processes end by themselves after their agents, so the controller does not kill them
+    /// when it cleans up after an agent.
+    fn child_processes(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Records that the child process `_pid`, which is not an agent, has ended with `_status`. The
+    /// caller has reaped the process.
+    fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
+}
+
+/// An agent that is being started or runs, with its streams.
+pub(crate) struct AgentProcess {
+    pub(crate) handle: AgentHandle,
+    /// The control stream to the agent. When the stream is closed, the agent ends its workers and
+    /// exits.
+    pub(crate) input: AgentInput,
+    /// The control stream from the agent. It ends when the agent or the connection to it ends.
+    pub(crate) output: AgentOutput,
+    /// The agent's standard error, which carries panics and warnings of libraries.
+    pub(crate) stderr: AgentOutput,
+}
+
+/// The process of an agent, or the connection to it.
+pub(crate) enum AgentHandle {
+    /// The pid of a child process. The controller reaps it and the orphans that it leaves.
+    Child(u32),
+    /// The connection to an agent on another host.
+    Connection(Box<dyn RemoteConnection>),
+}
+
+/// The connection to an agent on another host.
+pub(crate) trait RemoteConnection: Send + fmt::Debug {
+    /// Closes the connection immediately. The streams end on both sides, and the agent then ends
+    /// its workers.
+    fn abort(&self);
+
+    /// Returns the error that ended the connection, or `None` if no error is known. The error
+    /// message names the host. The caller must wait until the agent's streams have ended; an
+    /// earlier result is not final.
+    fn failure(&self) -> Option<Diagnostic>;
+
+    /// Returns the exit status of the agent, or `None` if the transport does not know the status.
+    /// The caller must wait until the agent's streams have ended; an earlier result is not final.
+    fn exit_status(&self) -> Option<ExitStatus>;
+
+    /// Returns the stage that was reached or, if [`Self::failure`] is set, the stage that failed.
+    fn stage(&self) -> ConnectionStage {
+        ConnectionStage::Agent
+    }
+
+    /// Returns the text that the login shell of the host printed before the agent answered.
+    fn shell_output(&self) -> String {
+        String::new()
+    }
+}
+
+/// The stages of connecting to a host and starting its agent, in their order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum ConnectionStage {
+    /// Evaluation of the job and of the configuration of the connection.
+    #[default]
+    Config,
+    /// Resolution of the host's name.
+    Name,
+    /// Opening of the TCP connection to the host.
+    Tcp,
+    /// Handshake and check of the host's key.
+    HostKey,
+    /// Login of the user.
+    Authentication,
+    /// Start of a shell and of the executable on the host.
+    Exec,
+    /// The agent runs.
+    Agent,
+}

@@ -1,0 +1,35 @@
+//! `launch agent`: runs the agent, which the controller starts on each host.
+use super::context::CommandContext;
+use crate::{agent, executable};
+use clap::Args;
+
+/// Arguments of the internal command `launch agent`.
+#[derive(Debug, Args)]
+pub(crate) struct AgentArgs {
+    /// Text that the agent prints first, on a separate line; ignore output before this text
+    #[arg(long, value_name = "TEXT")]
+    marker: Option<String>,
+    /// Print the content hash of this executable once it is on disk, and exit
+    #[arg(long)]
+    own_hash: bool,
+    /// Read an invitation from stdin and connect to the controller
+    #[arg(long)]
+    join: bool,
+    /// Remove the executable, which is a copy for this agent
+    #[arg(long)]
+    remove_own_file: bool,
+}
+
+/// Runs `launch agent`: runs the agent of this host or, with `--own-hash`, prints the content hash
+/// of the executable. Returns the exit code.
+pub(crate) fn run(args: AgentArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    if args.own_hash {
+        return Ok(executable::print_executable_hash());
+    }
+    Ok(agent::main(agent::AgentOptions {
+        marker: args.marker,
+        join: args.join,
+        remove_executable: args.remove_own_file,
+        preflight: context.preflight,
+    }))
+}

@@ -1,0 +1,110 @@
+//! [`StartedAgent`]: an agent that `launch check` has started on a host.
+use crate::{
+    cluster::{AgentHandle, AgentProcess, RemoteConnection, Transport},
+    processes::reap_child,
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use std::{cell::RefCell, rc::Rc, time::Duration};
+use tokio::{
+    task::{JoinHandle, spawn_local},
+    time::{Instant, sleep},
+};
+
+/// The time between two attempts to reap the child processes of the transport.
+const REAP_INTERVAL: Duration = Duration::from_millis(20);
+/// The time that the child processes of the transport have to end after the agents have ended. A
+/// process that still runs after this time is killed.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A host, with the agent that was started there or the error of starting the agent. If the agent
+/// is a child process, dropping this value kills and reaps the agent.
+pub(super) struct StartedAgent {
+    pub(super) name: String,
+    pub(super) agent: diagnostic::Result<AgentProcess>,
+}
+
+impl StartedAgent {
+    /// Returns the connection to the agent. Returns `None` if the agent is a child process or could
+    /// not be started.
+    pub(super) fn connection(&self) -> Option<&dyn RemoteConnection> {
+        match self.agent.as_ref().ok().map(|agent| &agent.handle) {
+            Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),
+            Some(AgentHandle::Child(_)) | None => None,
+        }
+    }
+}
+
+impl Drop for StartedAgent {
+    fn drop(&mut self) {
+        if let Ok(agent) = &self.agent
+            && let AgentHandle::Child(pid) = agent.handle
+        {
+            // An agent exits when its control connection is closed, but a blocked agent does not.
+            let pid = Pid::from_raw(pid as i32);
+            _ = kill(pid, Signal::SIGKILL);
+            _ = nix::sys::wait::waitpid(pid, None);
+        }
+    }
+}
+
+/// Starts an agent on each of the hosts and returns the agents in the order of the hosts. A failed
+/// start is part of the result. Starts a task that reaps the child processes of the transport, so
+/// the caller must run in a [`tokio::task::LocalSet`].
+pub(super) fn start_agents(
+    mut transport: Box<dyn Transport>,
+    hosts: Vec<String>,
+) -> (Vec<StartedAgent>, TransportReaper) {
+    let agents = transport.start_agents(&hosts);
+    let started = hosts.into_iter().zip(agents).map(|(name, agent)| StartedAgent { name, agent }).collect();
+    let transport = Rc::new(RefCell::new(transport));
+    let reaped = transport.clone();
+    // The exit status of such a process explains why an agent does not connect.
+    let task = spawn_local(async move {
+        loop {
+            reap_child_processes(&reaped);
+            sleep(REAP_INTERVAL).await;
+        }
+    });
+    (started, TransportReaper { transport, task })
+}
+
+/// The transport that has started the agents, and the task that reaps its child processes.
+pub(super) struct TransportReaper {
+    transport: Rc<RefCell<Box<dyn Transport>>>,
+    task: JoinHandle<()>,
+}
+
+impl TransportReaper {
+    /// Waits until all child processes of the transport have ended. Kills the processes that still
+    /// run after [`EXIT_TIMEOUT`], and continues to wait for their end.
+    pub(super) async fn wait_or_kill(self) {
+        self.task.abort();
+        let limit = Instant::now() + EXIT_TIMEOUT;
+        loop {
+            reap_child_processes(&self.transport);
+            let running = self.transport.borrow().child_processes();
+            if running.is_empty() {
+                return;
+            }
+            if Instant::now() > limit {
+                // The processes are not reaped yet, so their pids are not reused.
+                running.iter().for_each(|pid| _ = kill(Pid::from_raw(*pid as i32), Signal::SIGKILL));
+            }
+            sleep(REAP_INTERVAL).await;
+        }
+    }
+}
+
+/// Reaps the child processes of the transport that have ended, and passes their exit statuses to
+/// the transport.
+fn reap_child_processes(transport: &RefCell<Box<dyn Transport>>) {
+    let mut transport = transport.borrow_mut();
+    for pid in transport.child_processes() {
+        if let Some(status) = reap_child(pid) {
+            transport.record_child_exit(pid, status);
+        }
+    }
+}

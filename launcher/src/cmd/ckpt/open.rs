@@ -1,0 +1,31 @@
+//! [`open_checkpoint`]: opens the checkpoint that a command names.
+use super::output::log_line;
+use crate::format::replace_all_control_characters;
+use ckpt::{NewestCheckpoint, OpenedCheckpoint};
+use std::path::Path;
+
+/// Opens the checkpoint at a path or, if the path is a directory of checkpoints, the newest usable
+/// one. Logs the chosen checkpoint, its warnings, and newer checkpoints that are unusable.
+pub(super) fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoint> {
+    let found = ckpt::open_checkpoint(path)?;
+    match &found {
+        OpenedCheckpoint::Native(newest) => {
+            let NewestCheckpoint { checkpoint, skipped } = &**newest;
+            for error in skipped {
+                log_line(format_args!("warning: skipped an unusable checkpoint: {error}"));
+            }
+            if checkpoint.path() != path {
+                log_line(format_args!("using {}", checkpoint.path().display()));
+            }
+        }
+        OpenedCheckpoint::External(external) => {
+            for warning in external.facts().incomplete.iter().chain(&external.facts().warnings) {
+                log_line(format_args!("warning: {}", replace_all_control_characters(warning)));
+            }
+            for notice in &external.facts().notices {
+                log_line(format_args!("note: {}", replace_all_control_characters(notice)));
+            }
+        }
+    }
+    Ok(found)
+}

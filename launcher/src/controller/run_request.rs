@@ -1,0 +1,54 @@
+//! [`RunRequest`]: a job that is ready to run, and [`RunOptions`], the options of the run.
+use super::{hostfile::FilteredHostfile, job_file::JobFile};
+use crate::{
+    cluster::{BatchJob, HostTarget, Transport},
+    detached_controller::StartNotifier,
+    discover::Inventory,
+    plan::Plan,
+    secrets::SecretVariables,
+};
+use contract::{event::EventSchema, job::JobSpec};
+
+/// A job that is ready to run, with its hosts and the transport that reaches them.
+pub(crate) struct RunRequest {
+    pub(crate) job: JobSpec,
+    /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
+    /// hosts.
+    pub(crate) plan: Plan,
+    /// The hosts of the job, in the order in which their workers get ranks.
+    pub(crate) hosts: Vec<HostTarget>,
+    /// The transport that starts the agents on the hosts.
+    pub(crate) transport: Box<dyn Transport>,
+    /// The inventory of the controller's machine. The variables of its `inherited_env` apply to all
+    /// hosts of the job, except those that select visible GPUs, which each host sets itself.
+    pub(crate) local_inventory: Inventory,
+    /// Prepares the checkpoint from which programs resume.
+    pub(crate) prepare_resume: ResumePreparer,
+}
+
+/// Adapts the checkpoint from which programs resume to the plan of an attempt, and adds the path of
+/// the checkpoint to the environment of the workers.
+pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
+
+/// The options of a run: the form of its output, secrets, and the files to watch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RunOptions {
+    /// Whether events are printed on stdout as JSON lines.
+    pub(crate) json: bool,
+    /// The version of the schema of the JSON lines that `json` requests.
+    pub(crate) schema: EventSchema,
+    /// The command line of `launch`. It is stored with the run and shown as the command that
+    /// resumes the run.
+    pub(crate) command: Vec<String>,
+    /// Secrets for the environment of the workers.
+    pub(crate) secrets: SecretVariables,
+    /// The batch job that may be requeued after the run; `None` outside of a batch job.
+    pub(crate) requeue: Option<BatchJob>,
+    /// Notifies the `launch` process that started this detached controller, once all workers are
+    /// running. `None` for a run in the foreground.
+    pub(crate) starter: Option<StartNotifier>,
+    /// The job file to watch for changes while the job runs; `None` to watch no job file.
+    pub(crate) job_file: Option<JobFile>,
+    /// The hostfile to watch for changes while the job runs; `None` if the job has no hostfile.
+    pub(crate) hostfile: Option<FilteredHostfile>,
+}

@@ -1,0 +1,14 @@
+//! Reads the host name of this machine.
+use std::{fs, io, path::Path};
+
+/// Reads the host name of this machine. Returns an empty text if `/proc` is not readable.
+pub(crate) fn read_host_name() -> String {
+    read_host_name_below(Path::new("/")).unwrap_or_default()
+}
+
+/// Reads the host name from the files below `root`.
+pub(super) fn read_host_name_below(root: &Path) -> io::Result<String> {
+    let path = "proc/sys/kernel/hostname";
+    let name = fs::read_to_string(root.join(path));
+    name.map(|name| name.trim().to_owned()).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
+}

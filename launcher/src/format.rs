@@ -1,0 +1,250 @@
+//! Formats numbers, durations, ranks, hosts and phases as text.
+use contract::{event::WorkerPhase, ids::Rank};
+use diagnostic::{Diagnostic, Severity};
+use std::collections::BTreeMap;
+
+/// Formats a number with three digits and the suffix `k`, `M` or `G`: `12.3k`, `4.56M`.
+pub(crate) fn format_number(x: f64) -> String {
+    let (scaled, unit) = match x.abs() {
+        a if a >= 999.5e6 => (x / 1e9, "G"),
+        a if a >= 999.5e3 => (x / 1e6, "M"),
+        a if a >= 999.5 => (x / 1e3, "k"),
+        _ => (x, ""),
+    };
+    match scaled.abs() {
+        a if a >= 99.95 => format!("{scaled:.0}{unit}"),
+        a if a >= 9.995 => format!("{scaled:.1}{unit}"),
+        _ => format!("{scaled:.2}{unit}"),
+    }
+}
+
+/// Formats a count with the noun in singular (`one`) or plural (`many`): `1 host`, `3 hosts`.
+pub(crate) fn format_count(n: u64, one: &str, many: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { many })
+}
+
+/// Formats the first of several errors and the number of the others: `line 3: … (and 2 more)`.
+pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
+    let first = errors.first().map_or_else(String::new, ToString::to_string);
+    match errors.len() {
+        0 | 1 => first,
+        n => format!("{first} (and {} more)", n - 1),
+    }
+}
+
+/// Formats a warning or note as one line, with its location or the key that it concerns.
+pub(crate) fn format_notice(notice: &Diagnostic) -> String {
+    let severity = match notice.severity() {
+        Severity::Error => "error",
+        Severity::Warning => "warning",
+        Severity::Note => "note",
+    };
+    let code = notice.code().name();
+    match (notice.location(), notice.subject()) {
+        (None, Some(subject)) => format!("{severity}[{code}]: {subject}: {notice}"),
+        _ => format!("{severity}[{code}]: {notice}"),
+    }
+}
+
+/// Formats a size in bytes with a binary unit: `512 B`, `1.5 MiB`.
+pub(crate) fn format_binary_bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let step = (n.max(1).ilog2() / 10) as usize;
+    match step {
+        0 => format!("{n} B"),
+        _ => format!("{:.1} {}", n as f64 / 1024f64.powi(step as i32), units[step]),
+    }
+}
+
+/// Formats a duration in seconds or, from 10 s on, in clock notation: `0.4 s`, `12:34`, `1:02:03`.
+pub(crate) fn format_duration(seconds: f64) -> String {
+    if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
+}
+
+/// Formats a duration in seconds in clock notation: `0:07`, `12:34`, `1:02:03`.
+pub(crate) fn format_clock(seconds: f64) -> String {
+    let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
+    match s / 3600 {
+        0 => format!("{}:{:02}", s / 60, s % 60),
+        hours => format!("{hours}:{:02}:{:02}", s / 60 % 60, s % 60),
+    }
+}
+
+/// Formats a list of ranks as ranges: `0, 2-5, 9`. The ranks must be in ascending order.
+pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
+    let mut ranges: Vec<(Rank, Rank)> = Vec::new();
+    for &rank in sorted {
+        match ranges.last_mut() {
+            Some((_, end)) if *end + 1 == rank => *end = rank,
+            _ => ranges.push((rank, rank)),
+        }
+    }
+    let range = |(a, b): &(Rank, Rank)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    ranges.iter().map(range).collect::<Vec<_>>().join(", ")
+}
+
+/// The largest number of hosts whose names are all listed by [`format_hosts`].
+const MAX_HOSTS_LISTED: usize = 8;
+
+/// Formats the names of hosts as a list, `h0, h1`. Shortens more than 8 names to
+/// `64 hosts (h0 … h63)`.
+pub(crate) fn format_hosts(names: &[String]) -> String {
+    match names {
+        [first, .., last] if names.len() > MAX_HOSTS_LISTED => {
+            format!("{} hosts ({first} … {last})", names.len())
+        }
+        _ => names.join(", "),
+    }
+}
+
+/// Groups ranks by equal values. Returns each distinct value with the ranks that have the value,
+/// formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`. The
+/// ranks in `values` must be in ascending order.
+pub(crate) fn group_ranks_by_value<'a, T: PartialEq>(
+    values: impl IntoIterator<Item = (Rank, &'a T)>,
+) -> Vec<(String, &'a T)> {
+    let mut groups: Vec<(&T, Vec<Rank>)> = Vec::new();
+    for (rank, value) in values {
+        match groups.iter_mut().find(|(v, _)| *v == value) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((value, vec![rank])),
+        }
+    }
+    groups.sort_by_key(|(_, ranks)| std::cmp::Reverse(ranks.len()));
+    groups.into_iter().map(|(value, list)| (format_ranks(&list), value)).collect()
+}
+
+/// Puts `rank` or `ranks` before formatted ranks: `rank 3`, `ranks 0, 2-5`.
+pub(crate) fn format_rank_label(ranks: &str) -> String {
+    let noun = if ranks.contains([',', '-']) { "ranks" } else { "rank" };
+    format!("{noun} {ranks}")
+}
+
+/// Formats the phases of all ranks: the most common phase without ranks, then each other phase with
+/// the ranks in that phase.
+pub(crate) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
+    let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
+    match groups.as_slice() {
+        [] => "starting".into(),
+        [(_, phase)] => format_phase(**phase).into(),
+        [(_, most), rest @ ..] => {
+            let others = rest
+                .iter()
+                .map(|(ranks, phase)| format!("{} {}", format_rank_label(ranks), format_phase(**phase)));
+            format!("{}; {}", format_phase(**most), others.collect::<Vec<_>>().join("; "))
+        }
+    }
+}
+
+/// Returns the text of a worker's phase for the progress bar, such as `training`.
+fn format_phase(phase: WorkerPhase) -> &'static str {
+    match phase {
+        WorkerPhase::Starting => "starting",
+        WorkerPhase::Resuming => "reading a checkpoint",
+        WorkerPhase::Training => "training",
+        WorkerPhase::Evaluating => "evaluating",
+        WorkerPhase::Saving => "saving a checkpoint",
+        WorkerPhase::Gathering => "saving full weights",
+        WorkerPhase::Ending => "ending",
+    }
+}
+
+/// Joins the words of a command with spaces, and quotes words with special characters for a POSIX
+/// shell.
+pub(crate) fn quote_shell_words(words: &[String]) -> String {
+    let simple =
+        |w: &str| !w.is_empty() && w.chars().all(|c| c.is_ascii_alphanumeric() || "_-./:=,@%+".contains(c));
+    let quoted = |w: &String| match simple(w) {
+        true => w.clone(),
+        false => format!("'{}'", w.replace('\'', "'\\''").replace(char::is_control, "\u{fffd}")),
+    };
+    words.iter().map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+/// Replaces control characters by `·`, so that a text cannot move the cursor or set the window
+/// title of a terminal. Keeps color sequences and tabs.
+pub(crate) fn replace_control_characters(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let color = rest.strip_prefix("\x1b[").and_then(|body| {
+            let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
+            body[end..].starts_with('m').then_some(2 + end + 1)
+        });
+        match color {
+            Some(length) => out.push_str(&rest[..length]),
+            None => out.push('·'),
+        }
+        let skip = color.unwrap_or_else(|| rest.chars().next().map_or(1, char::len_utf8));
+        rest = &rest[skip..];
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Replaces all control characters by U+FFFD, also line breaks, tabs and color sequences. So a text
+/// from a checkpoint or another host stays on one line and cannot control the terminal.
+pub(crate) fn replace_all_control_characters(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_of_hosts_are_shortened() {
+        let list = |n: usize| format_hosts(&(0..n).map(|i| format!("h{i}")).collect::<Vec<_>>());
+        assert_eq!(list(0), "");
+        assert_eq!(list(8), "h0, h1, h2, h3, h4, h5, h6, h7");
+        assert_eq!(list(64), "64 hosts (h0 … h63)");
+    }
+
+    #[test]
+    fn numbers_have_three_digits_and_a_unit() {
+        let cases = [
+            (0.0, "0.00"),
+            (9.99, "9.99"),
+            (9.999, "10.0"),
+            (999.4, "999"),
+            (999.6, "1.00k"),
+            (12_345.0, "12.3k"),
+            (4.56e6, "4.56M"),
+            (2e12, "2000G"),
+        ];
+        for (x, expected) in cases {
+            assert_eq!(format_number(x), expected, "{x}");
+        }
+        assert_eq!(format_binary_bytes(0), "0 B");
+        assert_eq!(format_binary_bytes(1023), "1023 B");
+        assert_eq!(format_binary_bytes(1536), "1.5 KiB");
+        assert_eq!(format_binary_bytes(u64::MAX), "16.0 EiB");
+        assert_eq!((format_duration(0.04), format_duration(75.0)), ("0.0 s".into(), "1:15".into()));
+        assert_eq!(
+            (format_clock(7.4), format_clock(3723.0), format_clock(f64::NAN)),
+            ("0:07".into(), "1:02:03".into(), "0:00".into())
+        );
+    }
+
+    #[test]
+    fn ranks_are_grouped_into_ranges() {
+        assert_eq!(format_ranks(&[0, 2, 3, 4, 9]), "0, 2-4, 9");
+        assert_eq!(format_ranks(&[]), "");
+        let mut phases: BTreeMap<Rank, WorkerPhase> = (0..8).map(|r| (r, WorkerPhase::Training)).collect();
+        assert_eq!(format_phases(&phases), "training");
+        phases.insert(3, WorkerPhase::Saving);
+        phases.insert(4, WorkerPhase::Saving);
+        assert_eq!(format_phases(&phases), "training; ranks 3-4 saving a checkpoint");
+    }
+
+    #[test]
+    fn colors_stay_and_other_control_sequences_are_replaced() {
+        assert_eq!(replace_control_characters("a\tb"), "a\tb");
+        assert_eq!(replace_control_characters("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
+        assert_eq!(replace_control_characters("\x1b[2Jx\x07"), "·[2Jx·");
+        assert_eq!(replace_control_characters("\x1b]0;title\x07\x1b["), "·]0;title··[");
+        assert_eq!(replace_control_characters("é\u{9b}31m"), "é·31m");
+    }
+}

@@ -1,0 +1,12 @@
+//! [`DistributedType`]: the kind of job that a configuration of Accelerate describes.
+
+/// The kind of job that a configuration describes: its key `distributed_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DistributedType {
+    Single,
+    Cpu,
+    Gpu,
+    DeepSpeed,
+    Fsdp,
+    Megatron,
+}

@@ -1,0 +1,20 @@
+//! [`JobHost`]: a host on which workers are planned.
+use crate::discover::Inventory;
+
+/// A host of the job on which workers are to be planned.
+#[derive(Clone, Debug, PartialEq)]
+pub struct JobHost {
+    /// The name of the host, as the job states it.
+    pub name: String,
+    /// The number of workers that the list of hosts or the scheduler allows on the host; `None` if
+    /// neither states a number.
+    pub slots: Option<u32>,
+    /// The numbers of the slots that a host filter selects, which are also the numbers of the GPUs
+    /// to use. `None` stands for all slots.
+    pub selected_slots: Option<Vec<u32>>,
+    /// Whether the host is the machine on which the controller runs.
+    pub local: bool,
+    /// The inventory that the host's agent reported. Before the report, the value of
+    /// [`Inventory::unknown`].
+    pub inventory: Inventory,
+}

@@ -1,0 +1,7 @@
+//! [`key_error`]: creates the errors of a plan.
+use diagnostic::{Code, Diagnostic};
+
+/// Creates an error whose subject is the job's key `key`.
+pub(super) fn key_error(code: Code, key: &str, message: impl Into<String>) -> Diagnostic {
+    Diagnostic::error(code, message).with_subject(key)
+}

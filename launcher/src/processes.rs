@@ -1,0 +1,8 @@
+//! The child processes and other descendants of this process: finds, kills and reaps them.
+mod children;
+mod descendants;
+
+pub(crate) use children::{become_subreaper, decode_wait_status, reap_child, reap_children};
+pub(crate) use descendants::{
+    ProcessStat, kill_descendants, list_children, list_processes, read_start_ticks,
+};

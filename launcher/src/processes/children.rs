@@ -1,0 +1,72 @@
+//! Reaps child processes and decodes how they ended.
+use contract::control::ExitStatus;
+use nix::{
+    errno::Errno,
+    sys::{
+        prctl,
+        signal::{Signal, killpg},
+    },
+    unistd::Pid,
+};
+use std::{io, os::unix::process::ExitStatusExt};
+
+/// Makes this process the subreaper of its descendants. Orphaned descendants then become children
+/// of this process instead of init.
+pub(crate) fn become_subreaper() -> io::Result<()> {
+    Ok(prctl::set_child_subreaper(true)?)
+}
+
+/// Reaps every child process that has ended, and calls `on_exit` with the pid and the exit status
+/// of each. Returns whether children are left. Does not block.
+///
+/// If `is_leader` returns `true` for the pid of an ended child, kills the process group of the
+/// child before the child is reaped. The kernel cannot reuse the number of the group before that
+/// time.
+pub(crate) fn reap_children(
+    is_leader: impl Fn(u32) -> bool,
+    mut on_exit: impl FnMut(u32, ExitStatus),
+) -> bool {
+    loop {
+        // SAFETY: waitid fills the zeroed siginfo; with WNOHANG it stays zero when no child has
+        // ended.
+        let (rc, pid) = unsafe {
+            let mut info = std::mem::zeroed::<libc::siginfo_t>();
+            let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+            let rc = libc::waitid(libc::P_ALL, 0, &mut info, flags);
+            (rc, info.si_pid())
+        };
+        match rc {
+            0 if pid == 0 => return true,
+            0 => {}
+            _ if Errno::last() == Errno::EINTR => continue,
+            _ => return false, // ECHILD
+        }
+        if is_leader(pid as u32) {
+            // An error means that the process group has ended.
+            _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        let mut status = 0;
+        // SAFETY: waits for a child that has ended; `status` is valid for writes.
+        if unsafe { libc::waitpid(pid, &mut status, 0) } == pid {
+            on_exit(pid as u32, decode_wait_status(status));
+        }
+    }
+}
+
+/// Reaps the child process with this pid, and returns its exit status. Returns `None` if the
+/// process has not ended. Does not block.
+pub(crate) fn reap_child(pid: u32) -> Option<ExitStatus> {
+    let mut status = 0;
+    // SAFETY: waits for a child without blocking; `status` is valid for writes.
+    let reaped = unsafe { libc::waitpid(pid as i32, &mut status, libc::WNOHANG) };
+    (reaped == pid as i32).then(|| decode_wait_status(status))
+}
+
+/// Decodes the wait status that `waitpid` returned to an exit code or a signal.
+pub(crate) fn decode_wait_status(status: i32) -> ExitStatus {
+    let status = std::process::ExitStatus::from_raw(status);
+    match status.signal() {
+        Some(signal) => ExitStatus::Signal(signal, status.core_dumped()),
+        None => ExitStatus::Code(status.code().unwrap_or(0) as u8),
+    }
+}

@@ -1,0 +1,148 @@
+//! [`BoundRendezvous`]: the bound address `MASTER_ADDR`:`MASTER_PORT` at which the workers of a job
+//! meet.
+//!
+//! The rendezvous is a store that launch serves for programs, or a port that is reserved for rank 0
+//! until just before the workers start. The controller, or the agent on the host of rank 0, binds
+//! the rendezvous.
+mod store;
+
+pub(crate) use store::{StoreServer, untrusted::serve_untrusted_clients};
+
+use contract::control::RendezvousRequest;
+use diagnostic::{Diagnostic, codes::run};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, TcpListener},
+};
+use tokio::sync::mpsc;
+
+/// A rendezvous whose address is bound.
+#[derive(Debug)]
+pub(crate) enum BoundRendezvous {
+    /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
+    Port(TcpListener, u16),
+    /// A store that runs until the next attempt or the end of the run.
+    Store(StoreServer),
+}
+
+impl BoundRendezvous {
+    /// Binds the rendezvous that `bind` describes: starts a store, or reserves a port for rank 0.
+    /// The store sends lines for the user to `messages`. Fails if the port is taken, or if the
+    /// store cannot serve that many clients.
+    pub(crate) fn bind(
+        bind: &RendezvousRequest,
+        messages: &mpsc::Sender<String>,
+    ) -> diagnostic::Result<BoundRendezvous> {
+        if bind.store {
+            StoreServer::check_capacity(bind.clients)?;
+        }
+        let bound = if bind.store {
+            StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())
+                .map(BoundRendezvous::Store)
+        } else {
+            hold_port(bind.address, bind.port)
+        };
+        bound.map_err(|error| build_port_error(bind, &error))
+    }
+
+    /// Returns the number of the port to which workers connect (`MASTER_PORT`).
+    pub(crate) fn port(&self) -> u16 {
+        match self {
+            BoundRendezvous::Port(_, number) => *number,
+            BoundRendezvous::Store(server) => server.port(),
+        }
+    }
+
+    /// Hands the rendezvous over to workers that are about to start. Frees a port that is reserved
+    /// for rank 0. For a store, raises the limit of open files of this process.
+    ///
+    /// Returns the number of the port, and the store if there is one. The caller must keep the
+    /// store for as long as the workers run.
+    pub(crate) fn hand_over_to_workers(self) -> (u16, Option<StoreServer>) {
+        match self {
+            BoundRendezvous::Port(listener, number) => {
+                drop(listener);
+                (number, None)
+            }
+            BoundRendezvous::Store(server) => {
+                StoreServer::raise_file_limit();
+                (server.port(), Some(server))
+            }
+        }
+    }
+}
+
+/// Builds the error for a rendezvous whose port cannot be bound.
+fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
+    let address = bind.address;
+    let diagnostic = match bind.port {
+        0 => Diagnostic::error(
+            run::RENDEZVOUS_PORT_UNAVAILABLE,
+            format!("cannot bind any TCP port on {address} for the rendezvous"),
+        ),
+        port => Diagnostic::error(
+            run::RENDEZVOUS_PORT_UNAVAILABLE,
+            format!("cannot bind TCP port {port} on {address} for the rendezvous (`cluster.master_port`)"),
+        )
+        .with_subject("cluster.master_port")
+        .with_field("port", port)
+        .with_help(
+            "`ss -ltnp` shows which process uses the port; `cluster.master_port: auto` takes a free one",
+        ),
+    };
+    diagnostic.with_field("address", address.to_string()).with_cause(error)
+}
+
+/// Binds a port, so that no other process takes it, and accepts no connection. If `port` is 0,
+/// binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of this machine.
+fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
+    let listener = match port {
+        0 => TcpListener::bind((address, 0)),
+        number => TcpListener::bind((Ipv4Addr::UNSPECIFIED, number)),
+    }?;
+    let number = listener.local_addr()?.port();
+    Ok(BoundRendezvous::Port(listener, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Binds a rendezvous for one client at `port` of the loopback address: a store if `store` is
+    /// set, and otherwise a reserved port.
+    fn bind_for_one_client(port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
+        bind_for_clients(1, port, store)
+    }
+
+    /// Binds a rendezvous for this many clients at `port` of the loopback address: a store if
+    /// `store` is set, and otherwise a reserved port.
+    fn bind_for_clients(clients: u32, port: u16, store: bool) -> diagnostic::Result<BoundRendezvous> {
+        let address = Ipv4Addr::LOCALHOST.into();
+        let bind = RendezvousRequest { attempt: 0, address, port, store, clients, allowed: Vec::new() };
+        BoundRendezvous::bind(&bind, &mpsc::channel(1).0)
+    }
+
+    #[test]
+    fn too_many_clients_for_the_store_are_rejected_before_anything_starts() {
+        let error = bind_for_clients(100_000, 0, true).expect_err("too many");
+        assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
+        assert_eq!(error.field("ranks"), Some(&100_000.into()));
+        assert!(bind_for_clients(100_000, 0, false).is_ok());
+    }
+
+    #[test]
+    fn a_held_port_is_not_available_to_others_and_free_for_rank_0() {
+        for store in [false, true] {
+            let first = bind_for_one_client(0, store).expect("a port");
+            let number = first.port();
+            for other in [false, true] {
+                let error = bind_for_one_client(number, other).expect_err("taken");
+                assert_eq!(error.code(), run::RENDEZVOUS_PORT_UNAVAILABLE);
+                assert_eq!(error.field("port"), Some(&number.into()));
+            }
+            let (port, server) = first.hand_over_to_workers();
+            assert_eq!((port, server.is_some()), (number, store));
+            assert_eq!(TcpListener::bind((Ipv4Addr::LOCALHOST, number)).is_err(), server.is_some());
+        }
+    }
+}

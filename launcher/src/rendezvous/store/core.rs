@@ -1,0 +1,408 @@
+//! [`RendezvousStore`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
+//!
+//! The store has no timeouts: a client that has waited too long cancels its wait.
+use super::{
+    StoreClientError,
+    limits::{MAX_MESSAGE, MAX_TOTAL, MAX_VALUE},
+    wire::{StoreKey, StoreReply, StoreRequest, StoreValue},
+};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+/// The number that identifies the connection of a client.
+pub(super) type ClientId = u64;
+/// Bytes that count for each value, each item of a queue, and each key that a client waits for, in
+/// addition to the bytes of keys and values.
+const ENTRY_BYTES: usize = 128;
+/// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
+const READY: u8 = 0;
+/// The reply to CHECK if a key is missing.
+const NOT_READY: u8 = 1;
+/// The reply to CANCEL_WAIT.
+const CANCELED: u8 = 1;
+
+/// Replies and the clients that receive them, in the order in which they must be sent.
+pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
+
+/// The keys or the barrier that a client waits for.
+#[derive(Debug)]
+enum ClientWait {
+    /// The client waits for all of these keys. The number counts the keys that are missing.
+    Keys(Vec<StoreKey>, usize),
+    /// The client waits for other clients at the barrier that this key names.
+    Barrier(StoreKey),
+}
+
+/// The rendezvous store: its values, its queues, and the clients that wait.
+#[derive(Debug, Default)]
+pub(super) struct RendezvousStore {
+    values: BTreeMap<StoreKey, StoreValue>,
+    /// The items of each queue. No queue is empty.
+    queues: HashMap<StoreKey, VecDeque<StoreValue>>,
+    waiting: HashMap<ClientId, ClientWait>,
+    /// The clients that wait for each key, in the order of their requests.
+    waiters: HashMap<StoreKey, Vec<ClientId>>,
+    /// The clients that wait at each barrier.
+    arrived: HashMap<StoreKey, Vec<ClientId>>,
+    /// The number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`] limits.
+    bytes: usize,
+}
+
+impl RendezvousStore {
+    /// Returns the number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`]
+    /// limits.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Executes a request and appends the replies to `out`. After an error the caller must close
+    /// the client's connection.
+    pub(super) fn handle_request(
+        &mut self,
+        client: ClientId,
+        request: StoreRequest,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        let mut answer = |reply| out.push((client, reply));
+        match request {
+            StoreRequest::Validate => {}
+            StoreRequest::Ping(nonce) => answer(StoreReply::Nonce(nonce)),
+            StoreRequest::Get(key) => answer(StoreReply::Value(self.get_value(&key))),
+            StoreRequest::GetMany(keys) => answer(StoreReply::Values(self.get_values(&keys)?)),
+            StoreRequest::Check(keys) => {
+                let ready = keys.iter().all(|key| self.contains_key(key));
+                answer(StoreReply::Byte(if ready { READY } else { NOT_READY }));
+            }
+            StoreRequest::CountKeys => {
+                answer(StoreReply::Number((self.values.len() + self.queues.len()) as i64))
+            }
+            StoreRequest::ListKeys => answer(StoreReply::Keys(self.list_keys()?)),
+            StoreRequest::Delete(key) => answer(StoreReply::Number(self.delete_key(&key))),
+            StoreRequest::QueueLength(key) => {
+                answer(StoreReply::Number(self.queues.get(&key).map_or(0, count_items)))
+            }
+            StoreRequest::Pop(key) => answer(self.pop_item(&key)),
+            StoreRequest::CancelWait => {
+                self.end_wait(client);
+                answer(StoreReply::Byte(CANCELED));
+            }
+            StoreRequest::Set(key, value) => self.set_value(key, value, out)?,
+            StoreRequest::SetMany(pairs) => {
+                pairs.into_iter().try_for_each(|(key, value)| self.set_value(key, value, out))?
+            }
+            StoreRequest::Append(key, more) => {
+                let value = [self.get_value(&key), more].concat();
+                self.set_value(key, value, out)?;
+            }
+            StoreRequest::Add(key, n) => {
+                let sum = self.add_number(key, n, out)?;
+                out.push((client, StoreReply::Number(sum)));
+            }
+            StoreRequest::CompareSet(key, expected, new) => {
+                let reply = self.compare_set(key, expected, new, out)?;
+                out.push((client, StoreReply::Value(reply)));
+            }
+            StoreRequest::Push(key, value) => self.push_item(key, value, out)?,
+            StoreRequest::Wait(keys) => self.begin_wait(client, keys, out)?,
+            StoreRequest::Barrier(key, world) => self.enter_barrier(client, key, world, out)?,
+        }
+        Ok(())
+    }
+
+    /// Ends the wait of a client, because the client cancelled it, was woken or disconnected. Does
+    /// nothing if the client does not wait.
+    pub(super) fn end_wait(&mut self, client: ClientId) {
+        let (map, keys) = match self.waiting.remove(&client) {
+            None => return,
+            Some(ClientWait::Keys(keys, _)) => (&mut self.waiters, keys),
+            Some(ClientWait::Barrier(key)) => (&mut self.arrived, vec![key]),
+        };
+        self.bytes -= compute_wait_bytes(&keys);
+        for key in keys {
+            if let Some(clients) = map.get_mut(&key) {
+                clients.retain(|c| *c != client);
+                if clients.is_empty() {
+                    map.remove(&key);
+                }
+            }
+        }
+    }
+
+    // ---- values ----
+
+    /// Whether the key has a value or a queue that is not empty.
+    fn contains_key(&self, key: &[u8]) -> bool {
+        self.values.contains_key(key) || self.queues.contains_key(key)
+    }
+
+    /// Returns the value of a key, or an empty value if the key has none.
+    fn get_value(&self, key: &[u8]) -> StoreValue {
+        self.values.get(key).cloned().unwrap_or_default()
+    }
+
+    /// Returns the values of several keys. Fails if the reply would be too long.
+    fn get_values(&self, keys: &[StoreKey]) -> Result<Vec<StoreValue>, StoreClientError> {
+        let length = |key: &StoreKey| 8 + self.values.get(key).map_or(0, Vec::len);
+        check_reply_length(keys.iter().map(length).sum())?;
+        Ok(keys.iter().map(|key| self.get_value(key)).collect())
+    }
+
+    /// Returns all keys that have values. Fails if the reply would be too long.
+    fn list_keys(&self) -> Result<Vec<StoreKey>, StoreClientError> {
+        check_reply_length(self.values.keys().map(|key| 8 + key.len()).sum())?;
+        Ok(self.values.keys().cloned().collect())
+    }
+
+    /// Sets the value of a key. Wakes the clients for which no further key is missing, by appending
+    /// their replies to `out`. Fails if the value or the store becomes too large.
+    fn set_value(
+        &mut self,
+        key: StoreKey,
+        value: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        if value.len() as u64 > MAX_VALUE {
+            return Err(StoreClientError::ValueTooLong);
+        }
+        let before = self.values.get(&key).map_or(0, |old| compute_entry_bytes(&key, old));
+        self.account_bytes(before, compute_entry_bytes(&key, &value))?;
+        // The items of a queue may have woken only some of the clients that wait for it.
+        let (new, queue) = (!self.contains_key(&key), self.queues.contains_key(&key));
+        self.values.insert(key.clone(), value);
+        if new {
+            self.record_added_key(&key);
+        } else if !queue {
+            return Ok(());
+        }
+        // The whole list is removed at once, because thousands of clients may wait for one key.
+        let waiters = self.waiters.remove(&key).unwrap_or_default();
+        let waiting: Vec<ClientId> = waiters.into_iter().filter(|c| !self.wake_if_ready(*c, out)).collect();
+        if !waiting.is_empty() {
+            self.waiters.insert(key, waiting);
+        }
+        Ok(())
+    }
+
+    /// Decrements the number of missing keys of each client that waits for `key`. The caller must
+    /// just have added the key's first value or item, and must then wake clients whose number is 0.
+    /// The cost per client does not depend on the number of keys that the client waits for.
+    fn record_added_key(&mut self, key: &[u8]) {
+        for client in self.waiters.get(key).into_iter().flatten() {
+            if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
+                *missing -= 1;
+            }
+        }
+    }
+
+    /// Increments the number of missing keys of each client that waits for `key`. The caller must
+    /// just have removed the key's last value or item.
+    fn record_removed_key(&mut self, key: &[u8]) {
+        for client in self.waiters.get(key).into_iter().flatten() {
+            if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
+                *missing += 1;
+            }
+        }
+    }
+
+    /// Subtracts `before` from the number of bytes in use and adds `after`. Fails, without a
+    /// change, if the result exceeds [`MAX_TOTAL`].
+    fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
+        let bytes = self.bytes - before + after;
+        if bytes > MAX_TOTAL {
+            return Err(StoreClientError::StoreFull);
+        }
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    /// Deletes the value of a key, and keeps the queue of the key. Returns the number of deleted
+    /// values: 0 or 1.
+    fn delete_key(&mut self, key: &[u8]) -> i64 {
+        let Some(value) = self.values.remove(key) else { return 0 };
+        self.bytes -= compute_entry_bytes(key, &value);
+        if !self.contains_key(key) {
+            self.record_removed_key(key);
+        }
+        1
+    }
+
+    /// Adds `n` to the decimal number in the value of a key, and returns the sum. A key without a
+    /// value counts as 0. Fails if the value is not a number or the sum overflows.
+    fn add_number(
+        &mut self,
+        key: StoreKey,
+        n: i64,
+        out: &mut ClientReplies,
+    ) -> Result<i64, StoreClientError> {
+        let number = match self.values.get(&key) {
+            None => Some(0),
+            Some(value) => std::str::from_utf8(value).ok().and_then(|text| text.trim().parse::<i64>().ok()),
+        };
+        let sum = number.and_then(|number| number.checked_add(n));
+        let sum = sum.ok_or(StoreClientError::InvalidSum)?;
+        self.set_value(key, sum.to_string().into_bytes(), out)?;
+        Ok(sum)
+    }
+
+    /// Sets a key to `new` if its value equals `expected`, or if the key has no value and
+    /// `expected` is empty. Returns the value of the key afterwards, or `expected` if the key has
+    /// no value.
+    fn compare_set(
+        &mut self,
+        key: StoreKey,
+        expected: StoreValue,
+        new: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<StoreValue, StoreClientError> {
+        match self.values.get(&key) {
+            None if !expected.is_empty() => return Ok(expected),
+            Some(value) if *value != expected => return Ok(value.clone()),
+            _ => {}
+        }
+        self.set_value(key, new.clone(), out)?;
+        Ok(new)
+    }
+
+    // ---- queues ----
+
+    /// Appends an item to a queue and wakes at most one client that waits for the queue, by
+    /// appending the reply to `out`. Fails if the store becomes too large.
+    fn push_item(
+        &mut self,
+        key: StoreKey,
+        value: StoreValue,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        self.account_bytes(0, compute_entry_bytes(&key, &value))?;
+        let new = !self.contains_key(&key);
+        self.queues.entry(key.clone()).or_default().push_back(value);
+        if new {
+            self.record_added_key(&key);
+        }
+        // An item wakes one client, because a second one would find the queue empty.
+        for client in self.waiters.get(&key).cloned().unwrap_or_default() {
+            if self.wake_if_ready(client, out) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the first item of a queue. Returns the reply, which holds the previous length of the
+    /// queue and the item. The reply for an empty queue is 0.
+    fn pop_item(&mut self, key: &[u8]) -> StoreReply {
+        let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
+        let length = count_items(queue);
+        let value = queue.pop_front().unwrap_or_default();
+        let empty = queue.is_empty();
+        self.bytes -= compute_entry_bytes(key, &value);
+        if empty {
+            self.queues.remove(key);
+            if !self.contains_key(key) {
+                self.record_removed_key(key);
+            }
+        }
+        StoreReply::Popped(length, value)
+    }
+
+    // ---- waiting ----
+
+    /// Begins a client's wait until all of `keys` exist. If no key is missing, appends the reply to
+    /// `out` immediately and begins no wait. Fails if the client waits already, or if the store is
+    /// full.
+    fn begin_wait(
+        &mut self,
+        client: ClientId,
+        mut keys: Vec<StoreKey>,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        self.check_not_waiting(client)?;
+        keys.sort_unstable();
+        keys.dedup();
+        let missing = keys.iter().filter(|key| !self.contains_key(key)).count();
+        if missing == 0 {
+            out.push((client, StoreReply::Byte(READY)));
+            return Ok(());
+        }
+        self.account_bytes(0, compute_wait_bytes(&keys))?;
+        for key in &keys {
+            self.waiters.entry(key.clone()).or_default().push(client);
+        }
+        self.waiting.insert(client, ClientWait::Keys(keys, missing));
+        Ok(())
+    }
+
+    /// Fails if the client waits already, because a client can have only one wait.
+    fn check_not_waiting(&self, client: ClientId) -> Result<(), StoreClientError> {
+        match self.waiting.contains_key(&client) {
+            true => Err(StoreClientError::SecondWait),
+            false => Ok(()),
+        }
+    }
+
+    /// If no key that a client waits for is missing, ends the wait and appends the reply to `out`.
+    /// Returns whether the wait ended.
+    fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
+        let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
+        if ready {
+            self.end_wait(client);
+            out.push((client, StoreReply::Byte(READY)));
+        }
+        ready
+    }
+
+    /// Counts a client's arrival at the barrier that `key` names, in the value of the key. The
+    /// client waits until `world` clients have arrived. The last of them wakes the others, by
+    /// appending all replies to `out`, and later arrivals do not wait. Fails if the client waits
+    /// already, the value is not a number, or the store is full.
+    fn enter_barrier(
+        &mut self,
+        client: ClientId,
+        key: StoreKey,
+        world: i64,
+        out: &mut ClientReplies,
+    ) -> Result<(), StoreClientError> {
+        self.check_not_waiting(client)?;
+        let count = self.add_number(key.clone(), 1, out)?;
+        if count < world {
+            self.account_bytes(0, compute_wait_bytes(std::slice::from_ref(&key)))?;
+            self.arrived.entry(key.clone()).or_default().push(client);
+            self.waiting.insert(client, ClientWait::Barrier(key));
+            return Ok(());
+        }
+        for waiter in self.arrived.remove(&key).unwrap_or_default() {
+            self.waiting.remove(&waiter);
+            self.bytes -= compute_wait_bytes(std::slice::from_ref(&key));
+            out.push((waiter, StoreReply::Byte(READY)));
+        }
+        out.push((client, StoreReply::Byte(READY)));
+        Ok(())
+    }
+}
+
+/// Returns the number of bytes that count for a key with its value, or for an item of a queue.
+fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
+    key.len() + value.len() + ENTRY_BYTES
+}
+
+/// Returns the number of bytes that count for a wait for these keys. The store holds each key
+/// twice: by client and by key.
+fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
+    keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
+}
+
+/// Returns the length of a queue as the signed number that replies contain.
+fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
+    queue.len() as i64
+}
+
+/// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE`].
+fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
+    match bytes > MAX_MESSAGE {
+        true => Err(StoreClientError::ReplyTooLong(bytes)),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

@@ -1,0 +1,373 @@
+//! [`StoreServer`]: the sockets of the rendezvous store. The server has a separate thread and
+//! runtime, so that thousands of clients and the controller do not delay each other.
+//!
+//! Connections from hosts that do not belong to the job are closed. Addresses are never resolved to
+//! names.
+use super::{
+    StoreClientError,
+    core::{ClientId, RendezvousStore},
+    limits::MAX_TOTAL,
+    wire::{self, RequestParseOutcome, StoreRequest},
+};
+use diagnostic::{Diagnostic, codes::run};
+use nix::sys::{
+    resource::{Resource, getrlimit, setrlimit},
+    socket::{Backlog, listen},
+};
+use std::{
+    cell::RefCell,
+    collections::{HashMap, HashSet},
+    io,
+    net::{IpAddr, SocketAddr, TcpListener as StdListener},
+    rc::Rc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpListener, TcpStream},
+    sync::{Notify, mpsc, oneshot},
+    task::LocalSet,
+};
+
+/// The largest number of simultaneous connections. Further connections are closed with a warning. A
+/// rank has one or two connections.
+const MAX_CONNECTIONS: usize = 65_536;
+/// The number of open files that the process needs in addition to the connections of clients.
+const OTHER_FILES: u64 = 64;
+/// The size of one read from a client's socket, in bytes.
+const READ_CHUNK_BYTES: usize = 64 << 10;
+/// The number of bytes of waiting replies to one client above which the replies are written before
+/// further requests of the client are executed.
+const REPLY_BATCH_BYTES: usize = 256 << 10;
+/// The pause after accept has failed because file descriptors have run out.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A running rendezvous store. Dropping the server closes every connection and frees the port.
+#[derive(Debug)]
+pub(crate) struct StoreServer {
+    port: u16,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StoreServer {
+    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and at the
+    /// `allowed` addresses. `messages` receives lines for the user.
+    pub(crate) fn start(
+        address: IpAddr,
+        port: u16,
+        allowed: &[IpAddr],
+        messages: mpsc::Sender<String>,
+    ) -> io::Result<StoreServer> {
+        let listener = StdListener::bind((address, port))?;
+        // Connections from this machine to `address` have `address` as their source, too.
+        let allowed: HashSet<IpAddr> = allowed.iter().chain([&address]).map(|ip| ip.to_canonical()).collect();
+        // All ranks connect at the same moment, so the queue is as long as the kernel allows.
+        listen(&listener, Backlog::MAXCONN)?;
+        listener.set_nonblocking(true)?;
+        let port = listener.local_addr()?.port();
+        let (stop, stopped) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let thread = thread::Builder::new().name("store".into()).spawn(move || {
+            let local = LocalSet::new();
+            local.block_on(&runtime, async {
+                tokio::select! {
+                    _ = stopped => {}
+                    () = accept_clients(listener, allowed, messages) => {}
+                }
+            });
+        })?;
+        Ok(StoreServer { port, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Returns the port that the store listens on.
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Fails if the store cannot serve `clients` clients, because of [`MAX_CONNECTIONS`] or the
+    /// hard limit of open files.
+    pub(crate) fn check_capacity(clients: u32) -> diagnostic::Result<()> {
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| {
+            let message = "cannot read the limit of open files for the rendezvous store";
+            Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message).with_cause(&error)
+        })?;
+        check_file_limit(clients, hard)
+    }
+
+    /// Raises the soft limit of open files to the hard limit, because each client needs an open
+    /// file. Processes that are started afterwards inherit the limit.
+    pub(crate) fn raise_file_limit() {
+        if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+            // If the limit stays low, late clients wait to be accepted, and the user is warned.
+            _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+        }
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        // A thread that panicked has nothing left to close.
+        _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Fails if the store cannot serve `clients` clients with `open_files` open files, or with
+/// [`MAX_CONNECTIONS`]. Counts one connection per client, although newer versions of torch open two
+/// if they can.
+fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
+    let error = |message: String| {
+        Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
+            .with_field("ranks", clients)
+            .with_field("open_files", open_files)
+    };
+    if clients as usize > MAX_CONNECTIONS {
+        let message = format!(
+            "the rendezvous store serves at most {MAX_CONNECTIONS} clients, but the job has {clients} ranks"
+        );
+        return Err(error(message).with_help("let rank 0 serve the store (`cluster.store: rank0`)"));
+    }
+    if u64::from(clients) + OTHER_FILES > open_files {
+        let message = format!(
+            "the rendezvous store for {clients} ranks needs {} open files, but the limit is {open_files}",
+            u64::from(clients) + OTHER_FILES
+        );
+        return Err(error(message).with_help(
+            "raise the hard limit (`ulimit -Hn`), or let rank 0 serve the store (`cluster.store: rank0`)",
+        ));
+    }
+    Ok(())
+}
+
+/// The state that all connections of a store server share.
+struct ServerState {
+    store: RefCell<RendezvousStore>,
+    /// The unwritten replies to each client.
+    reply_buffers: RefCell<HashMap<ClientId, Rc<ReplyBuffer>>>,
+    /// The number of bytes of incomplete requests and unwritten replies, over all connections.
+    buffered: RefCell<usize>,
+    /// The buffer into which bytes are read from a socket before they are appended to the input of
+    /// its connection.
+    scratch: RefCell<Vec<u8>>,
+    messages: mpsc::Sender<String>,
+}
+
+/// Replies that the task of a client has not written yet.
+#[derive(Default)]
+struct ReplyBuffer {
+    bytes: RefCell<Vec<u8>>,
+    /// Notified when the request of another client has added a reply to this buffer.
+    filled: Notify,
+}
+
+impl ServerState {
+    /// Sends a warning to the user. Drops the warning if the channel of messages is full.
+    fn warn_user(&self, text: String) {
+        // A client that floods the store with errors gets no more lines than the channel can hold.
+        _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
+    }
+}
+
+/// Accepts connections, and starts a task for each connection from this machine or from `peers`.
+/// Warns the user about rejected connections. Returns only if the listener cannot be used.
+async fn accept_clients(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Sender<String>) {
+    let shared = Rc::new(ServerState {
+        store: RefCell::default(),
+        reply_buffers: RefCell::default(),
+        buffered: RefCell::new(0),
+        scratch: RefCell::new(vec![0; READ_CHUNK_BYTES]),
+        messages,
+    });
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => return shared.warn_user(format!("cannot serve: {error}")),
+    };
+    let mut has_warned = false;
+    for client in 0.. {
+        let (stream, peer) = loop {
+            match listener.accept().await {
+                Ok(accepted) => break accepted,
+                // The client has closed the connection already.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    if !std::mem::replace(&mut has_warned, true) {
+                        shared.warn_user(format!(
+                            "cannot accept more connections at the moment: {error} (see `ulimit -n`)"
+                        ));
+                    }
+                    tokio::time::sleep(ACCEPT_INTERVAL).await;
+                }
+            }
+        };
+        if !is_allowed_peer(&peers, peer) {
+            shared.warn_user(format!(
+                "rejected a connection from {}, which is not a host of this job",
+                peer.ip()
+            ));
+        } else if shared.reply_buffers.borrow().len() >= MAX_CONNECTIONS {
+            shared.warn_user(format!(
+                "rejected a connection from {peer}: the limit of {MAX_CONNECTIONS} connections is reached"
+            ));
+        } else {
+            tokio::task::spawn_local(ClientConnection::serve_client(client, stream, peer, shared.clone()));
+        }
+    }
+}
+
+/// Whether the peer is on this machine or on a host of the job.
+fn is_allowed_peer(peers: &HashSet<IpAddr>, peer: SocketAddr) -> bool {
+    let ip = peer.ip().to_canonical();
+    ip.is_loopback() || peers.contains(&ip)
+}
+
+/// The connection of a client, with its unparsed input.
+struct ClientConnection {
+    client: ClientId,
+    stream: TcpStream,
+    shared: Rc<ServerState>,
+    reply_buffer: Rc<ReplyBuffer>,
+    input: Vec<u8>,
+    /// How many unparsed bytes `input` must have before its first request is parsed again.
+    needed: usize,
+    /// Whether the client has sent the handshake of the protocol.
+    validated: bool,
+    /// The number of bytes of replies that have left the reply buffer and are being written.
+    writing: usize,
+}
+
+impl ClientConnection {
+    /// Serves a client until the connection ends. Warns the user if the client violates the
+    /// protocol or a limit.
+    async fn serve_client(client: ClientId, stream: TcpStream, peer: SocketAddr, shared: Rc<ServerState>) {
+        // Replies are small, and the client waits for them.
+        _ = stream.set_nodelay(true);
+        let reply_buffer = Rc::new(ReplyBuffer::default());
+        shared.reply_buffers.borrow_mut().insert(client, reply_buffer.clone());
+        let (input, needed) = (Vec::new(), 1);
+        let mut connection = ClientConnection {
+            client,
+            stream,
+            shared,
+            reply_buffer,
+            input,
+            needed,
+            validated: false,
+            writing: 0,
+        };
+        if let Err(error) = connection.serve_requests().await {
+            connection.shared.warn_user(format!("closed the connection of {peer}: {error}"));
+        }
+    }
+
+    /// Serves requests until the client closes the connection. Fails if the client violates the
+    /// protocol or a limit.
+    async fn serve_requests(&mut self) -> Result<(), StoreClientError> {
+        loop {
+            if self.write_replies().await.is_err() {
+                return Ok(());
+            }
+            tokio::select! {
+                readable = self.stream.readable() => match readable.and_then(|()| self.read_input()) {
+                    Ok(0) => return Ok(()),
+                    Ok(_) => self.handle_requests().await?,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(_) => return Ok(()),
+                },
+                () = self.reply_buffer.filled.notified() => {}
+            }
+        }
+    }
+
+    /// Writes the replies in the reply buffer to the client's socket.
+    async fn write_replies(&mut self) -> io::Result<()> {
+        let bytes = std::mem::take(&mut *self.reply_buffer.bytes.borrow_mut());
+        self.writing = bytes.len();
+        self.stream.write_all(&bytes).await?;
+        self.writing = 0;
+        *self.shared.buffered.borrow_mut() -= bytes.len();
+        Ok(())
+    }
+
+    /// Appends the available bytes of the socket to `input`, without blocking. Returns their
+    /// number, which is 0 at the end of the stream.
+    fn read_input(&mut self) -> io::Result<usize> {
+        let mut scratch = self.shared.scratch.borrow_mut();
+        let n = self.stream.try_read(&mut scratch)?;
+        self.input.extend_from_slice(&scratch[..n]);
+        *self.shared.buffered.borrow_mut() += n;
+        Ok(n)
+    }
+
+    /// Executes every complete request in `input` and removes it. Fails if the client violates the
+    /// protocol or a limit, or if the buffers of all connections and the store together exceed
+    /// [`MAX_TOTAL`] bytes.
+    async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
+        let mut consumed = 0;
+        while self.input.len() - consumed >= self.needed {
+            match wire::parse_request(&self.input[consumed..]) {
+                RequestParseOutcome::Complete(request, length) => {
+                    (consumed, self.needed) = (consumed + length, 1);
+                    self.handle_request(request)?;
+                    if self.reply_buffer.bytes.borrow().len() > REPLY_BATCH_BYTES
+                        && self.write_replies().await.is_err()
+                    {
+                        break; // The client has closed the connection, which the next read finds.
+                    }
+                }
+                RequestParseOutcome::Incomplete(needed) => self.needed = needed,
+                RequestParseOutcome::Malformed(error) => return Err(error),
+            }
+        }
+        self.input.drain(..consumed);
+        if self.input.is_empty() {
+            // Frees the buffer, because thousands of clients may be idle.
+            self.input = Vec::new();
+        }
+        *self.shared.buffered.borrow_mut() -= consumed;
+        let bytes = *self.shared.buffered.borrow() + self.shared.store.borrow().bytes();
+        match bytes > MAX_TOTAL {
+            true => Err(StoreClientError::BuffersFull),
+            false => Ok(()),
+        }
+    }
+
+    /// Executes a request and puts each reply into the reply buffer of its client. Fails if the
+    /// first request is not the handshake, or if the store rejects the request.
+    fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
+        match request {
+            StoreRequest::Validate => self.validated = true,
+            _ if !self.validated => return Err(StoreClientError::NotValidated),
+            _ => {}
+        }
+        let mut replies = Vec::new();
+        let result = self.shared.store.borrow_mut().handle_request(self.client, request, &mut replies);
+        let reply_buffers = self.shared.reply_buffers.borrow();
+        for (client, reply) in replies {
+            if let Some(reply_buffer) = reply_buffers.get(&client) {
+                let mut bytes = reply_buffer.bytes.borrow_mut();
+                let before = bytes.len();
+                wire::encode_reply(&reply, &mut bytes);
+                *self.shared.buffered.borrow_mut() += bytes.len() - before;
+                if client != self.client {
+                    reply_buffer.filled.notify_one();
+                }
+            }
+        }
+        result
+    }
+}
+
+impl Drop for ClientConnection {
+    fn drop(&mut self) {
+        self.shared.store.borrow_mut().end_wait(self.client);
+        self.shared.reply_buffers.borrow_mut().remove(&self.client);
+        let unwritten = self.writing + self.reply_buffer.bytes.borrow().len();
+        *self.shared.buffered.borrow_mut() -= self.input.len() + unwritten;
+    }
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,55 @@
+//! [`ReportItem`]: what the reporting thread shows, and the configuration and the summary of a run.
+use crate::worker_end::PeerEnd;
+use contract::{
+    event::{Event, EventSchema, WorkerPhase},
+    ids::Rank,
+};
+use std::path::PathBuf;
+
+/// The options and sizes of a run that determine how the run is shown to the user.
+#[derive(Clone, Debug)]
+pub(crate) struct ReportConfig {
+    /// The schema in which events are printed to stdout as JSON lines; `None` without `--json`.
+    pub(crate) json: Option<EventSchema>,
+    /// Whether `[rank N]` is printed before each line of a worker, and equal lines of several ranks
+    /// are printed once.
+    pub(crate) prefix: bool,
+    /// Whether stdout and stderr are a file because the run is detached from the terminal.
+    pub(crate) detached: bool,
+    /// The number of ranks whose output is shown.
+    pub(crate) shown_ranks: usize,
+    /// The directory with the log of each rank.
+    pub(crate) logs: PathBuf,
+    /// Whether the workers run the built-in runtime instead of a program.
+    pub(crate) builtin: bool,
+    /// The number of workers of the run.
+    pub(crate) world: u32,
+    /// The number of hosts of the run.
+    pub(crate) hosts: usize,
+}
+
+/// The result of a run, which [`Reporter::finish`] shows in the final messages.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RunSummary {
+    pub(crate) exit_code: u8,
+    /// Whether a stop request ended the run.
+    pub(crate) stopped: bool,
+    /// Whether a stop request ended the run immediately, without saving a checkpoint.
+    pub(crate) killed: bool,
+    /// The ends of the ranks that were not the root cause of a failure.
+    pub(crate) peers: Vec<PeerEnd>,
+    pub(crate) run_dir: PathBuf,
+    /// The command line that resumes the job.
+    pub(crate) resume: String,
+    pub(crate) seconds: f64,
+}
+
+/// An item in the queue of the reporting thread, which shows the item to the user.
+#[derive(Debug)]
+pub(super) enum ReportItem {
+    Event(Event),
+    Line { rank: Rank, stderr: bool, text: String },
+    Progress { rank: Rank, phase: WorkerPhase },
+    Message(String),
+    Finish(RunSummary),
+}

@@ -1,0 +1,134 @@
+//! [`ProcessIdentity`]: identifies a process even after another process got the same pid.
+use crate::{discover::read_host_name, processes::read_start_ticks};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::signal::Signal,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs, io,
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+    time::Duration,
+};
+
+/// Identifies a process uniquely by machine, boot, pid and start time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ProcessIdentity {
+    /// The host name of the machine on which the process was started.
+    pub(crate) host: String,
+    /// The kernel's identifier of the boot in which the process was started.
+    pub(crate) boot: String,
+    /// The process ID.
+    pub(crate) pid: u32,
+    /// The start time of the process, in clock ticks since the boot.
+    #[serde(rename = "started")]
+    pub(crate) start_ticks: u64,
+}
+
+impl ProcessIdentity {
+    /// Returns the identity of the calling process. Fails if `/proc` is not readable.
+    pub(crate) fn current() -> io::Result<ProcessIdentity> {
+        let pid = std::process::id();
+        let start_ticks =
+            read_start_ticks(pid).ok_or_else(|| io::Error::other("/proc does not list this process"))?;
+        Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
+    }
+
+    /// Returns whether the process was started on a machine with the host name of this machine.
+    pub(crate) fn is_on_this_host(&self) -> bool {
+        self.host == read_host_name()
+    }
+
+    /// Returns whether the process was started on this machine after the machine's last boot.
+    pub(crate) fn is_on_this_boot(&self) -> bool {
+        self.is_on_this_host() && self.boot == read_boot_id()
+    }
+
+    /// Returns whether the process runs on this machine. A zombie counts as ended.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.is_on_this_boot() && read_start_ticks(self.pid) == Some(self.start_ticks)
+    }
+
+    /// Opens a handle of the process. The handle never refers to a later process with the same pid.
+    /// Returns `None` if the process has ended.
+    pub(crate) fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
+        // SAFETY: pidfd_open returns a new descriptor or fails.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };
+        match Errno::result(fd) {
+            Err(Errno::ESRCH) => Ok(None),
+            Err(error) => Err(error.into()),
+            Ok(fd) => {
+                // SAFETY: the descriptor is new, and no other value owns it.
+                let handle = ProcessHandle(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+                // Checked after the opening: if the process is still alive now, the handle cannot
+                // refer to another process.
+                Ok(self.is_alive().then_some(handle))
+            }
+        }
+    }
+
+    /// Returns the identity of a process with the same pid on this machine, but a later start time.
+    #[cfg(test)]
+    pub(crate) fn with_other_start(&self) -> ProcessIdentity {
+        ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
+    }
+
+    /// Returns the identity of a process with the same pid and start time on this machine, but
+    /// before the machine's last boot.
+    #[cfg(test)]
+    pub(crate) fn with_other_boot(&self) -> ProcessIdentity {
+        ProcessIdentity { boot: "earlier".into(), ..self.clone() }
+    }
+
+    /// Returns the identity of a process with the same pid and start time on another machine.
+    #[cfg(test)]
+    pub(crate) fn with_other_host(&self) -> ProcessIdentity {
+        ProcessIdentity { host: "another".into(), ..self.clone() }
+    }
+}
+
+/// An open handle of a process (pidfd), through which the process can be signalled and awaited.
+#[derive(Debug)]
+pub(crate) struct ProcessHandle(OwnedFd);
+
+impl ProcessHandle {
+    /// Sends a signal to the process. Fails if the process has been reaped.
+    pub(crate) fn send_signal(&self, signal: Signal) -> io::Result<()> {
+        let (fd, no_info) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        // SAFETY: the descriptor is open; without siginfo the signal is sent as kill(2) sends it.
+        let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal as i32, no_info, 0) };
+        Errno::result(sent).map(drop).map_err(io::Error::from)
+    }
+
+    /// Blocks until the process ends or `limit` has passed. Returns whether the process has ended.
+    pub(crate) fn wait_for_exit(&self, limit: Duration) -> bool {
+        let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+        matches!(poll(&mut fds, limit), Ok(1..))
+    }
+}
+
+/// Reads the kernel's identifier of the current boot. Returns an empty text if `/proc` is not
+/// readable.
+fn read_boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_not_mistaken_for_one_that_had_its_pid() {
+        let this = ProcessIdentity::current().expect("this process");
+        assert!(this.is_alive() && !this.with_other_start().is_alive() && !this.with_other_host().is_alive());
+        let earlier = this.with_other_boot();
+        assert!(earlier.is_on_this_host() && !earlier.is_on_this_boot() && !earlier.is_alive());
+        let handle = this.open_handle().expect("pidfd").expect("alive");
+        assert!(!handle.wait_for_exit(Duration::from_millis(1)));
+        assert!(this.with_other_start().open_handle().expect("pidfd").is_none());
+        let absent = ProcessIdentity { pid: u32::MAX >> 1, ..this };
+        assert!(absent.open_handle().is_ok_and(|handle| handle.is_none()));
+    }
+}

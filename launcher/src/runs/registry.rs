@@ -1,0 +1,286 @@
+//! Records the runs of this user, and determines which runs are active and how the others ended.
+use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
+use crate::{clock::read_unix_time_ms, plan::Plan};
+use contract::{env, event::Event};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
+
+/// The version of the format of `run.json`.
+const RECORD_VERSION: u32 = 1;
+/// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
+const MAX_RECORD_BYTES: u64 = 256 << 10;
+/// The largest number of links to records in the state directory. The links of the oldest ended
+/// runs are removed first.
+const MAX_RECORDS: usize = 500;
+/// The largest number of entries that are read of one directory.
+const MAX_DIR_ENTRIES: usize = 10_000;
+/// The number of bytes at the end of a journal that are searched for the last step and for the
+/// `done` event.
+const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
+
+/// The content of `run.json`: a run and the controller that executes it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunRecord {
+    /// The format version of the record, which is the [`RECORD_VERSION`] of the launch that wrote
+    /// the record.
+    pub(crate) version: u32,
+    /// The ID of the run.
+    pub(crate) run: String,
+    /// The name of the job.
+    pub(crate) name: String,
+    /// The absolute path of the run directory.
+    pub(crate) run_dir: PathBuf,
+    /// The world size of the first attempt.
+    pub(crate) world: u32,
+    /// The start of the run, in milliseconds since 1970.
+    pub(crate) began_ms: u64,
+    /// The command line that started the run.
+    pub(crate) command: Vec<String>,
+    /// The controller's process.
+    #[serde(rename = "by")]
+    pub(crate) controller: ProcessIdentity,
+}
+
+/// A run and its current state.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Run {
+    /// The content of the run's `run.json`.
+    pub(crate) record: RunRecord,
+    /// Whether the run is active, or how it ended.
+    pub(crate) state: RunState,
+    /// The last optimizer step that the journal records; `None` before the first step.
+    pub(crate) step: Option<u64>,
+}
+
+/// Whether a run is active, or how it ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum RunState {
+    /// The controller's process exists on this machine.
+    Running,
+    /// The journal records the end of the run, with exit code and duration in seconds.
+    Ended(u8, f64),
+    /// The controller was started on another machine. The journal records no end.
+    Elsewhere,
+    /// The controller was started on this machine, and has ended. The journal records no end.
+    Lost(LossReason),
+}
+
+/// Why the journal of a run records no end although the controller has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LossReason {
+    /// The controller ended without a record, for example because it was killed.
+    ControllerDied,
+    /// The machine was restarted after the start of the controller.
+    HostRebooted,
+}
+
+/// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
+/// in the state directory. Removes the oldest links of other runs if there are too many.
+pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
+    let record = RunRecord {
+        version: RECORD_VERSION,
+        run: plan.run.0.clone(),
+        name: name.to_owned(),
+        run_dir: plan.run_dir.clone(),
+        world: plan.world,
+        began_ms: read_unix_time_ms(),
+        command: command.to_vec(),
+        controller: ProcessIdentity::current()?,
+    };
+    let bytes = serde_json::to_vec_pretty(&record)?;
+    write_atomically(&plan.run_dir, "run.json", &bytes)?;
+    let Some(directory) = resolve_state_dir() else { return Ok(()) };
+    fs::create_dir_all(&directory)?;
+    remove_old_records(&directory);
+    // After the removal of the run directory, the symbolic link dangles and leaves no stale record.
+    symlink(plan.run_dir.join("run.json"), directory.join(format!("{}.json", plan.run.0)))
+}
+
+/// Returns the state directory with the links to run records. Returns `None` if neither
+/// `XDG_STATE_HOME` nor `HOME` is an absolute path.
+fn resolve_state_dir() -> Option<PathBuf> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = absolute(env::XDG_STATE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".local/state")));
+    state.map(|state| state.join("launch/runs"))
+}
+
+/// Removes the oldest links in the state directory `directory` if there are [`MAX_RECORDS`] or
+/// more. Keeps the links of active runs. The names of links sort by the start time of the run.
+fn remove_old_records(directory: &Path) {
+    let mut names = list_json_files(directory);
+    names.sort();
+    let excess = names.len().saturating_sub(MAX_RECORDS - 1);
+    for file in &names[..excess] {
+        if read_record(file).is_none_or(|record| !record.controller.is_alive()) {
+            // Another controller may remove the same link.
+            _ = fs::remove_file(file);
+        }
+    }
+}
+
+/// Returns the paths of the visible `.json` files of a directory, in no particular order.
+fn list_json_files(directory: &Path) -> Vec<PathBuf> {
+    let entries =
+        fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
+    let visible = |path: &PathBuf| path.file_name().is_some_and(|n| !n.to_string_lossy().starts_with('.'));
+    entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
+}
+
+/// Loads the runs with a link in the state directory and the runs in `base/runs/NAME/RUN`, sorted
+/// from the newest to the oldest. Skips unreadable records.
+pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
+    let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
+    let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
+    let children = |dir: PathBuf| {
+        fs::read_dir(dir).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|entry| entry.path())
+    };
+    let local = children(base.join("runs")).flat_map(children).map(|run| run.join("run.json"));
+    for record in linked.into_iter().chain(local).filter_map(|file| read_record(&file)) {
+        records.entry(record.run.clone()).or_insert(record);
+    }
+    let mut runs: Vec<Run> = records.into_values().map(load_run).collect();
+    runs.sort_by(|a, b| (b.record.began_ms, &b.record.run).cmp(&(a.record.began_ms, &a.record.run)));
+    runs
+}
+
+/// Loads the run whose run directory is `directory`. Returns `None` if the directory has no valid
+/// `run.json`.
+pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
+    read_record(&directory.join("run.json")).map(load_run)
+}
+
+/// Reads a run record from the `run.json` at `file`. Returns `None` if the file is unreadable or
+/// invalid, or has another version than [`RECORD_VERSION`].
+fn read_record(file: &Path) -> Option<RunRecord> {
+    let mut bytes = Vec::new();
+    File::open(file).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
+    let record: RunRecord = serde_json::from_slice(&bytes).ok()?;
+    (record.version == RECORD_VERSION && record.run_dir.is_absolute()).then_some(record)
+}
+
+/// Determines the state and the last step of a recorded run from the controller's process and the
+/// journal.
+pub(crate) fn load_run(record: RunRecord) -> Run {
+    let alive = record.controller.is_alive();
+    let (step, end) = read_last_progress(&record.run_dir.join("events.jsonl"));
+    let state = match end {
+        _ if alive => RunState::Running,
+        Some((code, seconds)) => RunState::Ended(code, seconds),
+        None if !record.controller.is_on_this_host() => RunState::Elsewhere,
+        None if !record.controller.is_on_this_boot() => RunState::Lost(LossReason::HostRebooted),
+        None => RunState::Lost(LossReason::ControllerDied),
+    };
+    Run { record, state, step }
+}
+
+/// Reads the end of a journal. Returns the last step, and the exit code and the duration in seconds
+/// if the journal records the end of the run.
+fn read_last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
+    let mut bytes = Vec::new();
+    let read = File::open(journal).and_then(|mut file| {
+        let size = file.metadata()?.len();
+        file.seek(SeekFrom::Start(size.saturating_sub(JOURNAL_TAIL_BYTES)))?;
+        file.take(JOURNAL_TAIL_BYTES).read_to_end(&mut bytes)
+    });
+    if read.is_err() {
+        return (None, None);
+    }
+    let (mut last_step, mut end) = (None, None);
+    for line in String::from_utf8_lossy(&bytes).lines() {
+        match Event::from_json(line) {
+            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => last_step = Some(step),
+            Ok(Event::Done { exit_code, seconds, step }) => {
+                last_step = step.or(last_step);
+                end = Some((exit_code, seconds));
+            }
+            _ => {}
+        }
+    }
+    (last_step, end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns a record of run `r` of job `n` with this run directory and controller.
+    fn make_record(run_dir: &Path, controller: ProcessIdentity) -> RunRecord {
+        RunRecord {
+            version: RECORD_VERSION,
+            run: "r".into(),
+            name: "n".into(),
+            run_dir: run_dir.into(),
+            world: 1,
+            began_ms: 5,
+            command: vec![],
+            controller,
+        }
+    }
+
+    #[test]
+    fn the_state_follows_from_the_process_and_the_journal() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = ProcessIdentity::current().expect("this process");
+        let gone = this.with_other_start();
+        let state = |controller: &ProcessIdentity| load_run(make_record(dir.path(), controller.clone()));
+        assert_eq!(state(&this).state, RunState::Running);
+        assert_eq!(state(&gone).state, RunState::Lost(LossReason::ControllerDied));
+        assert_eq!(state(&this.with_other_boot()).state, RunState::Lost(LossReason::HostRebooted));
+        assert_eq!(state(&this.with_other_host()).state, RunState::Elsewhere);
+        let journal =
+            "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";
+        fs::write(dir.path().join("events.jsonl"), journal).expect("a journal");
+        let run = state(&gone);
+        assert_eq!((run.state, run.step), (RunState::Ended(143, 2.5), Some(7)));
+        assert_eq!(state(&this.with_other_host()).state, RunState::Ended(143, 2.5));
+    }
+
+    #[test]
+    fn runs_below_a_directory_are_listed_and_damaged_records_are_skipped() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let run_dir = dir.path().join("runs/job/r");
+        fs::create_dir_all(&run_dir).expect("a directory");
+        fs::create_dir_all(dir.path().join("runs/job/other")).expect("a directory");
+        fs::write(dir.path().join("runs/job/other/run.json"), "{\"version\": 1").expect("a file");
+        let expected = make_record(&run_dir, ProcessIdentity::current().expect("this process"));
+        fs::write(run_dir.join("run.json"), serde_json::to_vec(&expected).expect("JSON")).expect("a file");
+        let listed: Vec<RunRecord> =
+            list_runs(dir.path()).into_iter().map(|r| r.record).filter(|e| e.run == "r").collect();
+        assert_eq!(listed, std::slice::from_ref(&expected));
+        assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
+    }
+
+    /// Checks the names of the members of `run.json`, which other versions of launch read.
+    #[test]
+    fn the_names_in_a_record_are_stable() {
+        let controller = ProcessIdentity { host: "h".into(), boot: "b".into(), pid: 7, start_ticks: 9 };
+        let json = serde_json::to_value(make_record(Path::new("/r"), controller)).expect("JSON");
+        let expected = serde_json::json!({
+            "version": 1, "run": "r", "name": "n", "run_dir": "/r", "world": 1, "began_ms": 5, "command": [],
+            "by": {"host": "h", "boot": "b", "pid": 7, "started": 9},
+        });
+        assert_eq!(json, expected);
+    }
+
+    #[test]
+    fn old_records_are_removed_unless_the_run_is_active() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = ProcessIdentity::current().expect("this process");
+        for i in 0..MAX_RECORDS + 3 {
+            let controller = if i == 0 { this.clone() } else { this.with_other_start() };
+            let bytes = serde_json::to_vec(&make_record(dir.path(), controller)).expect("JSON");
+            fs::write(dir.path().join(format!("2026-{i:05}.json")), bytes).expect("a file");
+        }
+        remove_old_records(dir.path());
+        let remaining = list_json_files(dir.path());
+        assert_eq!(remaining.len(), MAX_RECORDS);
+        assert!(remaining.contains(&dir.path().join("2026-00000.json")), "it is active");
+        assert!(!remaining.contains(&dir.path().join("2026-00003.json")));
+    }
+}

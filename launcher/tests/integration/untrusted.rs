@@ -1,0 +1,131 @@
+//! Untrusted input: random mutations of a corpus never make a parser of the launcher panic or use
+//! more memory than a fixed limit, whatever sizes the bytes claim.
+use crate::mutated_input::{self, MemoryMeter, SeededNumbers};
+use contract::{
+    control::{ExitStatus, FromAgent, HostInventory, PROTOCOL_VERSION, ToAgent},
+    frame,
+};
+use launcher::untrusted::ParseResult;
+use std::path::Path;
+
+/// The limit on the memory for parsing a few kilobytes, bytes.
+const CAP: usize = 64 << 20;
+/// Mutated copies of each file for each parser.
+const MUTATIONS: u64 = 1000;
+
+/// Bytes with a meaning in one of the formats.
+const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
+
+type Parser = fn(&[u8]) -> ParseResult;
+
+/// Each parser, by the extension of its files in the corpus.
+const PARSERS: [(&str, Parser); 7] = [
+    ("control", launcher::untrusted::parse_control_stream),
+    ("hostfile", launcher::untrusted::parse_hostfile),
+    ("hosts", launcher::untrusted::parse_host_list),
+    ("slurm", launcher::untrusted::parse_allocation_variables),
+    ("job", launcher::untrusted::parse_job),
+    ("store", launcher::untrusted::parse_store_requests),
+    ("invitation", launcher::untrusted::parse_invitation),
+];
+
+/// Streams of messages of an agent and of a controller.
+fn streams() -> [Vec<u8>; 2] {
+    let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
+    let status = ExitStatus::Signal(11, true);
+    let exited = FromAgent::Exited {
+        attempt: 0,
+        rank: 1,
+        pid: 2,
+        status,
+        oom: false,
+        tail: vec!["last".into()],
+        error: None,
+        gpu: None,
+    };
+    let agent =
+        [FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, inventory }, exited, FromAgent::Heartbeat];
+    let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
+    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION }, kill, ToAgent::Heartbeat];
+    [
+        agent.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
+        controller.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
+    ]
+}
+
+fn corpus() -> Vec<(String, Vec<u8>)> {
+    let mut files = mutated_input::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
+    let [agent, controller] = streams();
+    files.push(("agent.control".into(), agent));
+    files.push(("controller.control".into(), controller));
+    let invitation = format!("launch-join-1 {} 127.0.0.1:7000 [::1]:7000\n", "0f".repeat(32));
+    files.push(("one.invitation".into(), invitation.into_bytes()));
+    files.sort();
+    files
+}
+
+fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
+    mutated_input::mutate(valid, numbers, TOKENS, |numbers| b'0' + numbers.next_below(10) as u8)
+}
+
+#[test]
+fn nothing_panics_and_memory_stays_below_the_cap() {
+    let memory = MemoryMeter::start();
+    let (mut rejected, mut accepted) = (0u64, 0u64);
+    for (name, valid) in corpus() {
+        for (extension, parse) in PARSERS {
+            // The files of this parser are mutated most often.
+            let changes = if name.ends_with(extension) { MUTATIONS } else { MUTATIONS / 20 };
+            let mut numbers = SeededNumbers(name.len() as u64 * 7 + extension.len() as u64);
+            for _ in 0..changes {
+                match parse(&mutated(&valid, &mut numbers)) {
+                    Ok(()) => accepted += 1,
+                    Err(error) => {
+                        assert!(!error.to_string().is_empty(), "{extension} of {name}");
+                        rejected += 1;
+                    }
+                }
+            }
+        }
+    }
+    let peak = memory.peak();
+    assert!(peak < CAP, "{peak} bytes at the peak");
+    assert!(accepted > 500 && rejected > 2000, "{accepted} accepted, {rejected} rejected");
+}
+
+#[test]
+fn unmodified_files_are_accepted() {
+    for (name, bytes) in corpus() {
+        let (_, parse) =
+            PARSERS.iter().find(|(extension, _)| name.ends_with(&format!(".{extension}"))).expect(&name);
+        assert!(parse(&bytes).is_ok(), "{name}");
+    }
+}
+
+/// Short inputs that claim large sizes.
+#[test]
+fn claimed_sizes_do_not_allocate_memory() {
+    let memory = MemoryMeter::start();
+    let long = "n".repeat(100_000);
+    let texts = [
+        format!("{long}[0-16383]"),
+        "n[0-16383][0-16383]".to_owned(),
+        "n[0-127][0-127]".repeat(2),
+        format!("n[{}0-{}9]", "0".repeat(200), "0".repeat(200)),
+        "n[0-16383],".repeat(2000),
+        format!("[{long}"),
+    ];
+    for text in &texts {
+        for (extension, parse) in &PARSERS[1..4] {
+            assert!(parse(text.as_bytes()).is_err(), "{extension} accepts {:.40}…", text);
+        }
+    }
+    // A frame and a key with the largest length that the format allows.
+    assert!(launcher::untrusted::parse_control_stream(&[0xff; 16]).is_err());
+    assert!(launcher::untrusted::parse_control_stream(&[0, 0, 0, 1, 0xdd, 0xff, 0xff, 0xff, 0xff]).is_err());
+    let mut key = vec![0, 9, 1];
+    key.extend([0xff; 8]);
+    assert!(launcher::untrusted::parse_store_requests(&key).is_err());
+    let peak = memory.peak();
+    assert!(peak < CAP, "{peak} bytes at the peak");
+}

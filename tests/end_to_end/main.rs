@@ -1,0 +1,36 @@
+//! End-to-end tests: run the real executable, and check events, exit codes, files and messages.
+//!
+//! All tests are in one binary, because each binary takes seconds to link. `cargo nextest` runs
+//! every test in a process, and so may tests that change their environment.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+
+mod cluster;
+mod configs;
+mod deepspeed;
+#[path = "../../worker/device/tests/emulated_gpu/mod.rs"]
+mod emulated_gpu;
+#[path = "../../worker/comm/tests/emulated_nccl/mod.rs"]
+mod emulated_nccl;
+mod faults;
+mod faults_ssh;
+mod gpu;
+mod hosts;
+mod job_schema;
+mod lora;
+mod memory;
+mod misconfigured;
+mod precision;
+mod processes;
+mod programs;
+mod random_states;
+mod resume_external;
+mod resume_programs;
+mod run_control;
+mod slurm;
+mod ssh;
+mod support;
+mod tensorboard;
+mod torch;
+mod train;
+mod trainer;
+mod transformers;

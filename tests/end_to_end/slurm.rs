@@ -1,0 +1,524 @@
+//! Tests jobs in a real Slurm (tests/slurm/cluster): allocations of every kind, time limits, lost
+//! nodes, and remaining processes.
+//!
+//! Only one cluster exists at a time. Each test waits for a lock, and removes its cluster even if
+//! the test fails.
+use crate::support::{
+    TINY_JOB, assert_snapshot,
+    environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},
+    generate_corpus, output_to_text, report_skip,
+};
+use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::Output,
+    time::{Duration, Instant},
+};
+
+/// The longest wait for any condition.
+const WAIT_LIMIT: Duration = Duration::from_secs(100);
+
+/// A real Slurm cluster in namespaces of this machine. Dropping the value removes the cluster.
+struct SlurmCluster {
+    dir: PathBuf,
+    _lock: Flock<fs::File>,
+}
+
+/// Returns the path of the script that starts and stops clusters.
+fn cluster_script() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm/cluster")
+}
+
+/// Calls `look` repeatedly until it returns a value, and returns the value. Panics after
+/// [`WAIT_LIMIT`], with `what` as the description of the awaited condition and the text that
+/// `context` returns.
+#[track_caller]
+fn wait_until<T>(what: &str, context: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(began.elapsed() < WAIT_LIMIT, "{what} didn't happen:\n{}", context());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Returns the only `failure` event in the output of `launch --json`. Ignores lines of other
+/// programs.
+#[track_caller]
+fn expect_failure_event(text: &str) -> Value {
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut failures: Vec<Value> = events.filter(|event| event["event"] == "failure").collect();
+    assert_eq!(failures.len(), 1, "one failure: {text}");
+    failures.remove(0)
+}
+
+impl SlurmCluster {
+    /// Starts a cluster with `nodes` compute nodes, after the removal of clusters whose test has
+    /// ended. Returns `None` if this machine cannot run Slurm; the test is then skipped.
+    fn start(test: &str, nodes: u32) -> Option<SlurmCluster> {
+        // SAFETY: reads the user id, and cannot fail.
+        let root = unsafe { libc::geteuid() } == 0;
+        let installed = ["/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged"];
+        if !root {
+            report_skip(test, "needs root, for a Slurm cluster in namespaces");
+            return None;
+        }
+        if !installed.iter().all(|file| Path::new(file).exists()) {
+            report_skip(test, "needs Slurm; scripts/setup-tests installs it");
+            return None;
+        }
+        let lock = fs::File::create(Path::new(SIMULATION_ROOT).join("launch-slurm.lock")).unwrap();
+        let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, e)| e).unwrap();
+        let pattern = Path::new(SIMULATION_ROOT).join("launch-slurm.*");
+        clean_command(cluster_script()).arg("sweep").arg(pattern).status().unwrap();
+        let dir = Path::new(SIMULATION_ROOT).join(format!("launch-slurm.{}", std::process::id()));
+        let cluster = SlurmCluster { dir, _lock: lock };
+        let up = cluster.run_cluster_script(&["up", &nodes.to_string()]);
+        assert!(up.status.success(), "the cluster did not start: {}", output_to_text(&up));
+        fs::copy(LAUNCH_EXECUTABLE, cluster.shared_path("launch")).unwrap();
+        fs::write(cluster.shared_path("corpus.txt"), generate_corpus()).unwrap();
+        Some(cluster)
+    }
+
+    /// Runs a command of tests/slurm/cluster for this cluster.
+    fn run_cluster_script(&self, args: &[&str]) -> Output {
+        clean_command(cluster_script()).arg(&self.dir).args(args).output().unwrap()
+    }
+
+    /// Runs a shell command on a node, in the shared directory.
+    fn run_on_node(&self, node: &str, command: &str) -> Output {
+        let marked = format!("cd /shared && export LAUNCH_TEST_MARKER={} && {command}", self.marker());
+        self.run_cluster_script(&["exec", node, "sh", "-c", &marked])
+    }
+
+    /// Returns the value of the environment variable that marks all processes of the test.
+    fn marker(&self) -> String {
+        format!("slurm-{}", std::process::id())
+    }
+
+    /// Runs a shell command on a node and returns its standard output. Panics if the command fails.
+    #[track_caller]
+    fn run_on_node_successfully(&self, node: &str, command: &str) -> String {
+        let output = self.run_on_node(node, command);
+        assert!(output.status.success(), "{command}: {}", output_to_text(&output));
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+
+    /// Returns a path in the directory that all nodes share.
+    fn shared_path(&self, name: &str) -> PathBuf {
+        self.dir.join("shared").join(name)
+    }
+
+    /// Reads a file in the shared directory. Returns an empty string if the file cannot be read.
+    fn read_shared_file(&self, name: &str) -> String {
+        fs::read_to_string(self.shared_path(name)).unwrap_or_default()
+    }
+
+    /// Writes a job whose ranks run a shell script. `slurm` and `run` are further YAML of these
+    /// sections.
+    fn write_program_job(&self, slurm: &str, run: &str, script: &str) {
+        let command = serde_json::to_string(&["sh", "-c", script]).unwrap();
+        let yaml = format!("name: test\nslurm: {slurm}\nrun:\n  command: {command}\n  {run}\n");
+        fs::write(self.shared_path("job.yaml"), yaml).unwrap();
+    }
+
+    /// Writes a training job with two workers on each of `nodes`, and runs the job on one machine
+    /// without interruption. Returns the loss and the gradient norm of each step of this run, as
+    /// the bits of the floats.
+    fn write_training_job(&self, nodes: u32, steps: u64) -> BTreeMap<u64, (u64, u64)> {
+        let job = TINY_JOB
+            .replace("steps: 20", &format!("steps: {steps}"))
+            .replace("{every: 10, keep: 2}", "{every: 25, keep: 2}");
+        let slurm = format!("slurm: {{nodes: {nodes}, signal_time: 10s}}\n");
+        fs::write(self.shared_path("job.yaml"), job + &slurm).unwrap();
+        let uninterrupted = "./launch job.yaml --set name=uninterrupted --set cluster.hosts=local";
+        self.run_on_node_successfully("h1", uninterrupted);
+        self.collect_step_bits("uninterrupted")
+    }
+
+    /// Returns the bits of loss and gradient norm of each step, over all runs of a job. Panics if
+    /// two runs executed the same step with different bits.
+    fn collect_step_bits(&self, job: &str) -> BTreeMap<u64, (u64, u64)> {
+        let mut losses = BTreeMap::new();
+        for event in self.read_events(job).iter().filter(|e| e["event"] == "step") {
+            let bits = |name: &str| event[name].as_f64().unwrap().to_bits();
+            let step = (bits("loss"), bits("grad_norm"));
+            let before = losses.insert(event["step"].as_u64().unwrap(), step);
+            assert!(before.is_none_or(|before| before == step), "{event}");
+        }
+        losses
+    }
+
+    /// Reads the events of all runs of a job, in order.
+    fn read_events(&self, job: &str) -> Vec<Value> {
+        let entries = fs::read_dir(self.shared_path("runs").join(job)).into_iter().flatten().flatten();
+        let mut runs: Vec<PathBuf> =
+            entries.map(|e| e.path().join("events.jsonl")).filter(|f| f.exists()).collect();
+        runs.sort();
+        let lines = |file: &PathBuf| fs::read_to_string(file).unwrap_or_default();
+        let parse =
+            |text: String| text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect::<Vec<Value>>();
+        runs.iter().flat_map(|file| parse(lines(file))).collect()
+    }
+
+    /// Returns the last `failure` event of a job. Panics if there is none.
+    #[track_caller]
+    fn expect_last_failure(&self, job: &str) -> Value {
+        let events = self.read_events(job).into_iter().rev();
+        events.into_iter().find(|event| event["event"] == "failure").expect("a failure")
+    }
+
+    /// Compares the messages of all `notice` events of a job's runs with a snapshot. Before the
+    /// comparison, replaces IDs of Slurm jobs and addresses by placeholders.
+    #[track_caller]
+    fn assert_notices(&self, job: &str, snapshot: &str) {
+        let events = self.read_events(job);
+        let notices = events.iter().filter(|event| event["event"] == "notice");
+        let lines: Vec<&str> = notices.filter_map(|event| event["message"].as_str()).collect();
+        let net = fs::read_to_string(self.dir.join("net")).unwrap();
+        let address = format!(r"{}\.\d+", net.trim().replace('.', r"\."));
+        let filters = [(r"Slurm job \d+", "Slurm job [ID]"), (address.as_str(), "[ADDRESS]")];
+        assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
+    }
+
+    /// Returns the last step that a run of the job reported, or 0.
+    fn find_last_step(&self, job: &str) -> u64 {
+        let events = self.read_events(job);
+        events.iter().rev().find_map(|e| e["step"].as_u64().filter(|_| e["event"] == "step")).unwrap_or(0)
+    }
+
+    /// Returns one field of `scontrol show job`, or an empty string.
+    fn read_job_field(&self, job: &str, name: &str) -> String {
+        let shown = self.run_on_node("h0", &format!("scontrol -o show job {job}"));
+        let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
+        String::from_utf8_lossy(&shown.stdout).split_whitespace().find_map(value).unwrap_or_default()
+    }
+
+    /// Returns the state, logs and last events of a job as text for the message of a failed test.
+    fn describe_job(&self, job: &str) -> String {
+        let shown = output_to_text(&self.run_on_node(
+            "h0",
+            &format!("scontrol show job {job}; sinfo -N -l; cat runs/*/slurm-{job}.out slurm-{job}.out"),
+        ));
+        let events: Vec<String> =
+            self.read_events("test").iter().chain(&self.read_events("tiny")).map(Value::to_string).collect();
+        let tail = events.len().saturating_sub(10);
+        format!("{shown}\n{}", events[tail..].join("\n"))
+    }
+
+    /// Waits until a Slurm job ends. Panics after [`WAIT_LIMIT`], or if the job ends in another
+    /// state than `state`.
+    #[track_caller]
+    fn wait_for_job_end(&self, job: &str, state: &str) {
+        let states = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"];
+        let found = wait_until(
+            &format!("the end of job {job}"),
+            || self.describe_job(job),
+            || Some(self.read_job_field(job, "JobState")).filter(|found| states.contains(&found.as_str())),
+        );
+        assert_eq!(found, state, "{}", self.describe_job(job));
+    }
+
+    /// Waits until no process of the test remains on any node. Panics after [`WAIT_LIMIT`].
+    #[track_caller]
+    fn assert_nothing_left(&self) {
+        let marker = format!("LAUNCH_TEST_MARKER={}", self.marker()).into_bytes();
+        let is_marked = |pid: &i32| {
+            fs::read(format!("/proc/{pid}/environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == marker))
+        };
+        let alive = || -> Vec<String> {
+            let pids =
+                fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
+            let line = |pid: i32| {
+                fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().replace('\0', " ")
+            };
+            pids.filter(is_marked).map(line).collect()
+        };
+        wait_until("the end of all processes", || alive().join("\n"), || alive().is_empty().then_some(()));
+    }
+}
+
+impl Drop for SlurmCluster {
+    fn drop(&mut self) {
+        let down = self.run_cluster_script(&["down"]);
+        if !down.status.success() {
+            eprintln!("the cluster {} was not removed: {}", self.dir.display(), output_to_text(&down));
+        }
+    }
+}
+
+#[test]
+fn programs_run_in_allocations_of_every_kind() {
+    let Some(cluster) = SlurmCluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
+    let report_rank = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > rank.$SLURM_JOB_ID.$RANK";
+    cluster.write_program_job(
+        "{nodes: 4, extra: [\"--array=0-1\"]}",
+        "env: {}\ncluster: {workers_per_host: 2}",
+        report_rank,
+    );
+    // sbatch, as an array of two
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    wait_until(
+        "the array's end",
+        || cluster.describe_job(&job),
+        || cluster.run_on_node_successfully("h0", "squeue -h").is_empty().then_some(()),
+    );
+    let reports: Vec<String> = fs::read_dir(cluster.shared_path(""))
+        .unwrap()
+        .flatten()
+        .map(|e| e.file_name().into_string().unwrap())
+        .filter(|n| n.starts_with("rank."))
+        .collect();
+    assert_eq!(reports.len(), 16, "{reports:?}\n{}", cluster.describe_job(&job));
+    let words = |text: String| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let net = fs::read_to_string(cluster.dir.join("net")).unwrap();
+    for rank in 0..8 {
+        let (host, local) = (rank / 2 + 1, rank % 2);
+        let expected = format!("h{host} {local}/2 {}/4 8 {}.2 h[1-4]", host - 1, net.trim());
+        assert_eq!(words(cluster.read_shared_file(&format!("rank.{job}.{rank}")))[..6], words(expected));
+    }
+    // salloc, which places the requested tasks on the nodes
+    cluster.write_program_job("{}", "env: {}", report_rank);
+    let alloc = cluster.run_on_node("h0", "salloc -Q -N3 -n4 ./launch job.yaml");
+    assert!(alloc.status.success(), "{}", output_to_text(&alloc));
+    let job = cluster.run_on_node_successfully("h0", "ls rank.* | cut -d. -f2 | sort -n | tail -1");
+    for rank in 0..4 {
+        let report = words(cluster.read_shared_file(&format!("rank.{job}.{rank}")));
+        let (_, hosts) = report[2].split_once('/').unwrap();
+        assert_eq!((hosts, report[3].as_str()), ("3", "4"), "{report:?}");
+    }
+    // a heterogeneous job of two groups
+    let het = "#!/bin/bash\n#SBATCH -N1 -n1 -o het.out\n#SBATCH hetjob\n#SBATCH -N2 -n4 --ntasks-per-node=2\nexec ./launch job.yaml\n";
+    fs::write(cluster.shared_path("het.sh"), het).unwrap();
+    let ran = cluster.run_on_node("h0", "sbatch --wait --parsable het.sh");
+    assert!(ran.status.success(), "{}{}", output_to_text(&ran), cluster.read_shared_file("het.out"));
+    let job = String::from_utf8_lossy(&ran.stdout).trim().to_owned();
+    let reports = cluster.run_on_node_successfully("h0", &format!("cat rank.{job}.*"));
+    assert_eq!(reports.lines().count(), 5, "{reports}");
+    for expected in ["h1 0/1 0/3 5 ", "h2 1/2 1/3 5 ", "h3 1/2 2/3 5 "] {
+        assert!(reports.lines().any(|line| line.starts_with(expected)), "{expected}: {reports}");
+    }
+    // GPUs per task on nodes with different numbers of tasks: a worker sees all GPUs of its node
+    let gpus = "echo $CUDA_VISIBLE_DEVICES > gpus.$(hostname)";
+    cluster.write_program_job("{}", "env: {}\ncluster: {workers_per_host: 1}", gpus);
+    let ran = cluster.run_on_node("h0", "salloc -Q -N2 -n5 --gpus-per-task=1 ./launch job.yaml");
+    assert!(ran.status.success(), "{}", output_to_text(&ran));
+    assert_eq!(
+        (cluster.read_shared_file("gpus.h1").trim(), cluster.read_shared_file("gpus.h2").trim()),
+        ("0,1,2,3", "0")
+    );
+    cluster.assert_nothing_left();
+}
+
+/// Sorts the lines of a message that srun and slurmstepd write at the same time.
+fn sort_message_lines(message: &str) -> String {
+    let Some((sentence, output)) = message.rsplit_once("controller: ") else { return message.to_owned() };
+    let mut lines: Vec<&str> = output.split(" | ").collect();
+    lines.sort_unstable();
+    format!("{sentence}controller: {}", lines.join(" | "))
+}
+
+#[test]
+fn wrong_uses_of_an_allocation_are_rejected_with_help() {
+    let Some(cluster) = SlurmCluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else {
+        return;
+    };
+    cluster.write_program_job("{}", "env: {}", "echo ran on $(hostname)");
+    // `launch check` inspects all nodes by a job step, and ends it
+    let checked = cluster.run_on_node_successfully("h0", "salloc -Q -N2 ./launch check job.yaml --json");
+    let checked: Value = serde_json::from_str(&checked).unwrap();
+    let names: Vec<&str> = checked["hosts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|h| h["node"]["hostname"].as_str().unwrap())
+        .collect();
+    assert_eq!((names, &checked["ok"]), (vec!["h1", "h2"], &true.into()), "{checked:#}");
+    let mut messages = String::new();
+    let mut append = |failure: &Value| {
+        let diagnostic = &failure["diagnostics"][0];
+        let message = sort_message_lines(diagnostic["message"].as_str().unwrap());
+        messages += &format!("{}: {message}\n  help: {}\n", failure["code"], failure["help"]);
+    };
+    let per_task = cluster.run_on_node("h0", "srun -N2 -n2 -K0 -o task-%t.json ./launch job.yaml --json");
+    assert!(!per_task.status.success(), "{}", output_to_text(&per_task));
+    let failure = expect_failure_event(&cluster.read_shared_file("task-0.json"));
+    assert_eq!(failure["code"], "slurm-started-per-task", "{failure}");
+    append(&failure);
+    let outside = cluster.run_on_node("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
+    assert_eq!(outside.status.code(), Some(3), "{}", output_to_text(&outside));
+    let failure = expect_failure_event(&output_to_text(&outside));
+    assert_eq!(failure["code"], "slurm-allocation-missing", "{failure}");
+    append(&failure);
+    // one node only has the executable
+    let script = "mkdir -p /opt/local && cp launch /opt/local/ && cat > local.sh <<'E'\n#!/bin/bash\nexec /opt/local/launch job.yaml $ARGS\nE\n";
+    cluster.run_on_node_successfully("h1", script);
+    let missing = cluster.run_on_node("h0", "ARGS=--json sbatch --wait -Q -N2 -o missing.out local.sh");
+    assert!(!missing.status.success(), "{}", output_to_text(&missing));
+    let failure = expect_failure_event(&cluster.read_shared_file("missing.out"));
+    append(&failure);
+    assert_snapshot(&cluster.dir, "rejected_in_an_allocation", &messages, &[]);
+    assert_eq!(failure["diagnostics"][0]["code"], "slurm-executable-missing", "{failure}");
+    let copied = cluster.run_on_node(
+        "h0",
+        "ARGS='--set slurm.bcast=true --set run.logs.show=[0,1]' sbatch --wait -Q -N2 -o copied.out local.sh",
+    );
+    let log = cluster.read_shared_file("copied.out");
+    assert!(copied.status.success() && log.contains("ran on h1") && log.contains("ran on h2"), "{log}");
+    assert_eq!(cluster.run_on_node_successfully("h2", "ls /tmp"), "", "the copy was not removed");
+    cluster.assert_nothing_left();
+}
+
+#[test]
+fn a_failure_ends_all_processes_on_every_node_and_is_reported() {
+    let Some(cluster) = SlurmCluster::start("a_failure_ends_all_processes_on_every_node_and_is_reported", 3)
+    else {
+        return;
+    };
+    // each rank leaves a process in a separate session
+    let script = "setsid sleep 1000 & echo up > up.$RANK; while [ ! -e go ]; do sleep 0.05; done; [ $RANK = 2 ] && exit 9; exec sleep 1000";
+    cluster.write_program_job("{nodes: 3, requeues: 0}", "grace_period: 5s", script);
+    let submit = |cluster: &SlurmCluster| {
+        for file in ["up.0", "up.1", "up.2", "go"] {
+            _ = fs::remove_file(cluster.shared_path(file));
+        }
+        let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+        let up = || (0..3).all(|rank| cluster.shared_path(&format!("up.{rank}")).exists()).then_some(());
+        wait_until("the start", || cluster.describe_job(&job), up);
+        job
+    };
+    let job = submit(&cluster);
+    fs::write(cluster.shared_path("go"), "").unwrap();
+    cluster.wait_for_job_end(&job, "FAILED");
+    let failure = cluster.expect_last_failure("test");
+    assert_eq!((&failure["reason"]["code"], &failure["host"]), (&9.into(), &"h3".into()), "{failure}");
+    cluster.assert_nothing_left();
+
+    // Slurm ends the tasks of a killed srun
+    let job = submit(&cluster);
+    cluster.run_on_node_successfully("h1", "pkill -KILL -o -x srun");
+    cluster.wait_for_job_end(&job, "FAILED");
+    let failure = cluster.expect_last_failure("test");
+    assert_eq!(failure["diagnostics"][0]["code"], "slurm-step-failed", "{failure}");
+    cluster.assert_nothing_left();
+
+    // scancel sends SIGTERM to the program
+    let job = submit(&cluster);
+    cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    cluster.assert_nothing_left();
+}
+
+#[test]
+fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
+    let Some(cluster) = SlurmCluster::start("jobs_save_at_the_time_limit_and_at_scancel_and_resume", 5)
+    else {
+        return;
+    };
+    // meanwhile a program on another node reaches its real time limit
+    let script = "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; while :; do sleep 0.1; done";
+    cluster.write_program_job("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
+    fs::rename(cluster.shared_path("job.yaml"), cluster.shared_path("limited.yaml")).unwrap();
+    let limited = cluster.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
+    let expected = cluster.write_training_job(4, 400);
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let begun = || (cluster.find_last_step("tiny") >= 10).then_some(());
+    wait_until("the first steps", || cluster.describe_job(&job), begun);
+    // the signal that Slurm sends to the batch script before the limit (--signal=B:USR1@…)
+    cluster.run_on_node_successfully("h0", &format!("scancel -b -s USR1 {job}"));
+    let again = || {
+        (cluster.read_job_field(&job, "Restarts") == "1"
+            && cluster.read_job_field(&job, "JobState") == "RUNNING")
+            .then_some(())
+    };
+    wait_until("the requeue", || cluster.describe_job(&job), again);
+    let stopped = cluster.find_last_step("tiny");
+    assert!(stopped < 400, "the run completed before the signal");
+    wait_until(
+        "more steps",
+        || cluster.describe_job(&job),
+        || (cluster.find_last_step("tiny") > stopped).then_some(()),
+    );
+    // scancel signals every process of the job, which saves and ends
+    cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    cluster.assert_nothing_left();
+    let resumes = |cluster: &SlurmCluster| {
+        cluster.read_events("tiny").iter().filter(|e| e["event"] == "resume").count()
+    };
+    let steps = cluster.find_last_step("tiny");
+    let saved =
+        cluster.read_events("tiny").iter().rev().find(|e| e["event"] == "checkpoint").unwrap()["step"]
+            .clone();
+    assert_eq!((resumes(&cluster), saved.as_u64()), (1, Some(steps)), "{}", cluster.describe_job(&job));
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(resumes(&cluster), 2, "{}", cluster.describe_job(&job));
+    assert!(
+        cluster.collect_step_bits("tiny") == expected,
+        "the losses differ from those of an uninterrupted run"
+    );
+    cluster.wait_for_job_end(&limited, "COMPLETED");
+    assert!(cluster.shared_path("saved").exists());
+    assert_eq!(cluster.read_job_field(&limited, "Restarts"), "1", "{}", cluster.describe_job(&limited));
+    cluster.assert_notices("test", "notices_at_the_time_limit_of_a_program");
+    cluster.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
+    cluster.assert_nothing_left();
+}
+
+#[test]
+fn a_job_that_loses_a_node_is_requeued_and_resumes() {
+    let Some(cluster) = SlurmCluster::start("a_job_that_loses_a_node_is_requeued_and_resumes", 4) else {
+        return;
+    };
+    // the loss of another node than that of the batch script: launch requeues the job
+    let script = "echo $(hostname) >> up.$RANK; [ $(wc -l < up.$RANK) -gt 1 ] && exit 0; exec sleep 1000";
+    cluster.write_program_job("{nodes: 3}", "grace_period: 5s", script);
+    let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
+    let up = || (0..3).all(|rank| cluster.shared_path(&format!("up.{rank}")).exists()).then_some(());
+    wait_until("the start", || cluster.describe_job(&job), up);
+    assert!(cluster.run_cluster_script(&["crash", "h3"]).status.success());
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_eq!(cluster.read_job_field(&job, "Restarts"), "1", "{}", cluster.describe_job(&job));
+    cluster.assert_notices("test", "notices_of_a_lost_node");
+    let ran = cluster.read_shared_file("up.2");
+    assert_eq!(ran.lines().collect::<Vec<_>>(), ["h3", "h4"]);
+    assert!(cluster.run_cluster_script(&["boot", "h3"]).status.success());
+
+    // the loss of the node of the batch script: Slurm requeues the job
+    let expected = cluster.write_training_job(2, 400);
+    let net = fs::read_to_string(cluster.dir.join("net")).unwrap();
+    let interface = format!("{}.0/24", net.trim());
+    let set = format!("--set cluster.interface={interface}");
+    let job =
+        cluster.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclude=h3"));
+    let begun = || (cluster.find_last_step("tiny") >= 30).then_some(());
+    wait_until("the first checkpoint", || cluster.describe_job(&job), begun);
+    let node = cluster.read_job_field(&job, "BatchHost");
+    assert!(cluster.run_cluster_script(&["crash", &node]).status.success());
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert_ne!(cluster.read_job_field(&job, "Restarts"), "0", "{}", cluster.describe_job(&job));
+    assert!(
+        cluster.collect_step_bits("tiny") == expected,
+        "the losses differ from those of an uninterrupted run"
+    );
+    // ranks listen on the requested interface
+    let log = cluster.run_on_node_successfully("h0", "cat runs/tiny/2*/logs/rank-0.log");
+    let lines = log.lines().filter(|line| line.contains(&format!("{}.", net.trim())));
+    let address = regex::Regex::new(&format!(r"{}\.\d+(:\d+)?", net.trim().replace('.', r"\."))).unwrap();
+    let lines: BTreeSet<String> = lines
+        .map(|line| line.replace(&interface, "[NETWORK]"))
+        .map(|line| address.replace_all(&line, "[ADDRESS]").into_owned())
+        .collect();
+    assert_snapshot(
+        &cluster.dir,
+        "listen_addresses",
+        &lines.into_iter().collect::<Vec<_>>().join("\n"),
+        &[(r"interface \S+,", "interface [NAME],")],
+    );
+}

@@ -1,0 +1,56 @@
+//! The environment of the programs that tests start: it depends on the test, and not on the user.
+use std::{
+    env,
+    ffi::OsStr,
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+};
+use tempfile::TempDir;
+
+/// The directory of simulated hosts and clusters, and of the locks that reserve their networks. It
+/// does not depend on `TMPDIR`, because networks belong to the machine.
+pub(crate) const SIMULATION_ROOT: &str = "/tmp";
+/// The path of the executable under test.
+pub(crate) const LAUNCH_EXECUTABLE: &str = env!("CARGO_BIN_EXE_launch");
+
+/// Creates a temporary directory. Its path contains no symbolic link, because programs print their
+/// working directory without symbolic links.
+pub(crate) fn create_test_directory() -> TempDir {
+    let root = env::temp_dir().canonicalize().expect("a directory for temporary files");
+    tempfile::tempdir_in(root).expect("a temporary directory")
+}
+
+/// Creates a command with an empty stdin whose environment has only the variables that
+/// [`is_inherited`] selects. The program must need neither a home directory nor a temporary one.
+pub(crate) fn clean_command(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    command.env_clear().envs(env::vars_os().filter(|(name, _)| is_inherited(name))).stdin(Stdio::null());
+    command
+}
+
+/// Creates a command that runs in `directory` with an empty stdin. Its home directory, its
+/// directories of the XDG specification and its temporary directory are below `directory`, and are
+/// called `.home`, `.state` and `.tmp`. [`is_inherited`] selects the other variables.
+pub(crate) fn isolated_command(program: impl AsRef<OsStr>, directory: &Path) -> Command {
+    let mut command = clean_command(program);
+    command.current_dir(directory).env("XDG_STATE_HOME", directory.join(".state"));
+    for (name, path) in [("HOME", ".home"), ("TMPDIR", ".tmp")] {
+        fs::create_dir_all(directory.join(path)).expect("a directory for the program");
+        command.env(name, directory.join(path));
+    }
+    command
+}
+
+/// Creates the command `launch ARGS…`, isolated in `directory` ([`isolated_command`]).
+pub(crate) fn launch_command(directory: &Path, args: &[&str]) -> Command {
+    let mut command = isolated_command(LAUNCH_EXECUTABLE, directory);
+    command.args(args);
+    command
+}
+
+/// Returns whether programs get this variable of the test process: the search path of programs, and
+/// the locale, on which no result may depend.
+fn is_inherited(name: &OsStr) -> bool {
+    name == "PATH" || name == "LANG" || name.as_encoded_bytes().starts_with(b"LC_")
+}

@@ -1,0 +1,156 @@
+//! Simulates several hosts in namespaces of this machine, each with a real sshd
+//! (tests/hosts/hosts.sh).
+
+use super::{
+    environment::{SIMULATION_ROOT, clean_command},
+    report_skip,
+};
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::Output,
+};
+
+/// The largest number of host sets that exist at the same time.
+const MAX_HOST_SETS: u32 = 200;
+
+/// The hosts `h0`, `h1`, … in namespaces of this machine. Dropping the value removes the hosts.
+pub(crate) struct SimulatedHosts {
+    id: String,
+    network_prefix: String,
+    directory: PathBuf,
+    /// A directory that every host and this machine see under the same path.
+    shared_directory: PathBuf,
+    /// A file lock that reserves the number of this set of hosts. Other sets that exist at the same
+    /// time have other numbers.
+    _number_lock: File,
+}
+
+impl SimulatedHosts {
+    /// Starts `count` hosts. Returns `None` if this machine cannot create hosts; the test is then
+    /// skipped.
+    pub(crate) fn start(test: &str, count: u32) -> Option<SimulatedHosts> {
+        SimulatedHosts::start_with_shared_directory(test, count, Path::new(""))
+    }
+
+    /// Starts `count` hosts that see the directory `shared_directory` of this machine under the
+    /// same path. Returns `None` if this machine cannot create hosts; the test is then skipped.
+    pub(crate) fn start_with_shared_directory(
+        test: &str,
+        count: u32,
+        shared_directory: &Path,
+    ) -> Option<SimulatedHosts> {
+        if let Some(missing) = find_missing_requirement() {
+            report_skip(test, &missing);
+            return None;
+        }
+        let root = Path::new(SIMULATION_ROOT).join("launch-test-hosts");
+        fs::create_dir_all(&root).expect("a directory for hosts");
+        let (number, lock) = (0..MAX_HOST_SETS)
+            .find_map(|n| {
+                let lock = File::create(root.join(format!("{n}.lock"))).ok()?;
+                lock.try_lock().ok().map(|()| (n, lock))
+            })
+            .expect("a free number");
+        let hosts = SimulatedHosts {
+            id: format!("lt{number}"),
+            network_prefix: format!("10.88.{number}"),
+            directory: root.join(format!("lt{number}")),
+            shared_directory: shared_directory.to_path_buf(),
+            _number_lock: lock,
+        };
+        let up = hosts.run_hosts_script(&["up", &count.to_string()]);
+        assert!(up.status.success(), "hosts.sh failed: {}", String::from_utf8_lossy(&up.stderr));
+        Some(hosts)
+    }
+
+    /// Runs tests/hosts/hosts.sh for this set of hosts and returns its output.
+    fn run_hosts_script(&self, args: &[&str]) -> Output {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
+        let mut command = clean_command(script);
+        command
+            .args(args)
+            .env("HOSTS_ID", &self.id)
+            .env("HOSTS_NET", &self.network_prefix)
+            .env("HOSTS_DIR", &self.directory);
+        command.env("HOSTS_BIND", &self.shared_directory);
+        command.output().expect("hosts.sh starts")
+    }
+
+    /// Runs hosts.sh with these arguments. Panics if the script fails.
+    #[track_caller]
+    pub(crate) fn run_hosts_command(&self, args: &[&str]) {
+        let output = self.run_hosts_script(args);
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Runs a shell command on a host without SSH and returns its stdout. Panics if the command
+    /// fails.
+    #[track_caller]
+    pub(crate) fn run_shell(&self, host: &str, command: &str) -> String {
+        let output = self.run_hosts_script(&["exec", host, "sh", "-c", command]);
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Returns the path of an SSH configuration with the hosts.
+    pub(crate) fn ssh_config_path(&self) -> PathBuf {
+        self.directory.join("ssh_config")
+    }
+
+    /// Returns a path in the directory of this set of hosts.
+    pub(crate) fn file_path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Lists the processes of a host, except its init and its sshd, by pid on this machine and
+    /// command line. The list is empty for a host that is down.
+    pub(crate) fn list_processes(&self, host: &str) -> Vec<(i32, String)> {
+        let first = fs::read_to_string(self.directory.join(host).join("pid1")).unwrap_or_default();
+        let Ok(pid_namespace) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else {
+            return Vec::new();
+        };
+        let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let on_host =
+            pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == pid_namespace));
+        let lines = on_host.filter_map(|pid| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            Some((pid, String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned()))
+        });
+        let infrastructure = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
+        lines
+            .filter(|(_, line)| !line.is_empty() && !infrastructure.iter().any(|f| line.contains(f)))
+            .collect()
+    }
+
+    /// Returns the IP address in the hosts' network whose last byte is `last`.
+    pub(crate) fn format_address(&self, last: u8) -> String {
+        format!("{}.{last}", self.network_prefix)
+    }
+}
+
+impl Drop for SimulatedHosts {
+    fn drop(&mut self) {
+        _ = self.run_hosts_script(&["down"]);
+        _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// Returns a description of what this machine lacks to create hosts, or `None` if nothing is
+/// missing.
+fn find_missing_requirement() -> Option<String> {
+    if !nix::unistd::Uid::effective().is_root() {
+        return Some("hosts in namespaces need root".to_owned());
+    }
+    let is_installed = |program: &str| {
+        ["/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+            .iter()
+            .any(|directory| Path::new(directory).join(program).exists())
+    };
+    let absent: Vec<&str> = ["sshd", "ssh-keygen", "ip", "iptables", "nsenter"]
+        .into_iter()
+        .filter(|p| !is_installed(p))
+        .collect();
+    (!absent.is_empty()).then(|| format!("{} not installed; run scripts/setup-tests", absent.join(", ")))
+}

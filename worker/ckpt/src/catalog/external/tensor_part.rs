@@ -1,0 +1,176 @@
+//! [`TensorPart`]: consecutive elements of a tensor, which are stored in one file.
+use crate::codec::torch_file::TensorView;
+use crate::error::Result;
+use std::ops::Range;
+
+/// Consecutive elements of a tensor, which are stored in one file.
+#[derive(Clone, Debug)]
+pub(crate) struct TensorPart {
+    /// Index of the first element in the tensor.
+    pub(crate) start: u64,
+    /// Number of elements of the part.
+    pub(crate) count: u64,
+    /// Index of the file in the store.
+    pub(super) file: usize,
+    /// Index of the span in the file.
+    pub(super) span: usize,
+    /// Index of the part's first element in the span. If the view is not contiguous, the index of
+    /// the view's first element.
+    pub(super) offset: u64,
+    /// The layout of the view, or `None` if the view is contiguous.
+    pub(super) strided: Option<Box<StridedLayout>>,
+}
+
+/// The layout of a view that is not contiguous.
+#[derive(Clone, Debug)]
+pub(super) struct StridedLayout {
+    shape: Vec<u64>,
+    strides: Vec<u64>,
+    /// Number of elements of the view before this part.
+    skip: u64,
+}
+
+impl TensorPart {
+    /// Makes a part of a tensor from the elements `taken` of the view `view`. The first of these
+    /// elements has the index `start` in the tensor. `file` is the index of the view's file in the
+    /// store.
+    pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
+        let contiguous = view.is_contiguous();
+        let strided = || {
+            Box::new(StridedLayout {
+                shape: view.shape.clone(),
+                strides: view.strides.clone(),
+                skip: taken.start,
+            })
+        };
+        TensorPart {
+            start,
+            count: taken.end - taken.start,
+            file,
+            span: view.member,
+            offset: view.offset + if contiguous { taken.start } else { 0 },
+            strided: (!contiguous).then(strided),
+        }
+    }
+
+    /// Makes a part of another tensor, which shares stored elements with this tensor. `taken` are
+    /// the indices of the shared elements in this tensor, and must be in this part. The first of
+    /// these elements has the index `start` in the other tensor.
+    pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
+        let before = taken.start - self.start;
+        let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
+        match &mut part.strided {
+            Some(strided) => strided.skip += before,
+            None => part.offset += before,
+        }
+        part
+    }
+
+    /// Returns the range of elements of the tensor that this part holds.
+    pub(crate) fn element_range(&self) -> Range<u64> {
+        self.start..self.start.saturating_add(self.count)
+    }
+
+    /// Returns true if the part is in the span `span` of the file `file`, both given by index.
+    pub(super) fn is_in_span(&self, file: usize, span: usize) -> bool {
+        (self.file, self.span) == (file, span)
+    }
+
+    /// Calls `run(first, count)` for each run of consecutive elements in the elements `range` of
+    /// the tensor. `first` is the index of the run's first element in the span.
+    ///
+    /// # Errors
+    /// Fails with the first error that `run` returns, and makes no further calls.
+    pub(super) fn for_each_run(
+        &self,
+        range: Range<u64>,
+        mut run: impl FnMut(u64, u64) -> Result<()>,
+    ) -> Result<()> {
+        let (first, count) = (range.start - self.start, range.end - range.start);
+        let Some(strided) = &self.strided else { return run(self.offset + first, count) };
+        let inner = match (strided.shape.last(), strided.strides.last()) {
+            (Some(&size), Some(1)) => size,
+            _ => 1,
+        };
+        let (mut at, end) = (strided.skip + first, strided.skip + first + count);
+        while at < end {
+            let len = (inner - at % inner).min(end - at);
+            run(self.offset + strided.locate_element(at), len)?;
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+impl StridedLayout {
+    /// Returns the position of the element `index` of the view, in elements from the start of the
+    /// view.
+    fn locate_element(&self, mut index: u64) -> u64 {
+        let mut position = 0;
+        for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
+            position += index % size * stride;
+            index /= size;
+        }
+        position
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::Dtype;
+    use proptest::prelude::*;
+
+    /// Makes a part of the elements `taken` of a view. The part's first element is element 100 of
+    /// the tensor.
+    fn make_part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> TensorPart {
+        let (shape, strides) = (shape.to_vec(), strides.to_vec());
+        TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
+    }
+
+    /// Lists the indices in the span of the elements `range` of the part's tensor.
+    fn list_positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
+        let mut positions = Vec::new();
+        let result = part.for_each_run(range, |at, n| {
+            positions.extend(at..at + n);
+            Ok(())
+        });
+        result.expect("runs");
+        positions
+    }
+
+    #[test]
+    fn transposed_and_sliced_views_have_the_right_runs() {
+        assert_eq!(list_positions(&make_part(&[2, 3], &[1, 2], 5, 0..6), 100..106), [5, 7, 9, 6, 8, 10]);
+        assert_eq!(list_positions(&make_part(&[2, 3], &[10, 1], 0, 1..6), 100..105), [1, 2, 10, 11, 12]);
+        assert_eq!(list_positions(&make_part(&[4], &[0], 3, 0..4), 101..103), [3, 3]);
+    }
+
+    #[test]
+    fn a_slice_of_a_part_has_the_elements_of_the_part() {
+        for part in [make_part(&[2, 3], &[1, 2], 5, 0..6), make_part(&[6], &[1], 5, 0..6)] {
+            let sliced = part.slice(102..105, 7);
+            assert_eq!(sliced.element_range(), 7..10);
+            assert_eq!(list_positions(&sliced, 7..10), list_positions(&part, 102..105));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn runs_equal_multi_dimensional_indexing(
+            dims in proptest::collection::vec((1u64..4, 0u64..12), 0..4), offset in 0u64..5, a in 0u64..64, b in 0u64..64,
+        ) {
+            let (shape, strides): (Vec<u64>, Vec<u64>) = dims.into_iter().unzip();
+            let total: u64 = shape.iter().product();
+            let (from, to) = (a.min(b) % (total + 1), a.max(b) % (total + 1));
+            let (from, to) = (from.min(to), from.max(to));
+            let whole: Vec<u64> = (0..total).map(|mut i| {
+                let mut at = offset;
+                for (&n, &s) in shape.iter().zip(&strides).rev() { at += i % n * s; i /= n; }
+                at
+            }).collect();
+            let part = make_part(&shape, &strides, offset, 0..total);
+            prop_assert_eq!(list_positions(&part, 100 + from..100 + to), &whole[from as usize..to as usize]);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Splits experts that a file stores as one tensor per layer (fused) into one tensor per expert.
+use super::checkpoint::{ExternalCheckpoint, ExternalTensor};
+use super::facts::ExternalFacts;
+use super::fused_experts::{FusedExperts, FusedMember};
+use super::tensor_part::TensorPart;
+use crate::tensor::element_ranges;
+
+impl ExternalCheckpoint {
+    /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
+    /// `weights` lists by name and shape. Renames other weights whose names differ between a model
+    /// with fused experts and `weights`. A tensor that exists in both forms stays fused, so that a
+    /// reader of `weights` finds an unexpected tensor. Does nothing if `weights` lists no separate
+    /// experts, or lists experts that cannot be fused.
+    pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
+        let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
+        let Some(fused) = FusedExperts::detect(&weights) else { return };
+        let has =
+            |e: &ExternalTensor| fused.weights.iter().any(|(n, s)| *n == e.info.name && *s == e.info.shape);
+        let twice =
+            |e: &ExternalTensor, m: &FusedMember| self.index.contains_key(&(e.info.role, m.name.clone()));
+        let members = |e: &ExternalTensor| {
+            let members = fused.members(&e.info.name).filter(|_| has(e))?;
+            (!members.iter().any(|m| twice(e, m))).then_some(members)
+        };
+        let before = std::mem::take(&mut self.entries);
+        for entry in before {
+            match members(&entry) {
+                Some(members) => {
+                    self.entries.extend(members.iter().map(|m| extract_expert_tensor(&entry, m)))
+                }
+                None => self.entries.push(entry),
+            }
+        }
+        let keys = self.entries.iter().map(|e| (e.info.role, e.info.name.clone()));
+        self.index = keys.zip(0..).collect();
+        self.facts.rename_weights(&fused);
+    }
+}
+
+/// Returns the part `member` of the fused tensor `entry` as a separate tensor.
+fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
+    let mut info = entry.info.clone();
+    (info.name, info.shape) = (member.name.clone(), member.shape.clone());
+    let first = member.elements.start;
+    let covered =
+        element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, member.elements.clone());
+    let parts = covered.map(|(i, range)| {
+        let start = range.start - first;
+        entry.parts[i].slice(range, start)
+    });
+    ExternalTensor { info, parts: parts.collect() }
+}
+
+impl ExternalFacts {
+    /// Replaces the name of each fused weight by the names of its members, in the parameter groups,
+    /// the steps and the list of frozen weights.
+    fn rename_weights(&mut self, fused: &FusedExperts) {
+        let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
+        let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();
+        self.state.groups.iter_mut().for_each(|g| each(&mut g.names));
+        each(&mut self.state.frozen);
+        let steps = std::mem::take(&mut self.state.steps);
+        self.state.steps = steps
+            .iter()
+            .flat_map(|(name, n)| stored_names(name).into_iter().map(|name| (name, *n)))
+            .collect();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::open::open_external_checkpoint;
+    use crate::{ReadRequest, TensorRole, TensorSource};
+    use serde_json::{Map, json};
+
+    /// Writes weights of these names and shapes to `model.safetensors` in a new temporary
+    /// directory. The elements of each tensor count up from 0.
+    fn write_weights(tensors: &[(&str, &[u64])]) -> tempfile::TempDir {
+        let (mut header, mut data) = (Map::new(), Vec::new());
+        for (name, shape) in tensors {
+            let begin = data.len();
+            let count = shape.iter().product::<u64>();
+            data.extend((0..count).flat_map(|i| (i as f32).to_le_bytes()));
+            let entry = json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
+            header.insert((*name).into(), entry);
+        }
+        let header = serde_json::to_vec(&header).expect("JSON");
+        let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("model.safetensors"), file).expect("written");
+        dir
+    }
+
+    #[test]
+    fn experts_are_split_unless_they_exist_in_both_forms() {
+        let expert = |m: &str, shape: &[u64]| {
+            (0..2).map(|e| (format!("l.mlp.experts.{e}.{m}.weight"), shape.to_vec())).collect::<Vec<_>>()
+        };
+        let matrices = [("gate_proj", [3, 2]), ("up_proj", [3, 2]), ("down_proj", [2, 3])];
+        let expert_weights: Vec<_> = matrices.iter().flat_map(|(m, shape)| expert(m, shape)).collect();
+        let fused: [(&str, &[u64]); 2] =
+            [("l.mlp.experts.gate_up_proj", &[2, 6, 2]), ("l.mlp.experts.down_proj", &[2, 2, 3])];
+        let both = [fused[0], fused[1], ("l.mlp.experts.1.up_proj.weight", &[3, 2])];
+        for (tensors, replaced) in [(&fused[..], true), (&both[..], false)] {
+            let dir = write_weights(tensors);
+            let mut source = open_external_checkpoint(dir.path()).expect("sound").expect("weights");
+            source.unfuse_experts(&expert_weights);
+            let names: Vec<String> = source.tensors().into_iter().map(|t| t.name).collect();
+            assert_eq!(names.contains(&fused[0].0.to_owned()), !replaced, "{names:?}");
+            let (mut out, name) = ([0.0; 6], "l.mlp.experts.1.up_proj.weight");
+            let request = ReadRequest { name, role: TensorRole::Weight, start_element: 0, out: &mut out };
+            source.read_many(&mut [request]).expect("read");
+            let first = if replaced { 18.0 } else { 0.0 };
+            assert_eq!(out, std::array::from_fn(|i| first + i as f32));
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Types that describe the content of a checkpoint: its tensors, its model, and facts about the
+//! run.
+use crate::codec::disk::is_plain_file_name;
+use crate::error::{CkptError, ManifestError, Result};
+use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+
+/// Name, role, dtype and shape of a whole tensor, whose elements several files may store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Name in the Hugging Face model.
+    pub name: String,
+    /// Purpose of the tensor: weight, optimizer state or buffer.
+    pub role: TensorRole,
+    /// Dtype of the stored elements.
+    pub dtype: Dtype,
+    /// Number of elements in each dimension, outermost first.
+    pub shape: Vec<u64>,
+}
+
+impl TensorInfo {
+    /// Returns the number of elements of the tensor, which is the product of its dimensions.
+    pub fn element_count(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    /// Returns the size of all elements in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.element_count() * self.dtype.size()
+    }
+}
+
+/// Name and shape of one tensor of the model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WeightShape {
+    /// Name in the Hugging Face model.
+    pub name: String,
+    /// Number of elements in each dimension, outermost first.
+    pub shape: Vec<u64>,
+}
+
+/// A tied weight: `alias` is another name of the weight `target`, so that only `target` is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TiedWeight {
+    /// Name of the weight that is not stored.
+    pub alias: String,
+    /// Name of the stored weight, which has the elements of both names.
+    pub target: String,
+}
+
+/// A description of the model. The tensors of a checkpoint are checked against it, and the export
+/// of a Hugging Face directory uses it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelSpec {
+    /// Model family, such as `qwen3`.
+    pub family: String,
+    /// Content of `config.json`, a JSON object.
+    pub hf_config: Value,
+    /// Every stored weight, in the order in which the model lists its parameters.
+    pub weights: Vec<WeightShape>,
+    /// Tied weights: further names of stored weights.
+    pub ties: Vec<TiedWeight>,
+    /// Weights that are not trained and therefore have no optimizer state.
+    #[serde(default)]
+    pub frozen: Vec<String>,
+    /// Name and shape of each tensor of the role [`TensorRole::Buffer`].
+    #[serde(default)]
+    pub buffers: Vec<WeightShape>,
+    /// Content of PEFT's `adapter_config.json` if the model has LoRA adapters. The matrices of the
+    /// adapters are listed in `weights`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<Value>,
+}
+
+/// A small text file that is stored in the checkpoint and exported with the weights.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TextFile {
+    /// File name without directories.
+    pub name: String,
+    /// Content of the file.
+    pub text: String,
+}
+
+/// Facts about a run and its state that a manifest records. The caller of a save provides these
+/// facts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunFacts {
+    /// Completed optimizer steps.
+    pub step: u64,
+    /// Number of ranks that wrote the checkpoint.
+    pub world: u32,
+    /// ZeRO stage of the run.
+    pub stage: u8,
+    /// Seed of the run.
+    pub run_seed: u64,
+    /// Tokens trained on since step 0.
+    pub tokens: u64,
+    /// Version of launch that wrote the checkpoint.
+    pub program: String,
+    /// Cursor: samples consumed, scale of the FP16 loss, and step lags of weights.
+    pub cursor: Value,
+    /// States of the RNG streams. Null in a checkpoint that was converted from another format.
+    pub rng: Value,
+    /// Parameter groups with their hyper-parameters.
+    pub groups: Value,
+    /// Description of the model.
+    pub model: ModelSpec,
+    /// Tokenizer files, which are exported with the weights.
+    pub tokenizer: Vec<TextFile>,
+    /// The resolved job file. In a checkpoint that was converted from another format: the path and
+    /// the scheduler of the source.
+    pub job: Value,
+}
+
+/// Key under which the cursor stores step lags. The value is an object that maps the name of a
+/// weight to the number of updates by which the weight is behind the step of the run.
+pub(crate) const STEP_LAG_KEY: &str = "late";
+
+/// Maximum number of dimensions of a tensor.
+const DIMENSIONS_MAX: usize = 16;
+
+/// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
+/// elements. `kind` (weight or buffer) precedes the tensor's name in the error.
+fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
+    let mut seen = HashSet::new();
+    for t in tensors {
+        check_tensor_name(&t.name)?;
+        if !seen.insert(t.name.as_str()) {
+            return Err(ManifestError::Duplicate(format!("{kind} {}", t.name)));
+        }
+        if t.shape.len() > DIMENSIONS_MAX || count_elements(&t.shape).is_none() {
+            return Err(ManifestError::ImpossibleShape {
+                tensor: format!("{kind} {}", t.name),
+                shape: t.shape.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
+impl ModelSpec {
+    /// Fails if the parts of the model contradict each other, such as a tie to a missing weight.
+    pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
+        if !self.hf_config.is_object() {
+            return Err(ManifestError::ConfigNotAnObject);
+        }
+        check_tensor_list("weight", &self.weights)?;
+        check_tensor_list("buffer", &self.buffers)?;
+        let weights: HashSet<&str> = self.weights.iter().map(|w| w.name.as_str()).collect();
+        for tie in &self.ties {
+            check_tensor_name(&tie.alias)?;
+            if weights.contains(tie.alias.as_str()) || !weights.contains(tie.target.as_str()) {
+                return Err(ManifestError::InvalidTie {
+                    alias: tie.alias.clone(),
+                    target: tie.target.clone(),
+                });
+            }
+        }
+        match self.frozen.iter().find(|n| !weights.contains(n.as_str())) {
+            Some(name) => Err(ManifestError::FrozenNotAWeight(name.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Finds the first weight that is missing in this model or in `other`, or that has different
+    /// shapes in them. Returns the name of this weight and two texts, first for this model, then
+    /// for `other`. Each text gives the name and shape there, or states that the weight is missing.
+    /// Returns `None` if both have the same weights, in any order.
+    pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
+        fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
+            tensors.iter().map(|w| (w.name.as_str(), w)).collect()
+        }
+        let shown = |w: Option<&&WeightShape>| match w {
+            Some(w) => format!("{} {:?}", w.name, w.shape),
+            None => "no such tensor".to_owned(),
+        };
+        let (ours, theirs) = (index_by_name(&self.weights), index_by_name(other));
+        let listed = other.iter().chain(&self.weights).map(|w| w.name.as_str());
+        let name = listed.into_iter().find(|name| ours.get(name) != theirs.get(name))?;
+        Some((name.to_owned(), shown(ours.get(name)), shown(theirs.get(name))))
+    }
+}
+
+impl RunFacts {
+    /// Returns the update count of a trained weight: the step of the run minus the step lag of the
+    /// weight. A weight that was never frozen has no step lag.
+    pub(crate) fn count_updates(&self, weight: &str) -> u64 {
+        self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
+    }
+
+    /// Fails if the facts could not be read back or exported: if the model is inconsistent, the
+    /// world size is 0, or the name of a tokenizer file is unsafe or repeated.
+    pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
+        self.model.check()?;
+        if self.world == 0 {
+            return Err(ManifestError::NoRanks);
+        }
+        let mut seen = HashSet::new();
+        for file in &self.tokenizer {
+            if !is_plain_file_name(&file.name) || !seen.insert(file.name.as_str()) {
+                return Err(ManifestError::TokenizerFileName(file.name.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Fails if the weights of the model `stored` differ from `wanted` in name or shape. The error
+/// names the first tensor that differs, and the checkpoint at `path` that stores the model.
+pub(crate) fn require_same_model(
+    path: &std::path::Path,
+    stored: &ModelSpec,
+    wanted: &[WeightShape],
+) -> Result<()> {
+    match stored.find_first_difference(wanted) {
+        None => Ok(()),
+        Some((tensor, found, expected)) => {
+            Err(CkptError::ModelMismatch { path: path.to_owned(), tensor, expected, found })
+        }
+    }
+}
+
+/// Name and shape of a weight.
+pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);

@@ -1,0 +1,80 @@
+//! [`PassthroughState`]: objects of a checkpoint that [`crate::TrainingState`] cannot represent. A
+//! conversion copies these objects unchanged.
+use super::model::RunFacts;
+use super::training_state::ParamGroupInfo;
+use crate::codec::pickle::PythonObject;
+use crate::tensor::Dtype;
+use std::collections::BTreeMap;
+
+/// The state of a checkpoint that a conversion copies unchanged, in addition to
+/// [`crate::TrainingState`]. Fields that the format of the checkpoint lacks are empty.
+#[derive(Clone, Debug, Default)]
+pub struct PassthroughState {
+    /// The parameter groups in the order of the optimizer, including values that JSON cannot
+    /// represent.
+    pub groups: Vec<ParamGroup>,
+    /// Names of all entries of the module's `state_dict`, including aliases and buffers, in the
+    /// order of the `state_dict`.
+    pub module_tensor_names: Vec<String>,
+    /// Names of weights that were frozen after the optimizer was created. Such weights are still in
+    /// a parameter group.
+    pub frozen_late: Vec<String>,
+    /// Dtype in which the model computes.
+    pub precision: Option<Dtype>,
+    /// State of the learning rate scheduler, including values that JSON cannot represent.
+    pub scheduler: PythonObject,
+    /// All facts of a native checkpoint. `None` for an external checkpoint.
+    pub native_facts: Option<Box<RunFacts>>,
+    /// Number of steps that FP16 training skipped because gradients overflowed.
+    pub skipped_steps: u64,
+    /// Entries of DeepSpeed's model file that no other field represents: state of the engine and of
+    /// the training program.
+    pub model_entries: Vec<(String, PythonObject)>,
+    /// Entries of DeepSpeed's optimizer file that no other field represents, such as the loss
+    /// scaler and the limit of the gradient norm.
+    pub optimizer_entries: Vec<(String, PythonObject)>,
+    /// Version of DeepSpeed that wrote the checkpoint.
+    pub deepspeed_version: Option<String>,
+    /// DeepSpeed tag of the checkpoint, which is the name of its directory.
+    pub tag: Option<String>,
+    /// Messages to the user about entries that cannot be copied.
+    pub notices: Vec<String>,
+}
+
+/// A parameter group of the optimizer, with hyper-parameters of any type.
+#[derive(Clone, Debug, Default)]
+pub struct ParamGroup {
+    /// Names of the parameters in the order of the optimizer. Empty if the names are unknown.
+    pub names: Vec<String>,
+    /// Update count of each parameter, or `None` if the checkpoint does not record the count.
+    pub steps: Vec<Option<f64>>,
+    /// Hyper-parameters by their names in torch.
+    pub options: Vec<(String, PythonObject)>,
+}
+
+impl ParamGroup {
+    /// Converts a group of a [`crate::TrainingState`]. `steps` has the update counts by the names
+    /// of weights.
+    pub(crate) fn from_info(group: &ParamGroupInfo, steps: &BTreeMap<String, u64>) -> ParamGroup {
+        ParamGroup {
+            names: group.names.clone(),
+            steps: group.names.iter().map(|name| steps.get(name).map(|&s| s as f64)).collect(),
+            options: ParamGroup::options_from_json(&group.hyper),
+        }
+    }
+
+    /// Converts hyper-parameters from JSON to the Python objects that torch stores. Leaves out the
+    /// name of the group.
+    fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
+        let convert = |(key, value): (&String, &serde_json::Value)| match (
+            key.as_str(),
+            PythonObject::from_json(value),
+        ) {
+            // only groups of native checkpoints have a name
+            ("name", _) => None,
+            ("betas", PythonObject::List(betas)) => Some((key.clone(), PythonObject::Tuple(betas))),
+            (_, value) => Some((key.clone(), value)),
+        };
+        hyper.iter().filter_map(convert).collect()
+    }
+}

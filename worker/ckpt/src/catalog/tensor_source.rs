@@ -1,0 +1,118 @@
+//! [`TensorSource`]: the interface to the tensors and the state of a checkpoint of any format.
+use super::model::{TensorInfo, TextFile};
+use super::passthrough::PassthroughState;
+use super::training_state::TrainingState;
+use crate::error::{CkptError, Result, UnsupportedFeature};
+use crate::tensor::{Dtype, TensorRole};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// A request to read consecutive elements of a tensor as F32.
+#[derive(Debug)]
+pub struct ReadRequest<'a> {
+    /// Name of the tensor.
+    pub name: &'a str,
+    /// Role of the tensor: weight, optimizer state or buffer.
+    pub role: TensorRole,
+    /// Row-major index in the tensor of the first element to read.
+    pub start_element: u64,
+    /// The buffer that receives the elements. Its length is the number of elements to read.
+    pub out: &'a mut [f32],
+}
+
+/// A checkpoint of any format. Any range of elements of its floating-point tensors can be read as
+/// F32.
+pub trait TensorSource: Sync {
+    /// Returns the path of the checkpoint.
+    fn path(&self) -> &Path;
+
+    /// Returns the descriptions of all tensors, weights first.
+    fn tensors(&self) -> Vec<TensorInfo>;
+
+    /// Reads the elements of all requests as F32 into their buffers, and verifies the stored bytes.
+    /// After an error the contents of the buffers are undefined.
+    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
+
+    /// Reads the elements of all requests as F32 into their buffers, possibly without verification,
+    /// so that each byte is read only once. The caller must later call
+    /// [`TensorSource::verify_reads`], and must discard the elements if that call fails.
+    fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        self.read_many(requests)
+    }
+
+    /// Verifies all bytes that [`TensorSource::read_unchecked`] has read, or all stored bytes if
+    /// `every_byte` is true. By default does nothing, since `read_unchecked` verifies by default.
+    fn verify_reads(&self, every_byte: bool) -> Result<()> {
+        let _ = every_byte;
+        Ok(())
+    }
+
+    /// Reads elements of a tensor from `start_element` on into `out`, as stored little-endian
+    /// bytes. The length of `out` determines the number of elements. Supports any dtype.
+    ///
+    /// # Errors
+    /// Fails with [`UnsupportedFeature::NotFloat`] if the format has only tensors that are read as
+    /// F32.
+    fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
+        let _ = (start_element, out);
+        let tensor = format!("{role}/{name}");
+        Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
+    }
+
+    /// Reads the passthrough state, which a conversion copies unchanged.
+    fn read_passthrough(&self) -> Result<PassthroughState> {
+        Ok(PassthroughState::default())
+    }
+
+    /// Returns the number of completed optimizer steps, or `None` if the checkpoint does not record
+    /// this number.
+    fn completed_steps(&self) -> Option<u64>;
+
+    /// Returns the default dtype for an export of the weights: BF16 for a native checkpoint whose
+    /// weights are all stored as BF16, F32 otherwise.
+    fn weights_dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    /// Returns the training state without the tensors.
+    fn training_state(&self) -> TrainingState;
+
+    /// Returns true for a checkpoint that has weights and no part of a training state.
+    fn has_only_weights(&self) -> bool {
+        false
+    }
+
+    /// Returns the reason why [`TensorSource::tensors`] omits the optimizer states of the
+    /// checkpoint. Returns `None` if no optimizer state is omitted.
+    fn ignored_optimizer(&self) -> Option<&str> {
+        None
+    }
+
+    /// Returns the number of tokens trained on, or `None` if the checkpoint does not record this
+    /// number.
+    fn tokens(&self) -> Option<u64> {
+        None
+    }
+
+    /// Returns the content of `config.json`, or `None` if the checkpoint has no such file.
+    fn hf_config(&self) -> Option<&Map<String, Value>> {
+        None
+    }
+
+    /// Returns the content of PEFT's `adapter_config.json`, or `None` if the model has no LoRA
+    /// adapters.
+    fn adapter_config(&self) -> Option<&Value> {
+        None
+    }
+
+    /// Returns the tokenizer's files and other text files that are exported with the weights.
+    fn exported_text_files(&self) -> &[TextFile] {
+        &[]
+    }
+
+    /// Fails if weights or buffers of the checkpoint are known to be missing, for example because
+    /// other hosts store their shards.
+    fn require_weights(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,105 @@
+//! [`TrainingState`]: a training state without its tensors, in a form common to all formats.
+use super::model::TiedWeight;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// A parameter group of the optimizer, with hyper-parameters as JSON.
+///
+/// A group is serialized as one object with the hyper-parameters and the key `params`, the names of
+/// the weights.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ParamGroupInfo {
+    /// Hyper-parameters by their names in torch (`lr`, `betas`, `eps`, `weight_decay`, …). Empty if
+    /// the checkpoint has no hyper-parameters.
+    #[serde(flatten)]
+    pub hyper: Map<String, Value>,
+    /// Names of the weights, in the order of the group.
+    #[serde(rename = "params", default)]
+    pub names: Vec<String>,
+}
+
+/// A training state without its tensors. Values that the checkpoint does not record are `None`,
+/// null or empty.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct TrainingState {
+    /// Number of completed steps, including skipped ones.
+    pub step: Option<u64>,
+    /// Number of samples that all ranks together consumed.
+    pub samples: Option<u64>,
+    /// Number of ranks that wrote the checkpoint.
+    pub world: Option<u32>,
+    /// ZeRO stage of the run.
+    pub stage: Option<u8>,
+    /// Parameter groups of the optimizer, with hyper-parameters and names of weights.
+    pub groups: Vec<ParamGroupInfo>,
+    /// Update count by the name of the weight.
+    pub steps: BTreeMap<String, u64>,
+    /// State of the learning rate scheduler, in the form of torch's `state_dict`. Null if the
+    /// checkpoint has no scheduler.
+    pub scheduler: Value,
+    /// State of the FP16 loss scaler, in the form of the program that wrote the checkpoint. Null if
+    /// the checkpoint has no loss scaler.
+    pub loss_scaler: Value,
+    /// Tied weights of the model: further names of stored weights.
+    pub ties: Vec<TiedWeight>,
+    /// Names of the weights that are not trained.
+    pub frozen: Vec<String>,
+    /// Names of the tensors of the role [`crate::TensorRole::Buffer`].
+    pub buffers: Vec<String>,
+}
+
+/// The state of the dynamic loss scale of FP16 training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    /// The factor by which the loss is multiplied.
+    pub scale: f64,
+    /// Number of steps since the scale last changed.
+    pub steps: u64,
+}
+
+impl TrainingState {
+    /// Parses the dynamic loss scale from `loss_scaler`, in the form of DeepSpeed's
+    /// `DynamicLossScaler`, torch's `GradScaler` or a native checkpoint. Returns `None` if there is
+    /// no loss scale or a constant one.
+    pub fn parse_loss_scale(&self) -> Option<LossScale> {
+        let number = |key: &str| self.loss_scaler.get(key).and_then(Value::as_f64);
+        let count = |key: &str| number(key).filter(|n| (0.0..9e15).contains(n)).map(|n| n as u64);
+        if let Some(scale) = number("cur_scale") {
+            // DeepSpeed stores the iteration of the last overflow (-1 before any), and changes the
+            // scale after every `scale_window` steps
+            let since = number("cur_iter")? - number("last_overflow_iter")? - 1.0;
+            let window = count("scale_window").filter(|w| *w > 0)?;
+            return Some(LossScale { scale, steps: since.clamp(0.0, 9e15) as u64 % window });
+        }
+        Some(LossScale { scale: number("scale")?, steps: count("_growth_tracker").or(count("steps"))? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn loss_scales_of_every_program_are_read() {
+        let parse =
+            |loss_scaler: Value| TrainingState { loss_scaler, ..TrainingState::default() }.parse_loss_scale();
+        let deepspeed = |iter: i64, overflow: i64| {
+            parse(
+                json!({"cur_scale": 256.0, "cur_iter": iter, "last_overflow_iter": overflow, "scale_window": 4, "dynamic": true}),
+            )
+        };
+        assert_eq!(deepspeed(3, -1), Some(LossScale { scale: 256.0, steps: 3 }));
+        assert_eq!(deepspeed(9, 2), Some(LossScale { scale: 256.0, steps: 2 }));
+        let torch = json!({"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7});
+        assert_eq!(parse(torch), Some(LossScale { scale: 65536.0, steps: 7 }));
+        assert_eq!(
+            parse(json!({"scale": 8.0, "steps": 1, "skipped": 3})),
+            Some(LossScale { scale: 8.0, steps: 1 })
+        );
+        for none in [Value::Null, json!({"cur_scale": 128.0, "dynamic": false}), json!({"scale": "much"})] {
+            assert_eq!(parse(none.clone()), None, "{none}");
+        }
+    }
+}

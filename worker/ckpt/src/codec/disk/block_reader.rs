@@ -1,0 +1,187 @@
+//! Reads blocks of files in order. A thread reads ahead while the caller verifies and uses the
+//! previous blocks.
+use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
+use super::directory::Directory;
+use super::units::{ALIGN, BLOCK, WINDOW};
+use crate::error::{CkptError, DamageReason, Result};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::mpsc::sync_channel;
+
+/// Number of blocks per window, the unit of one read.
+const WINDOW_BLOCKS: u64 = (WINDOW / BLOCK) as u64;
+
+/// An open file that is read in whole blocks.
+pub(crate) struct BlockReader {
+    file: File,
+    directory: PathBuf,
+    name: String,
+    /// True while the file is read with O_DIRECT.
+    direct: bool,
+    size: u64,
+}
+
+impl BlockReader {
+    /// Opens the file `name`, with O_DIRECT if the file system supports it.
+    pub(crate) fn open(directory: &Directory, name: &str) -> Result<BlockReader> {
+        let (file, size, direct) = match directory.open_file(name, OFlag::O_DIRECT) {
+            Ok((file, size)) => (file, size, true),
+            Err(CkptError::Io { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
+                let (file, size) = directory.open_file(name, OFlag::empty())?;
+                (file, size, false)
+            }
+            Err(e) => return Err(e),
+        };
+        Ok(BlockReader { file, directory: directory.path().to_owned(), name: name.to_owned(), direct, size })
+    }
+
+    /// Returns the size in bytes that the file had when it was opened.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Reads the byte range `bytes` of the file into the beginning of `window`. The range must
+    /// begin at a block boundary.
+    ///
+    /// # Errors
+    /// Fails with [`DamageReason::Truncated`] if the file ends within the range.
+    fn read_blocks(&mut self, bytes: Range<u64>, window: &mut [u8]) -> Result<()> {
+        match self.fill_window(bytes, window) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(CkptError::damaged(&self.directory, &self.name, DamageReason::Truncated))
+            }
+            other => other.map_err(CkptError::io("read", &self.directory.join(&self.name))),
+        }
+    }
+
+    /// Reads the byte range `bytes` of the file into the beginning of `window`. Turns O_DIRECT off
+    /// if the file system rejects a direct read.
+    fn fill_window(&mut self, bytes: Range<u64>, window: &mut [u8]) -> io::Result<()> {
+        let len = (bytes.end - bytes.start) as usize;
+        let mut done = 0;
+        while done < len {
+            let end = if self.direct { len.next_multiple_of(ALIGN) } else { len };
+            match self.file.read_at(&mut window[done..end], bytes.start + done as u64) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if self.direct && e.raw_os_error() == Some(libc::EINVAL) => {
+                    let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
+                    fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
+                    self.direct = false;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A request to read consecutive blocks of one file.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockRequest {
+    /// Index of the file, which [`stream_windows`] passes to its argument `open`.
+    pub(crate) file: usize,
+    /// Expected size of the file in bytes. The last block may be shorter than the others.
+    pub(crate) size: u64,
+    /// Range of the indices of the requested blocks in the file.
+    pub(crate) blocks: Range<u64>,
+}
+
+impl BlockRequest {
+    /// Splits the request into requests of at most one window each.
+    fn split_into_windows(&self) -> impl Iterator<Item = BlockRequest> + '_ {
+        self.blocks
+            .clone()
+            .step_by(WINDOW_BLOCKS as usize)
+            .map(|b| BlockRequest { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
+    }
+
+    /// Returns the byte range of the requested blocks in the file. If the last block would reach
+    /// beyond the expected size of the file, the range ends at that size.
+    fn byte_range(&self) -> Range<u64> {
+        let block = BLOCK as u64;
+        self.blocks.start * block..(self.blocks.end * block).min(self.size)
+    }
+}
+
+/// A request for one window, with the bytes of the blocks that were read or with the read error.
+pub(crate) type WindowResult<'a> = (BlockRequest, std::result::Result<&'a [u8], &'a CkptError>);
+
+/// Reads the blocks of all requests in order, and calls `sink` once per window with the blocks of
+/// the window. `open(i)` must open the file with index `i`, and is called only if the previous
+/// request was for another file. A thread reads the next window while `sink` runs.
+///
+/// # Errors
+/// Fails at the first error that `sink` returns, or if memory for a window cannot be allocated.
+/// Read errors are passed to `sink`, which decides whether to stop.
+pub(crate) fn stream_windows(
+    buffers: &DiskBufferPool,
+    jobs: &[BlockRequest],
+    open: impl Fn(usize) -> Result<BlockReader> + Send,
+    mut sink: impl FnMut(WindowResult<'_>) -> Result<()>,
+) -> Result<()> {
+    let mut reader = WindowReader { open, current: None };
+    let memory =
+        |e| CkptError::Io { action: "allocate memory to read", path: "a checkpoint".into(), source: e };
+    let mut windows = jobs.iter().flat_map(BlockRequest::split_into_windows).peekable();
+    let Some(first) = windows.next() else { return Ok(()) };
+    if windows.peek().is_none() {
+        let mut buffer = buffers.take().map_err(memory)?;
+        let read = reader.read_request(&first, &mut buffer);
+        let len = (first.byte_range().end - first.byte_range().start) as usize;
+        let result = sink((first, read.as_ref().map(|()| &buffer[..len])));
+        buffers.give_back(buffer);
+        return result;
+    }
+    std::thread::scope(|scope| {
+        let (full, inbox) = sync_channel::<(BlockRequest, io::Result<AlignedBuffer>, Result<()>)>(1);
+        let ahead = std::iter::once(first).chain(windows);
+        scope.spawn(move || {
+            for job in ahead {
+                let (buffer, read) = match buffers.take() {
+                    Ok(mut buffer) => {
+                        let read = reader.read_request(&job, &mut buffer);
+                        (Ok(buffer), read)
+                    }
+                    Err(e) => (Err(e), Ok(())),
+                };
+                if full.send((job, buffer, read)).is_err() {
+                    return;
+                }
+            }
+        });
+        for (job, buffer, read) in inbox {
+            let buffer = buffer.map_err(memory)?;
+            let len = (job.byte_range().end - job.byte_range().start) as usize;
+            let result = sink((job, read.as_ref().map(|()| &buffer[..len])));
+            buffers.give_back(buffer);
+            result?;
+        }
+        Ok(())
+    })
+}
+
+/// Reads windows, and keeps the file of the last request open.
+struct WindowReader<F> {
+    open: F,
+    current: Option<(usize, BlockReader)>,
+}
+
+impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
+    /// Reads the blocks of `job` into the beginning of `window`. Opens the file first if the
+    /// previous request was for another file.
+    fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
+        if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
+            self.current = Some((job.file, (self.open)(job.file)?));
+        }
+        match &mut self.current {
+            Some((_, file)) => file.read_blocks(job.byte_range(), window),
+            None => Ok(()),
+        }
+    }
+}

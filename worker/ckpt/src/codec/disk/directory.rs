@@ -1,0 +1,343 @@
+//! Creates, locks, syncs and removes directories, and opens files in them without following
+//! symbolic links.
+use crate::error::{CkptError, DamageReason, Diagnosis, MissingPart, Result};
+use crate::fault_points;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
+use nix::unistd::syncfs;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// Returns true if the path exists, even as a dangling symbolic link.
+pub(crate) fn exists(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+/// Creates a directory in an existing parent directory. The new entry is not durable yet.
+///
+/// # Errors
+/// Fails if the path exists or the parent does not.
+pub(crate) fn make_dir(path: &Path) -> Result<()> {
+    fault_points::run_between_points("mkdir", || fs::create_dir(path))
+        .map_err(CkptError::io("create directory", path))
+}
+
+/// Creates a directory and its missing parents, and makes their entries durable. Does nothing if
+/// the directory exists.
+pub(crate) fn make_dirs(path: &Path) -> Result<()> {
+    match fs::metadata(path) {
+        Ok(m) if m.is_dir() => return Ok(()),
+        Ok(_) => return Err(CkptError::io("create directory", path)(io::ErrorKind::NotADirectory.into())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(CkptError::io("create directory", path)(e)),
+    }
+    let parent = parent_dir(path);
+    make_dirs(&parent)?;
+    match make_dir(path) {
+        // another rank or job created the directory first
+        Err(CkptError::Io { source, .. })
+            if source.kind() == io::ErrorKind::AlreadyExists && path.is_dir() =>
+        {
+            Ok(())
+        }
+        Err(e) => Err(e),
+        Ok(()) => sync_dir(&parent),
+    }
+}
+
+/// Returns the parent directory of a path: `.` for a bare file name, and the path itself for `/`.
+pub(crate) fn parent_dir(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p.to_owned(),
+        Some(_) => PathBuf::from("."),
+        None => path.to_owned(),
+    }
+}
+
+/// Syncs a directory, which makes its entries (created, renamed and removed names) durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    fault_points::run_between_points("fsync directory", || dir.sync_all())
+        .map_err(CkptError::io("fsync directory", path))
+}
+
+/// Syncs the whole file system of the directory `path`, which makes every file written there
+/// durable.
+pub(crate) fn sync_file_system(path: &Path) -> Result<()> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    fault_points::run_between_points("sync file system", || syncfs(&dir))
+        .map_err(CkptError::errno("sync the file system of", path))
+}
+
+/// Removes a file. Does nothing if the file does not exist.
+pub(crate) fn unlink(path: &Path) -> Result<()> {
+    match fault_points::run_between_points("unlink", || fs::remove_file(path)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a directory with everything in it, without following symbolic links. Does nothing if the
+/// directory does not exist.
+pub(crate) fn remove_tree(path: &Path) -> Result<()> {
+    let entries = match fs::read_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other.map_err(CkptError::io("list", path))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(CkptError::io("list", path))?;
+        let kind = entry.file_type().map_err(CkptError::io("stat", &entry.path()))?;
+        match kind.is_dir() {
+            true => remove_tree(&entry.path())?,
+            false => unlink(&entry.path())?,
+        }
+    }
+    match fault_points::run_between_points("rmdir", || fs::remove_dir(path)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(CkptError::io("remove directory", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Queries the bytes that are free for this user on the file system of `path`.
+fn query_free_bytes(path: &Path) -> Result<u64> {
+    let v = nix::sys::statvfs::statvfs(path).map_err(CkptError::errno("query the free space of", path))?;
+    Ok((v.blocks_available() as u64).saturating_mul(v.fragment_size() as u64))
+}
+
+/// Fails with [`CkptError::InsufficientSpace`] if the file system of `path` has fewer than `needed`
+/// bytes free for this user.
+pub(crate) fn require_free_bytes(path: &Path, needed: u64) -> Result<()> {
+    let free = query_free_bytes(path)?;
+    match needed > free {
+        true => Err(CkptError::InsufficientSpace { path: path.to_owned(), needed, free }),
+        false => Ok(()),
+    }
+}
+
+/// The exclusive lock of a directory, held until this value is dropped.
+pub(crate) struct DirLock {
+    /// `None` if the file system does not support locks.
+    _lock: Option<Flock<File>>,
+}
+
+/// Locks a directory exclusively, without waiting.
+///
+/// # Errors
+/// Fails with [`CkptError::DirectoryBusy`] if another process holds the lock. On file systems
+/// without locks for directories, the call succeeds and nothing is locked.
+pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
+    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(DirLock { _lock: Some(lock) }),
+        Err((_, Errno::EWOULDBLOCK)) => Err(CkptError::DirectoryBusy { path: path.to_owned() }),
+        // some network file systems do not support locks on directories
+        Err(_) => Ok(DirLock { _lock: None }),
+    }
+}
+
+/// An open directory, whose files are accessed by relative name. Symbolic links are rejected.
+pub(crate) struct Directory {
+    fd: File,
+    path: PathBuf,
+}
+
+impl Directory {
+    /// Opens the directory at `path`. Symbolic links in `path` are followed, unlike symbolic links
+    /// inside of the directory.
+    ///
+    /// # Errors
+    /// Fails if the path does not exist or is not a directory.
+    pub(crate) fn open(path: &Path) -> Result<Directory> {
+        let fd = File::open(path).map_err(CkptError::io("open", path))?;
+        if !fd.metadata().map_err(CkptError::io("stat", path))?.is_dir() {
+            return Err(CkptError::not_a_checkpoint(path, Diagnosis::NotADirectory));
+        }
+        Ok(Directory { fd, path: path.to_owned() })
+    }
+
+    /// Returns the path that was given to [`Directory::open`].
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the size of a regular file in bytes, or `None` if no entry of this name exists.
+    ///
+    /// # Errors
+    /// Fails if the entry is not a regular file, or the name points outside of the directory.
+    pub(crate) fn file_size(&self, name: &str) -> Result<Option<u64>> {
+        match self.stat_entry(name)? {
+            None => Ok(None),
+            Some(st) => {
+                self.require_regular_file(name, st.st_mode)?;
+                Ok(Some(st.st_size.max(0) as u64))
+            }
+        }
+    }
+
+    /// Returns true if the entry `name` is a directory, and false if it is a symbolic link to a
+    /// directory or does not exist.
+    pub(crate) fn has_directory(&self, name: &str) -> Result<bool> {
+        let mode = self.stat_entry(name)?.map_or(0, |st| st.st_mode);
+        Ok(SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFDIR)
+    }
+
+    /// Returns true if an entry `name` exists, even as a symbolic link.
+    pub(crate) fn has_entry(&self, name: &str) -> Result<bool> {
+        Ok(self.stat_entry(name)?.is_some())
+    }
+
+    /// Queries the metadata of the entry `name` without following a symbolic link. Returns
+    /// `None` if the entry or a directory of its path does not exist.
+    fn stat_entry(&self, name: &str) -> Result<Option<FileStat>> {
+        let found = match self.open_parent(name)? {
+            Some((inner, last)) => {
+                let fd = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+                fstatat(fd, last, AtFlags::AT_SYMLINK_NOFOLLOW)
+            }
+            None => return Ok(None),
+        };
+        match found {
+            Err(Errno::ENOENT) => Ok(None),
+            other => other.map(Some).map_err(CkptError::errno("stat", &self.path.join(name))),
+        }
+    }
+
+    /// Opens the subdirectory that contains the last component of the relative path `name`. Returns
+    /// this subdirectory (an inner `None` stands for `self`) and the last component. Returns `None`
+    /// if a subdirectory does not exist.
+    ///
+    /// # Errors
+    /// Fails if a component is a symbolic link or not a directory, or the path points outside of
+    /// `self`.
+    fn open_parent<'n>(&self, name: &'n str) -> Result<Option<(Option<OwnedFd>, &'n str)>> {
+        let outside = || CkptError::damaged(&self.path, name, DamageReason::OutsideDirectory);
+        if name.starts_with('/') || name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(outside());
+        }
+        let Some((parents, last)) = name.rsplit_once('/') else { return Ok(Some((None, name))) };
+        let mut inner: Option<OwnedFd> = None;
+        for part in parents.split('/') {
+            let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+            inner = Some(match openat(at, part, flags, Mode::empty()) {
+                Err(Errno::ENOENT) => return Ok(None),
+                Err(Errno::ELOOP | Errno::ENOTDIR) => {
+                    let reason = DamageReason::NotADirectory { component: part.to_owned() };
+                    return Err(CkptError::damaged(&self.path, name, reason));
+                }
+                other => other.map_err(CkptError::errno("open", &self.path.join(name)))?,
+            });
+        }
+        Ok(Some((inner, last)))
+    }
+
+    /// Fails with [`DamageReason::NotRegularFile`] if `mode`, the file mode of the entry `name`, is
+    /// not that of a regular file.
+    fn require_regular_file(&self, name: &str, mode: u32) -> Result<()> {
+        if SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG {
+            return Ok(());
+        }
+        Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile))
+    }
+
+    /// Opens a regular file for reading, with the flags `extra` added. Returns the file and its
+    /// size in bytes.
+    ///
+    /// # Errors
+    /// Fails if the file is missing, is not a regular file (symbolic links are not followed), or
+    /// cannot be opened.
+    pub(crate) fn open_file(&self, name: &str, extra: OFlag) -> Result<(File, u64)> {
+        // O_NONBLOCK, since opening a FIFO that has the name of a file must not block
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | extra;
+        let path = self.path.join(name);
+        let missing = || CkptError::missing(&self.path, MissingPart::File(name.to_owned()));
+        let Some((inner, last)) = self.open_parent(name)? else { return Err(missing()) };
+        let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+        let fd = match openat(at, last, flags, Mode::empty()) {
+            Err(Errno::ENOENT) => return Err(missing()),
+            Err(Errno::ELOOP) => {
+                return Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile));
+            }
+            other => other.map_err(CkptError::errno("open", &path))?,
+        };
+        let st = fstat(&fd).map_err(CkptError::errno("stat", &path))?;
+        self.require_regular_file(name, st.st_mode)?;
+        Ok((File::from(fd), st.st_size.max(0) as u64))
+    }
+
+    /// Reads a whole file into memory.
+    ///
+    /// # Errors
+    /// Fails if the file is missing, has more than `cap` bytes, or changes during the read.
+    pub(crate) fn read_file(&self, name: &str, cap: u64) -> Result<Vec<u8>> {
+        let (file, size) = self.open_file(name, OFlag::empty())?;
+        if size > cap {
+            let reason = DamageReason::TooLarge { found: size, limit: cap };
+            return Err(CkptError::damaged(&self.path, name, reason));
+        }
+        let mut content = Vec::with_capacity(size as usize);
+        // one byte more than the size detects a file that grows during the read
+        let read = file.take(size + 1).read_to_end(&mut content);
+        read.map_err(CkptError::io("read", &self.path.join(name)))?;
+        if content.len() as u64 != size {
+            return Err(CkptError::damaged(&self.path, name, DamageReason::Changed));
+        }
+        Ok(content)
+    }
+
+    /// Lists the names of the entries of the subdirectory `name`, sorted.
+    ///
+    /// # Errors
+    /// Fails if the subdirectory does not exist, is not a directory, or cannot be read.
+    pub(crate) fn list_subdirectory(&self, name: &str) -> Result<Vec<String>> {
+        match self.has_directory(name)? {
+            true => Directory::open(&self.path.join(name))?.list_names(),
+            false => {
+                let reason = DamageReason::NotADirectory { component: name.to_owned() };
+                Err(CkptError::damaged(&self.path, name, reason))
+            }
+        }
+    }
+
+    /// Lists the names of the directory's entries, sorted.
+    pub(crate) fn list_names(&self) -> Result<Vec<String>> {
+        let entries = fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(CkptError::io("list", &self.path))?;
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Lists the names of the subdirectories for which `parse_number` returns a number, lowest
+    /// number first.
+    pub(crate) fn list_numbered_directories(
+        &self,
+        parse_number: impl Fn(&str) -> Option<u64>,
+    ) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        for name in self.list_names()? {
+            if let Some(number) = parse_number(&name)
+                && self.has_directory(&name)?
+            {
+                found.push((number, name));
+            }
+        }
+        found.sort();
+        Ok(found.into_iter().map(|(_, name)| name).collect())
+    }
+}
+
+/// Returns true for a valid name of a visible file: no directories, no leading dot, no control
+/// characters, at most 255 bytes.
+pub(crate) fn is_plain_file_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= 255
+        && !name.starts_with('.')
+        && !name.chars().any(|c| c == '/' || c == '\\' || c.is_control())
+}

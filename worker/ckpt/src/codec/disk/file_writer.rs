@@ -1,0 +1,376 @@
+//! [`FileWriter`]: writes a new file in large aligned windows. A thread writes a window while the
+//! caller fills and hashes the next window.
+use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
+use super::units::{ALIGN, BLOCK};
+use crate::error::{CkptError, Result};
+use crate::fault_points;
+use crate::hash::Hash;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+/// Whether writes use the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IoMode {
+    /// Writes with O_DIRECT, which bypasses the page cache, if the file system supports it.
+    Direct,
+    /// Writes through the page cache. Small files use this mode.
+    Buffered,
+}
+
+/// Windows in memory per file: one is filled, one waits, one is written.
+const WINDOWS_PER_FILE: usize = 3;
+/// Bytes per window when many files are written simultaneously. Windows of this size are only a
+/// little slower than windows of [`super::WINDOW`] bytes, and need a quarter of the memory.
+pub(crate) const SMALL_WINDOW: usize = 2 << 20;
+
+/// A file to which windows are appended.
+struct OutputFile {
+    file: File,
+    /// True while the file is written with O_DIRECT.
+    direct: bool,
+    /// Bytes written so far, including the padding of the last window.
+    at: u64,
+}
+
+impl OutputFile {
+    /// Creates a file. Falls back to writes through the page cache if the file system does not
+    /// support O_DIRECT.
+    ///
+    /// # Errors
+    /// Fails if the path exists.
+    fn create(path: &std::path::Path, io_mode: IoMode) -> io::Result<OutputFile> {
+        let open = |flags: OFlag| {
+            OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .custom_flags((OFlag::O_NOFOLLOW | flags).bits())
+                .open(path)
+        };
+        if io_mode == IoMode::Direct {
+            match fault_points::run_between_points("create", || open(OFlag::O_DIRECT)) {
+                Ok(file) => return Ok(OutputFile { file, direct: true, at: 0 }),
+                // the file system does not support O_DIRECT, but may have created the file
+                // nevertheless
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => drop(std::fs::remove_file(path)),
+                Err(e) => return Err(e),
+            }
+        }
+        let file = fault_points::run_between_points("create", || open(OFlag::empty()))?;
+        Ok(OutputFile { file, direct: false, at: 0 })
+    }
+
+    /// Appends the first `len` bytes of `window` to the file. With O_DIRECT, pads the bytes with
+    /// zeros to a multiple of [`ALIGN`]. Only for the last window of a file may `len` differ from a
+    /// multiple of [`ALIGN`].
+    fn append_window(&mut self, window: &mut [u8], len: usize) -> io::Result<()> {
+        let padded = len.next_multiple_of(ALIGN);
+        window[len..padded].fill(0);
+        let mut done = 0;
+        loop {
+            let end = if self.direct { padded } else { len };
+            if done >= end {
+                self.at += end as u64;
+                return Ok(());
+            }
+            match fault_points::run_between_points("write", || {
+                self.file.write_at(&window[done..end], self.at + done as u64)
+            }) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if self.direct && e.raw_os_error() == Some(libc::EINVAL) => {
+                    self.disable_direct_io()?
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Turns O_DIRECT off for the rest of the file. Some file systems accept the flag when the file
+    /// is opened, but reject a direct write.
+    fn disable_direct_io(&mut self) -> io::Result<()> {
+        let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
+        fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
+        self.direct = false;
+        Ok(())
+    }
+
+    /// Truncates the file to `len` bytes, which removes the padding. With `sync`, makes the content
+    /// durable.
+    fn finish(self, len: u64, sync: bool) -> io::Result<()> {
+        if self.at > len {
+            fault_points::run_between_points("truncate", || self.file.set_len(len))?;
+        }
+        match sync {
+            true => fault_points::run_between_points("fsync file", || self.file.sync_all()),
+            false => Ok(()),
+        }
+    }
+}
+
+/// How a [`FileWriter`] writes its windows: on the calling thread, or on a separate one.
+enum WindowWriter {
+    /// The calling thread writes. Used for files of up to one window.
+    Inline(OutputFile),
+    /// A separate thread writes. Used for files of more than one window.
+    Thread {
+        /// Sends filled windows, each with its number of bytes, to the thread.
+        full: SyncSender<(AlignedBuffer, usize)>,
+        /// Receives written windows back from the thread.
+        empty: Receiver<AlignedBuffer>,
+        /// The thread, which returns the file or the first write error.
+        thread: JoinHandle<io::Result<OutputFile>>,
+    },
+    /// Writing has failed or finished, and no further windows are accepted.
+    Closed,
+}
+
+/// Writes one new file. No byte is durable before [`FileWriter::finish`].
+pub(crate) struct FileWriter {
+    path: PathBuf,
+    writer: WindowWriter,
+    /// The window that is being filled.
+    window: AlignedBuffer,
+    /// Number of bytes of `window` that are filled.
+    filled: usize,
+    buffers: DiskBufferPool,
+    /// Windows taken from `buffers`, at most [`WINDOWS_PER_FILE`].
+    taken: usize,
+    /// Bytes given to [`FileWriter::write`] so far.
+    len: u64,
+    /// The BLAKE3 hash of each [`BLOCK`] so far; `None` if hashes were not requested.
+    hashes: Option<Vec<Hash>>,
+}
+
+impl FileWriter {
+    /// Creates a file. With `hashed`, a BLAKE3 hash of each block is computed.
+    ///
+    /// # Errors
+    /// Fails if the path exists.
+    pub(crate) fn create(path: PathBuf, io_mode: IoMode, hashed: bool) -> Result<FileWriter> {
+        FileWriter::with_buffers(path, io_mode, hashed, DiskBufferPool::default())
+    }
+
+    /// Creates a file as [`FileWriter::create`] does, with windows that are taken from the pool
+    /// `buffers` and returned there.
+    pub(crate) fn with_buffers(
+        path: PathBuf,
+        io_mode: IoMode,
+        hashed: bool,
+        buffers: DiskBufferPool,
+    ) -> Result<FileWriter> {
+        let output = OutputFile::create(&path, io_mode).map_err(CkptError::io("create", &path))?;
+        let window = buffers.take().map_err(CkptError::io("allocate memory to write", &path))?;
+        let hashes = hashed.then(Vec::new);
+        Ok(FileWriter {
+            path,
+            writer: WindowWriter::Inline(output),
+            window,
+            filled: 0,
+            buffers,
+            taken: 1,
+            len: 0,
+            hashes,
+        })
+    }
+
+    /// Appends bytes to the file. The bytes are collected in a window and written when the window
+    /// is full, so an error may concern bytes of an earlier call.
+    pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
+        self.len += bytes.len() as u64;
+        while !bytes.is_empty() {
+            if self.filled == self.window.len() {
+                self.send_window().map_err(CkptError::io("write", &self.path))?;
+            }
+            // copied block by block, so that each block is hashed while it is in the CPU cache
+            let n = (BLOCK - self.filled % BLOCK).min(bytes.len());
+            self.window[self.filled..self.filled + n].copy_from_slice(&bytes[..n]);
+            self.filled += n;
+            bytes = &bytes[n..];
+            if self.filled.is_multiple_of(BLOCK) {
+                self.hash_block(BLOCK);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records the hash of the last `n` bytes that were copied to the window. Does nothing if
+    /// hashes were not requested.
+    fn hash_block(&mut self, n: usize) {
+        if let Some(hashes) = &mut self.hashes {
+            hashes.push(Hash::digest(&self.window[self.filled - n..self.filled]));
+        }
+    }
+
+    /// Passes the filled window to the writing thread, and continues with an empty one. Starts the
+    /// thread at the first call. Blocks while all other windows wait to be written.
+    fn send_window(&mut self) -> io::Result<()> {
+        if let WindowWriter::Inline(_) = self.writer
+            && let WindowWriter::Inline(output) = std::mem::replace(&mut self.writer, WindowWriter::Closed)
+        {
+            self.writer = spawn_writer_thread(output)?;
+        }
+        let WindowWriter::Thread { full, empty, .. } = &self.writer else {
+            return Err(io::Error::other("an earlier write failed"));
+        };
+        let next = match self.taken < WINDOWS_PER_FILE {
+            true => self.buffers.take().map(Some)?,
+            false => empty.recv().ok(),
+        };
+        self.taken = (self.taken + 1).min(WINDOWS_PER_FILE);
+        let filled = std::mem::take(&mut self.filled);
+        if let Some(next) = next
+            && full.send((std::mem::replace(&mut self.window, next), filled)).is_ok()
+        {
+            return Ok(());
+        }
+        Err(self
+            .wait_for_writes()
+            .err()
+            .unwrap_or_else(|| io::Error::other("the writing thread ended early")))
+    }
+
+    /// Waits until the writing thread has written all sent windows and has ended. Returns the file.
+    fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
+        match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
+            WindowWriter::Inline(output) => Ok(output),
+            WindowWriter::Thread { full, empty, thread } => {
+                drop(full);
+                let done = thread.join();
+                empty.try_iter().for_each(|window| self.buffers.give_back(window));
+                done.unwrap_or_else(|_| Err(io::Error::other("the writing thread panicked")))
+            }
+            WindowWriter::Closed => Err(io::Error::other("an earlier write failed")),
+        }
+    }
+
+    /// Writes the remaining bytes and makes the file durable. Returns the size in bytes, and the
+    /// hash of each block. The list of hashes is empty if hashes were not requested.
+    pub(crate) fn finish(self) -> Result<(u64, Vec<Hash>)> {
+        self.finish_file(true)
+    }
+
+    /// Writes the remaining bytes without making the file durable, and returns the size in bytes.
+    /// After many files were written, one call of [`super::sync_file_system`] makes all of them
+    /// durable.
+    pub(crate) fn finish_unsynced(self) -> Result<u64> {
+        Ok(self.finish_file(false)?.0)
+    }
+
+    /// Writes the remaining bytes, returns the window to the pool and, with `sync`, makes the file
+    /// durable.
+    fn finish_file(mut self, sync: bool) -> Result<(u64, Vec<Hash>)> {
+        if !self.filled.is_multiple_of(BLOCK) {
+            self.hash_block(self.filled % BLOCK);
+        }
+        let done = self.wait_for_writes().and_then(|mut output| {
+            output.append_window(&mut self.window, self.filled)?;
+            output.finish(self.len, sync)
+        });
+        done.map_err(CkptError::io("write", &self.path))?;
+        self.buffers.give_back(self.window);
+        Ok((self.len, self.hashes.take().unwrap_or_default()))
+    }
+}
+
+/// Starts a thread that appends every window it receives to `output` and sends the window back for
+/// reuse.
+fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
+    let (full, inbox) = sync_channel::<(AlignedBuffer, usize)>(WINDOWS_PER_FILE);
+    let (outbox, empty) = sync_channel(WINDOWS_PER_FILE);
+    let write = move || {
+        for (mut window, len) in inbox {
+            output.append_window(&mut window, len)?;
+            // the `FileWriter` closes the receiver only when it needs no more windows
+            let _ = outbox.send(window);
+        }
+        Ok(output)
+    };
+    let thread = std::thread::Builder::new().name("ckpt-write".into()).spawn(write)?;
+    Ok(WindowWriter::Thread { full, empty, thread })
+}
+
+/// Writes a small file durably, through the page cache. Returns its size in bytes.
+///
+/// # Errors
+/// Fails if the path exists or a write fails.
+pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
+    let mut file = FileWriter::create(path, IoMode::Buffered, false)?;
+    file.write(content)?;
+    Ok(file.finish()?.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::disk::units::WINDOW;
+
+    /// Writes a file of `len` bytes in pieces of different sizes, with windows of `window` bytes.
+    /// Asserts that the file's content equals the bytes, and each returned hash its block's hash.
+    fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
+        let bytes: Vec<u8> =
+            (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
+        let path = dir.join(format!("{io_mode:?}-{window}-{len}"));
+        let mut writer =
+            FileWriter::with_buffers(path.clone(), io_mode, true, DiskBufferPool::with_size(window))
+                .expect("made");
+        let (mut rest, mut n) = (bytes.as_slice(), 1);
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(n.min(rest.len()));
+            writer.write(now).expect("written");
+            (rest, n) = (later, n * 3 + 1);
+        }
+        let (written, hashes) = writer.finish().expect("finished");
+        assert_eq!(written, len as u64);
+        assert!(std::fs::read(path).expect("read") == bytes, "{io_mode:?}, {len} bytes");
+        assert_eq!(hashes, bytes.chunks(BLOCK).map(Hash::digest).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn files_of_every_length_are_written_with_direct_and_buffered_io() {
+        // on a disk and in tmpfs, since not every file system supports O_DIRECT
+        let dirs = [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())];
+        for dir in dirs {
+            let dir = dir.expect("a directory");
+            for io_mode in [IoMode::Direct, IoMode::Buffered] {
+                for window in [SMALL_WINDOW, WINDOW] {
+                    for len in
+                        [0, 1, 4095, 4096, BLOCK - 1, BLOCK, window, window + 1, 4 * window + BLOCK + 5]
+                    {
+                        assert_written_file(dir.path(), io_mode, window, len);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn writing_continues_when_direct_writes_are_disabled() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        let mut output = OutputFile::create(&path, IoMode::Direct).expect("made");
+        let mut window = vec![0; WINDOW];
+        window.fill(7);
+        output.append_window(&mut window, WINDOW).expect("written");
+        output.disable_direct_io().expect("left");
+        output.append_window(&mut window, 4099).expect("written");
+        output.finish(WINDOW as u64 + 4099, true).expect("durable");
+        assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW + 4099]);
+    }
+
+    #[test]
+    fn creating_an_existing_file_fails_and_leaves_it_unchanged() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("file");
+        std::fs::write(&path, "other").expect("written");
+        for io_mode in [IoMode::Direct, IoMode::Buffered] {
+            assert!(FileWriter::create(path.clone(), io_mode, false).is_err());
+        }
+        assert_eq!(std::fs::read(&path).expect("read"), b"other");
+    }
+}

@@ -1,0 +1,348 @@
+//! [`PickleTree`]: the values of a pickle.
+use crate::error::PickleError;
+use crate::format_constants::PICKLE_DEPTH_MAX;
+use serde_json::{Map, Number, Value as Json};
+
+/// Limit on the number of values that one pickle may push to the stack.
+pub(crate) const VALUES_MAX: usize = 8 << 20;
+/// Limit on the entries of the memo, in which a pickle stores values that it uses again.
+pub(crate) const MEMO_MAX: usize = 4 << 20;
+/// Limit on the number of values that one conversion to JSON includes.
+const JSON_MAX: usize = 100_000;
+
+/// Index of a [`PickleNode`] in its [`PickleTree`].
+pub(crate) type NodeIndex = u32;
+
+/// A value of a pickle. A value that does not fit into a machine word refers to a [`PickleNode`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum PickleValue {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Node(NodeIndex),
+}
+
+/// A value of a pickle that does not fit into a machine word.
+#[derive(Debug)]
+pub(crate) enum PickleNode {
+    Str(Box<str>),
+    /// A byte string, whose content is dropped.
+    Bytes,
+    /// An integer beyond 64 bits, whose value is dropped.
+    BigInt,
+    List(Vec<PickleValue>),
+    Tuple(Vec<PickleValue>),
+    Dict(Vec<(PickleValue, PickleValue)>),
+    Set(Vec<PickleValue>),
+    /// A class or function, as `module.name`.
+    Global(&'static str),
+    /// The result of calling a class or function. The call is only recorded, never made.
+    Object {
+        class: &'static str,
+        args: PickleValue,
+        state: PickleValue,
+    },
+    /// A reference to data outside of the pickle: in torch files, to a storage.
+    Persistent(PickleValue),
+}
+
+/// All values of one pickle, whose nodes refer to each other by index.
+#[derive(Debug)]
+pub(crate) struct PickleTree {
+    pub(super) nodes: Vec<PickleNode>,
+    pub(super) root: PickleValue,
+}
+
+impl PickleTree {
+    /// Returns a view of the value that was pickled, which contains all other values.
+    pub(crate) fn root_value(&self) -> PickleView<'_> {
+        PickleView { tree: self, value: self.root }
+    }
+
+    /// Iterates over the ids by which the pickle refers to data outside of the pickle.
+    pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = PickleView<'_>> {
+        self.nodes.iter().filter_map(|node| match node {
+            PickleNode::Persistent(value) => Some(PickleView { tree: self, value: *value }),
+            _ => None,
+        })
+    }
+
+    /// Fails if a value contains itself, or values are nested deeper than [`PICKLE_DEPTH_MAX`]
+    /// levels.
+    pub(super) fn check_nesting(&self) -> Result<(), PickleError> {
+        /// Marks a node that was not visited yet, in place of its height.
+        const UNVISITED: u32 = 0;
+        /// Marks a node on the path from the root to the current node, in place of its height.
+        const ON_PATH: u32 = u32::MAX;
+        let mut heights = vec![UNVISITED; self.nodes.len()];
+        let PickleValue::Node(root) = self.root else { return Ok(()) };
+        let mut path: Vec<(NodeIndex, usize)> = vec![(root, 0)];
+        heights[root as usize] = ON_PATH;
+        while let Some((id, next)) = path.last_mut() {
+            let id = *id;
+            if let Some(child) = self.nodes[id as usize].child(*next) {
+                *next += 1;
+                if let PickleValue::Node(child) = child {
+                    match heights[child as usize] {
+                        ON_PATH => return Err(PickleError::Cycle),
+                        UNVISITED if path.len() as u32 >= PICKLE_DEPTH_MAX => {
+                            return Err(PickleError::TooDeep);
+                        }
+                        UNVISITED => {
+                            heights[child as usize] = ON_PATH;
+                            path.push((child, 0));
+                        }
+                        height if path.len() as u32 + height > PICKLE_DEPTH_MAX => {
+                            return Err(PickleError::TooDeep);
+                        }
+                        _ => {}
+                    }
+                }
+                continue;
+            }
+            path.pop();
+            let height = |v| match v {
+                PickleValue::Node(n) => heights[n as usize],
+                _ => 0,
+            };
+            let children = (0..).map_while(|i| self.nodes[id as usize].child(i));
+            heights[id as usize] = 1 + children.map(height).max().unwrap_or(0);
+        }
+        Ok(())
+    }
+}
+
+impl PickleNode {
+    /// Returns the `i`-th child value in a fixed order, or `None` if the node has fewer children.
+    fn child(&self, i: usize) -> Option<PickleValue> {
+        match self {
+            PickleNode::Str(_) | PickleNode::Bytes | PickleNode::BigInt | PickleNode::Global(_) => None,
+            PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v) => v.get(i).copied(),
+            PickleNode::Dict(v) => v.get(i / 2).map(|&(key, value)| if i & 1 == 0 { key } else { value }),
+            PickleNode::Object { args, state, .. } => [*args, *state].get(i).copied(),
+            PickleNode::Persistent(v) => (i == 0).then_some(*v),
+        }
+    }
+}
+
+/// A value together with its tree. Accessors return `None` if the value has another type.
+#[derive(Clone, Copy)]
+pub(crate) struct PickleView<'t> {
+    tree: &'t PickleTree,
+    pub(super) value: PickleValue,
+}
+
+impl<'t> PickleView<'t> {
+    /// Returns a view of another value of the same tree.
+    pub(super) fn with_value(self, value: PickleValue) -> PickleView<'t> {
+        PickleView { value, ..self }
+    }
+
+    /// Returns the node of the value, or `None` if the value fits into a machine word.
+    pub(super) fn node(self) -> Option<&'t PickleNode> {
+        match self.value {
+            PickleValue::Node(id) => self.tree.nodes.get(id as usize),
+            _ => None,
+        }
+    }
+
+    /// Returns true if the value is Python's `None`.
+    pub(crate) fn is_none(self) -> bool {
+        self.value == PickleValue::None
+    }
+
+    /// Returns the value as an integer, or `None` if the value is not an integer of 64 bits.
+    pub(crate) fn as_int(self) -> Option<i64> {
+        match self.value {
+            PickleValue::Int(i) => Some(i),
+            _ => None,
+        }
+    }
+
+    /// Returns the value as a float, or `None` for other types. Integers are not converted.
+    pub(crate) fn as_float(self) -> Option<f64> {
+        match self.value {
+            PickleValue::Float(f) => Some(f),
+            _ => None,
+        }
+    }
+
+    /// Returns the value as a size, count or index, or `None` if the value is not a non-negative
+    /// integer.
+    pub(crate) fn as_count(self) -> Option<u64> {
+        self.as_int().and_then(|i| u64::try_from(i).ok())
+    }
+
+    /// Returns the value as a bool, or `None` for other types.
+    #[cfg(test)]
+    pub(super) fn as_bool(self) -> Option<bool> {
+        match self.value {
+            PickleValue::Bool(b) => Some(b),
+            _ => None,
+        }
+    }
+
+    /// Returns the text of a `str`, or `None` for other types.
+    pub(crate) fn as_str(self) -> Option<&'t str> {
+        match self.node()? {
+            PickleNode::Str(s) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// Returns the `module.name` of a class or function, or `None` for other types.
+    pub(crate) fn as_global(self) -> Option<&'static str> {
+        match self.node()? {
+            PickleNode::Global(name) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Returns the id of a reference to data outside of the pickle, or `None` for other types. In
+    /// torch files, the id describes a storage.
+    pub(crate) fn as_persistent_id(self) -> Option<PickleView<'t>> {
+        match self.node()? {
+            PickleNode::Persistent(v) => Some(self.with_value(*v)),
+            _ => None,
+        }
+    }
+
+    /// Returns the items of a list or tuple, or `None` for other types.
+    pub(crate) fn as_items(self) -> Option<PickleItems<'t>> {
+        match self.node()? {
+            PickleNode::List(values) | PickleNode::Tuple(values) => {
+                Some(PickleItems { tree: self.tree, values })
+            }
+            _ => None,
+        }
+    }
+
+    /// Iterates over the keys and values of a dict in insertion order. Returns `None` for other
+    /// types.
+    pub(crate) fn as_pairs(self) -> Option<impl Iterator<Item = (PickleView<'t>, PickleView<'t>)>> {
+        match self.node()? {
+            PickleNode::Dict(pairs) => {
+                Some(pairs.iter().map(move |&(k, v)| (self.with_value(k), self.with_value(v))))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the value of the string key `key` of a dict, or `None` if the key is missing or the
+    /// value is not a dict. The last of several equal keys wins, as in Python.
+    pub(crate) fn get(self, key: &str) -> Option<PickleView<'t>> {
+        match self.node()? {
+            PickleNode::Dict(p) => p
+                .iter()
+                .rev()
+                .find(|(k, _)| self.with_value(*k).as_str() == Some(key))
+                .map(|&(_, v)| self.with_value(v)),
+            _ => None,
+        }
+    }
+
+    /// Returns the value of the integer key `key` of a dict, or `None` if the key is missing or the
+    /// value is not a dict.
+    pub(crate) fn get_by_int(self, key: i64) -> Option<PickleView<'t>> {
+        match self.node()? {
+            PickleNode::Dict(p) => {
+                p.iter().rev().find(|(k, _)| *k == PickleValue::Int(key)).map(|&(_, v)| self.with_value(v))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the class or function, the arguments, and the state of an object that a call made,
+    /// or `None` for other types.
+    pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
+        match self.node()? {
+            PickleNode::Object { class, args, state } => {
+                Some((class, self.with_value(*args), self.with_value(*state)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Converts the value to JSON for display. Objects become the name of their class. After
+    /// [`JSON_MAX`] values, the rest becomes null or is left out.
+    pub(crate) fn to_json(self) -> Json {
+        let mut left = JSON_MAX;
+        self.to_json_limited(&mut left)
+    }
+
+    /// Converts the value to JSON, and subtracts the number of converted values from `left`. Values
+    /// beyond `left` become null or are left out.
+    fn to_json_limited(self, left: &mut usize) -> Json {
+        if *left == 0 {
+            return Json::Null;
+        }
+        *left -= 1;
+        match (self.value, self.node()) {
+            (PickleValue::Bool(b), _) => b.into(),
+            (PickleValue::Int(i), _) => i.into(),
+            (PickleValue::Float(f), _) => {
+                Number::from_f64(f).map_or_else(|| f.to_string().into(), Json::Number)
+            }
+            (_, Some(PickleNode::Str(s))) => Json::String(s.to_string()),
+            (_, Some(PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v))) => v
+                .iter()
+                .map_while(|&v| (*left > 0).then(|| self.with_value(v).to_json_limited(left)))
+                .collect(),
+            (_, Some(PickleNode::Dict(pairs))) => {
+                let key = |k: PickleView<'_>| match k.as_str() {
+                    Some(s) => s.to_owned(),
+                    None => k.to_json_limited(&mut 1).to_string(),
+                };
+                let pair = |&(k, v): &(PickleValue, PickleValue)| {
+                    (*left > 0).then(|| (key(self.with_value(k)), self.with_value(v).to_json_limited(left)))
+                };
+                Json::Object(pairs.iter().map_while(pair).collect::<Map<_, _>>())
+            }
+            (_, Some(PickleNode::Object { class, .. } | PickleNode::Global(class))) => {
+                Json::String((*class).into())
+            }
+            _ => Json::Null,
+        }
+    }
+}
+
+/// The items of a list or tuple.
+#[derive(Clone, Copy)]
+pub(crate) struct PickleItems<'t> {
+    tree: &'t PickleTree,
+    values: &'t [PickleValue],
+}
+
+impl<'t> PickleItems<'t> {
+    /// Returns the number of items.
+    #[cfg(test)]
+    pub(super) fn len(self) -> usize {
+        self.values.len()
+    }
+
+    /// Returns the item with index `i`, or `None` if there are fewer items.
+    pub(crate) fn get(self, i: usize) -> Option<PickleView<'t>> {
+        self.values.get(i).map(|&value| PickleView { tree: self.tree, value })
+    }
+
+    /// Iterates over the items in order.
+    pub(crate) fn iter(self) -> impl Iterator<Item = PickleView<'t>> {
+        self.values.iter().map(move |&value| PickleView { tree: self.tree, value })
+    }
+
+    /// Returns all items as sizes or counts, or `None` if one of them is not a non-negative
+    /// integer.
+    pub(crate) fn to_counts(self) -> Option<Vec<u64>> {
+        self.iter().map(PickleView::as_count).collect()
+    }
+}
+
+/// Returns the sizes in a `torch.Size`, list or tuple, or `None` for other values.
+pub(crate) fn parse_shape(value: PickleView<'_>) -> Option<Vec<u64>> {
+    match value.as_object() {
+        Some(("torch.Size", args, _)) => args.as_items()?.get(0)?.as_items()?.to_counts(),
+        Some(_) => None,
+        None => value.as_items()?.to_counts(),
+    }
+}

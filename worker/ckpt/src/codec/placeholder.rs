@@ -1,0 +1,21 @@
+//! Recognizes placeholders of files.
+use crate::error::Placeholder;
+
+/// Recognizes a placeholder by the first bytes of a file of `size` bytes. `read_at(offset, buffer)`
+/// must fill the buffer with the bytes at the offset. Returns `None` for other files, and if the
+/// bytes cannot be read.
+pub(crate) fn detect_placeholder(
+    size: u64,
+    read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
+) -> Option<Placeholder> {
+    let mut start = [0u8; 23];
+    if size < start.len() as u64 || read_at(0, &mut start).is_err() {
+        return None;
+    }
+    let starts_with = |text: &str| start[..text.len()].eq_ignore_ascii_case(text.as_bytes());
+    match () {
+        () if starts_with("version https://git-lfs") => Some(Placeholder::GitLfsPointer),
+        () if starts_with("<!doctype") || starts_with("<html") => Some(Placeholder::HtmlPage),
+        () => None,
+    }
+}

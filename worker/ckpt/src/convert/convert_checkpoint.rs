@@ -1,0 +1,127 @@
+//! Converts a checkpoint to another format.
+use super::file_plan::{FilePlan, OutputPlan};
+use super::notice::ConvertNotice;
+use super::options::{ConvertOptions, ConvertTarget};
+use super::output::ConvertOutput;
+use super::source_state::SourceState;
+use super::{companion_files, deepspeed, native, universal, write_files};
+use crate::catalog::TensorSource;
+use crate::codec::disk;
+use crate::error::{CkptError, Result};
+use std::path::{Path, PathBuf};
+
+/// The result of a conversion.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct ConvertReport {
+    /// The output directory.
+    pub path: PathBuf,
+    /// Optimizer step of the result.
+    pub step: u64,
+    /// Number of ranks of the result.
+    pub world: u32,
+    /// ZeRO stage of the result, or `None` for the universal format.
+    pub stage: Option<u8>,
+    /// Number of files of the result.
+    pub files: u64,
+    /// Total size of the tensors in the files of the result, in bytes.
+    pub bytes: u64,
+    /// Number of files that were reused, since an interrupted conversion had finished them.
+    pub reused: u64,
+    /// Notices for the user, such as losses that the target format causes.
+    pub notices: Vec<ConvertNotice>,
+}
+
+/// Converts `source` and writes the result to the directory `out`. Calls `progress` with the number
+/// of written bytes and the total number.
+///
+/// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
+/// or if `force` is set and an earlier conversion wrote `out`. Files that a killed conversion of
+/// the unchanged source with equal options had finished are verified and reused.
+///
+/// # Errors
+/// Fails if an option is invalid, the source is damaged, the target needs information that the
+/// source lacks, `out` can't be replaced, or I/O fails.
+pub fn convert_checkpoint(
+    source: &dyn TensorSource,
+    out: &Path,
+    options: &ConvertOptions,
+    progress: impl FnMut(u64, u64),
+) -> Result<ConvertReport> {
+    let (mut state, mut plan) = plan_conversion(source, options)?;
+    if options.target != ConvertTarget::Native {
+        companion_files::add_companion_files(source, &mut state, &mut plan)?;
+    }
+    let bytes = plan.files.iter().map(FilePlan::bytes).sum();
+    let mut output = ConvertOutput::create_or_reuse(source, out, options, bytes)?;
+    let result = write_output(source, &mut state, &plan, &mut output, options, progress);
+    match result {
+        Ok((reused, path)) => Ok(make_report(path, state, &plan, reused)),
+        Err(e) => {
+            output.discard();
+            Err(e)
+        }
+    }
+}
+
+/// Converts `source` to a DeepSpeed or universal checkpoint, and writes and syncs its files to the
+/// existing directory `dir`. The caller publishes or removes the directory. Adds no companion
+/// files.
+pub(crate) fn convert_into_directory(
+    source: &dyn TensorSource,
+    dir: &Path,
+    options: &ConvertOptions,
+) -> Result<ConvertReport> {
+    if options.target == ConvertTarget::Native {
+        return Err(CkptError::internal("convert_into does not write native checkpoints"));
+    }
+    let (state, plan) = plan_conversion(source, options)?;
+    let bytes = plan.files.iter().map(FilePlan::bytes).sum();
+    let mut output = ConvertOutput::open_existing_directory(dir, bytes)?;
+    write_files::write_planned_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
+    disk::sync_file_system(dir)?;
+    Ok(make_report(dir.to_owned(), state, &plan, 0))
+}
+
+/// Reads the state of `source`, and plans the files of the result without companion files.
+fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Result<(SourceState, OutputPlan)> {
+    options.check_limits()?;
+    source.require_weights()?;
+    let mut state = SourceState::from_source(source, options)?;
+    let plan = match options.target {
+        ConvertTarget::Native => native::plan_native(&mut state, options)?,
+        ConvertTarget::DeepSpeed => deepspeed::plan_deepspeed(&mut state, options)?,
+        ConvertTarget::Universal => universal::plan_universal(&mut state)?,
+    };
+    Ok((state, plan))
+}
+
+fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64) -> ConvertReport {
+    ConvertReport {
+        path,
+        step: state.step,
+        world: plan.world,
+        stage: plan.stage,
+        files: plan.files.len() as u64,
+        bytes: plan.files.iter().map(FilePlan::bytes).sum(),
+        reused,
+        notices: state.notices,
+    }
+}
+
+/// Writes all planned files, for a native target also the manifest, and publishes the output
+/// directory. Returns the number of reused files and the final path of the directory.
+fn write_output(
+    source: &dyn TensorSource,
+    state: &mut SourceState,
+    plan: &OutputPlan,
+    output: &mut ConvertOutput,
+    options: &ConvertOptions,
+    progress: impl FnMut(u64, u64),
+) -> Result<(u64, PathBuf)> {
+    let done =
+        write_files::write_planned_files(source, state, &plan.files, output, options.memory, progress)?;
+    if options.target == ConvertTarget::Native {
+        native::write_native_manifest(state, plan, &output.dir, &done)?;
+    }
+    Ok((done.reused, output.publish()?))
+}

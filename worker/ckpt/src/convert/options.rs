@@ -1,0 +1,82 @@
+//! [`ConvertOptions`]: the format that a conversion writes, and its parameters.
+use crate::error::{CkptError, OptionProblem, Result};
+use crate::tensor::Dtype;
+use std::collections::BTreeMap;
+
+/// The format that a conversion writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConvertTarget {
+    /// A native checkpoint of `launch`.
+    Native,
+    /// A ZeRO checkpoint in DeepSpeed's layout.
+    DeepSpeed,
+    /// DeepSpeed's universal format, which ZeRO stages 1 to 3 load.
+    Universal,
+}
+
+/// Options of [`crate::convert_checkpoint`].
+#[derive(Clone, Debug)]
+pub struct ConvertOptions {
+    /// The format to write.
+    pub target: ConvertTarget,
+    /// ZeRO stage of the result, 1 to 3. `None` means the stage of the source, or 2 for a source
+    /// without a stage.
+    pub stage: Option<u8>,
+    /// Number of ranks of the result. `None` means the number of ranks of the source, or 1 if that
+    /// number is unknown.
+    pub world: Option<u32>,
+    /// Number of elements per rank at which a ZeRO-3 sub-group is full (`sub_group_size` in
+    /// DeepSpeed's config).
+    pub sub_group_size: u64,
+    /// Dtype of the copies of trained weights in DeepSpeed's model files. `None` means the dtype of
+    /// these copies in the source, or F32 if that dtype is unknown.
+    pub dtype: Option<Dtype>,
+    /// Group index, from 0, by name of each weight that the source doesn't assign to a group (see
+    /// [`crate::find_ungrouped_weights`]). If the map isn't empty, ungrouped weights without an
+    /// entry belong to group 0.
+    pub groups: BTreeMap<String, usize>,
+    /// Memory that the conversion may use in addition to the list of planned files, in bytes.
+    pub memory: u64,
+    /// Whether to replace an output directory that an earlier conversion wrote.
+    pub force: bool,
+}
+
+/// Minimum of [`ConvertOptions::memory`], in bytes.
+const MEMORY_MIN: u64 = 64 << 20;
+/// Maximum number of ranks of a result.
+const WORLD_MAX: u32 = 65_536;
+
+impl ConvertOptions {
+    /// Makes the default options for a target: stage, number of ranks and dtype of the source,
+    /// sub-groups of 10⁹ elements, and 512 MiB of memory.
+    pub fn new(target: ConvertTarget) -> ConvertOptions {
+        ConvertOptions {
+            target,
+            stage: None,
+            world: None,
+            sub_group_size: 1_000_000_000,
+            dtype: None,
+            groups: BTreeMap::new(),
+            memory: 512 << 20,
+            force: false,
+        }
+    }
+
+    /// Fails with [`CkptError::InvalidOption`] if an option is outside of its limits.
+    pub(super) fn check_limits(&self) -> Result<()> {
+        let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
+            OptionProblem::Stage { stage }
+        } else if let Some(world) = self.world.filter(|w| !(1..=WORLD_MAX).contains(w)) {
+            OptionProblem::WorldSize { world, limit: WORLD_MAX }
+        } else if self.sub_group_size == 0 {
+            OptionProblem::EmptySubGroup
+        } else if self.memory < MEMORY_MIN {
+            OptionProblem::Memory { needed: MEMORY_MIN, limit: self.memory }
+        } else if let Some(dtype) = self.dtype.filter(|d| !d.is_float()) {
+            OptionProblem::Dtype { dtype }
+        } else {
+            return Ok(());
+        };
+        Err(CkptError::invalid_option(problem))
+    }
+}

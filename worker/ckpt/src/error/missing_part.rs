@@ -1,0 +1,136 @@
+//! [`MissingPart`]: a part of a checkpoint that does not exist.
+use super::text::{format_count, format_names, format_ranks};
+use serde::Serialize;
+use std::ops::Range;
+
+/// A shard that is in the checkpoint directory of another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RemoteShard {
+    /// Name of the shard's file.
+    pub file: String,
+    /// Name and id of the host that has the shard, or `unknown`.
+    pub host: String,
+}
+
+/// A part of a checkpoint that does not exist, such as a file or a tensor.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MissingPart {
+    /// A file, by its path in the checkpoint directory.
+    #[error("{0}")]
+    File(String),
+    /// Several files, by their paths in the checkpoint directory.
+    #[error("{}", format_names(.0))]
+    Files(Vec<String>),
+    /// Alternative files, of which the checkpoint needs at least one.
+    #[error("{}", .0.join(" or "))]
+    AnyFileOf(Vec<String>),
+    /// Shards that an index file lists, but that do not exist.
+    #[error("{} (of {} listed in {index})", format_names(files), format_count(*total, "shard"))]
+    IndexedShards {
+        /// Names of the missing shards.
+        files: Vec<String>,
+        /// Number of shards that the index lists.
+        total: usize,
+        /// Name of the index file.
+        index: String,
+    },
+    /// Blocks of a native shard.
+    #[error("blocks {}..{} of shard {file}", .blocks.start, .blocks.end)]
+    Blocks {
+        /// Index of the shard.
+        file: usize,
+        /// Range of the missing blocks' indices.
+        blocks: Range<u64>,
+    },
+    /// The directory that `latest` or `latest_universal` names.
+    #[error("{target}, which `{pointer}` names{}", format_present(present))]
+    LatestTarget {
+        /// Name of the missing directory.
+        target: String,
+        /// Name of the file that names the directory, `latest` or `latest_universal`.
+        pointer: &'static str,
+        /// Checkpoints in the same directory that could be used instead.
+        present: Vec<String>,
+    },
+    /// DeepSpeed's model or optimizer files of some ranks.
+    #[error("the {kind} {} of {world}", format_files_of_ranks(ranks))]
+    RankFiles {
+        /// Kind of the missing files, `model` or `optimizer`.
+        kind: &'static str,
+        /// The first ranks without a file, at most [`super::RANKS_LISTED_MAX`] + 1 of them.
+        ranks: Vec<u32>,
+        /// Number of ranks that wrote the checkpoint.
+        world: u32,
+    },
+    /// DeepSpeed's model file of one rank, which stored slices of frozen weights.
+    #[error(
+        "the model file of rank {rank}, the only copy of its slices of {}",
+        format_count(*weights, "frozen weight")
+    )]
+    FrozenSlices {
+        /// The rank without a model file.
+        rank: u32,
+        /// Number of frozen weights with a slice in the file.
+        weights: usize,
+    },
+    /// Weights whose names the checkpoint lists without storing their values.
+    #[error("weight{} {}", if .0.len() == 1 { "" } else { "s" }, format_names(.0))]
+    Weights(Vec<String>),
+    /// The RNG state file of one rank.
+    #[error("{file}, the RNG state of rank {rank} of {world}")]
+    RngFile {
+        /// Name of the missing file.
+        file: String,
+        /// The rank whose RNG state is missing.
+        rank: u32,
+        /// Number of ranks that saved the checkpoint.
+        world: u32,
+    },
+    /// The RNG state files of every rank.
+    #[error("RNG state files (rng_state*.pth or random_states_*.pkl)")]
+    AllRngFiles,
+    /// Any other part, as a noun phrase.
+    #[error("{0}")]
+    Other(String),
+}
+
+impl From<String> for MissingPart {
+    fn from(phrase: String) -> Self {
+        MissingPart::Other(phrase)
+    }
+}
+
+impl From<&str> for MissingPart {
+    fn from(phrase: &str) -> Self {
+        MissingPart::Other(phrase.to_owned())
+    }
+}
+
+/// Formats shards with their hosts as a list, of which at most three are shown.
+pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
+    const LISTED: usize = 3;
+    let list: Vec<String> =
+        shards.iter().take(LISTED).map(|s| format!("{} on host {}", s.file, s.host)).collect();
+    match shards.len().saturating_sub(LISTED) {
+        0 => list.join(", "),
+        more => format!("{} and {more} more", list.join(", ")),
+    }
+}
+
+/// Formats the checkpoints that could be used instead as a remark, which is empty if there are
+/// none.
+fn format_present(present: &[String]) -> String {
+    match present.is_empty() {
+        true => String::new(),
+        false => format!(" (present: {})", present.join(", ")),
+    }
+}
+
+/// Formats the ranks whose files are missing: `file of rank 3`, `files of ranks 3 and 4`.
+fn format_files_of_ranks(ranks: &[u32]) -> String {
+    match ranks {
+        [rank] => format!("file of rank {rank}"),
+        ranks => format!("files of ranks {}", format_ranks(ranks)),
+    }
+}

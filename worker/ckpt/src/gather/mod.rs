@@ -1,0 +1,14 @@
+//! Gathers the weights and buffers of a checkpoint into a Hugging Face directory.
+//!
+//! Tensors are streamed: several threads read ahead while one thread converts and writes. The
+//! memory doesn't depend on the model size. It consists of six windows of 4 MiB, one converted
+//! window, a buffer of 2 MiB per reader, and 24 MiB for writing.
+mod adapters;
+mod gather_weights;
+mod output;
+mod plan;
+mod save_order;
+mod stream;
+
+pub use gather_weights::{GatherReport, gather_weights};
+pub use plan::{GatherOptions, GatheredFile};

@@ -1,0 +1,315 @@
+//! [`GatherPlan`]: the files that a gather writes, and their contents.
+use super::output::GATHER_RECORD_FILE;
+use super::save_order;
+use crate::catalog::{TensorInfo, TensorSource};
+use crate::codec::disk::Directory;
+use crate::codec::safetensors::{self, PlannedTensor};
+use crate::error::{CkptError, OptionProblem, Result};
+use crate::tensor::{Dtype, TensorRole};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+use std::path::Path;
+
+/// Maximum number of elements that are converted at a time: 4 MiB of F32.
+const WINDOW_ELEMENTS: usize = 1 << 20;
+const CONFIG_FILE: &str = "config.json";
+/// Common beginning of the names of weight files.
+pub(super) const MODEL_STEM: &str = "model";
+pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Options of [`crate::gather_weights`].
+#[derive(Clone, Debug)]
+pub struct GatherOptions {
+    /// Dtype of the written tensors: F32, BF16 or F16. `None` means the dtype in which a native
+    /// checkpoint stores its weights, or F32 for an external checkpoint.
+    pub dtype: Option<Dtype>,
+    /// Maximum total size of the tensors in one file, in bytes. A larger tensor gets a separate
+    /// file. Has no effect on a PEFT directory, whose adapters are in one file.
+    pub max_shard_size: u64,
+    /// Whether to replace an output directory that an earlier gather wrote.
+    pub force: bool,
+    /// Whether to merge low-rank adapters into the matrices that they adapt. If false, a checkpoint
+    /// with adapters is gathered as a PEFT directory with only the adapters.
+    pub merge_lora: bool,
+}
+
+impl Default for GatherOptions {
+    fn default() -> GatherOptions {
+        GatherOptions { dtype: None, max_shard_size: 5_000_000_000, force: false, merge_lora: false }
+    }
+}
+
+/// A weight file that a gather wrote.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct GatheredFile {
+    /// Name in the output directory.
+    pub name: String,
+    /// Size of the file in bytes.
+    pub bytes: u64,
+}
+
+/// Encodes a value as indented JSON that ends with a line break.
+pub(super) fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String> {
+    let text = serde_json::to_string_pretty(value).map_err(CkptError::invalid_save)?;
+    Ok(text + "\n")
+}
+
+/// The tensors that a gather writes, and their division among files.
+pub(super) struct GatherPlan {
+    pub(super) dtype: Dtype,
+    pub(super) tensors: Vec<TensorInfo>,
+    /// For each file its name, and the indices of its tensors in `tensors`.
+    pub(super) files: Vec<(String, Vec<usize>)>,
+    pub(super) bytes: u64,
+    pub(super) integer_buffers: Vec<String>,
+}
+
+impl GatherPlan {
+    /// Selects the weights and floating-point buffers of the checkpoint, and divides these tensors
+    /// among files whose names begin with `stem`.
+    ///
+    /// # Errors
+    /// Fails if the dtype in `options` isn't F32, BF16 or F16.
+    pub(super) fn new(
+        checkpoint: &dyn TensorSource,
+        options: &GatherOptions,
+        stem: &str,
+    ) -> Result<GatherPlan> {
+        let dtype = options.dtype.unwrap_or_else(|| checkpoint.weights_dtype());
+        if !dtype.is_float() {
+            return Err(CkptError::invalid_option(OptionProblem::Dtype { dtype }));
+        }
+        let is_model_tensor = |t: &TensorInfo| matches!(t.role, TensorRole::Weight | TensorRole::Buffer);
+        let readable = |t: &TensorInfo| t.role == TensorRole::Weight || t.dtype.is_float();
+        let (tensors, others): (Vec<TensorInfo>, Vec<TensorInfo>) =
+            checkpoint.tensors().into_iter().filter(is_model_tensor).partition(readable);
+        let tensors = save_order::sort_as_save_pretrained(tensors);
+        let left_out = others.into_iter().map(|t| t.name).collect();
+        let sizes: Vec<u64> = tensors.iter().map(|t| t.element_count() * dtype.size()).collect();
+        // PEFT reads a single file
+        let limit = if stem == MODEL_STEM { options.max_shard_size } else { u64::MAX };
+        let units = save_order::group_shard_units(&tensors);
+        let unit_sizes: Vec<u64> = units.iter().map(|unit| sizes[unit.clone()].iter().sum()).collect();
+        let groups = split_by_size(&unit_sizes, limit);
+        let count = groups.len();
+        let file_name = |i: usize| match count {
+            1 => format!("{stem}.safetensors"),
+            _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
+        };
+        let members = |group: Vec<usize>| group.into_iter().flat_map(|unit| units[unit].clone()).collect();
+        let files = groups.into_iter().enumerate().map(|(i, group)| (file_name(i), members(group))).collect();
+        Ok(GatherPlan { dtype, tensors, files, bytes: sizes.iter().sum(), integer_buffers: left_out })
+    }
+
+    /// Encodes the safetensors header of the file with index `file`.
+    pub(super) fn encode_header(&self, file: usize) -> Result<Vec<u8>> {
+        let tensor = |&i: &usize| {
+            let t = &self.tensors[i];
+            PlannedTensor { name: t.name.clone(), dtype: self.dtype, shape: &t.shape }
+        };
+        let planned: Vec<PlannedTensor<'_>> = self.files[file].1.iter().map(tensor).collect();
+        safetensors::encode_header(&[("format", "pt".to_owned())], &planned).map_err(CkptError::invalid_save)
+    }
+
+    /// Divides the tensors of one file into windows of at most [`WINDOW_ELEMENTS`] elements, in the
+    /// order in which they are written.
+    pub(super) fn divide_into_windows(&self, file: usize) -> Vec<GatherWindow> {
+        let mut windows = vec![GatherWindow::default()];
+        for &tensor in &self.files[file].1 {
+            let total = self.tensors[tensor].element_count();
+            let mut start = 0;
+            while start < total {
+                let mut last = windows.len() - 1;
+                if windows[last].elements == WINDOW_ELEMENTS {
+                    windows.push(GatherWindow::default());
+                    last += 1;
+                }
+                let count = (total - start).min((WINDOW_ELEMENTS - windows[last].elements) as u64);
+                windows[last].spans.push((tensor, start..start + count));
+                windows[last].elements += count as usize;
+                start += count;
+            }
+        }
+        windows
+    }
+
+    /// Makes the names and contents of all text files: configs, index, and files that the
+    /// checkpoint stores.
+    ///
+    /// # Errors
+    /// Fails if the checkpoint stores a file of the name [`GATHER_RECORD_FILE`].
+    pub(super) fn make_text_files(&self, checkpoint: &dyn TensorSource) -> Result<Vec<(String, String)>> {
+        let mut texts = Vec::new();
+        if let Some(config) = checkpoint.hf_config() {
+            texts = self.make_config_files(checkpoint, config.clone())?;
+        }
+        if self.files.len() > 1 {
+            texts.push((INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
+        }
+        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_RECORD_FILE) {
+            let name = GATHER_RECORD_FILE.to_owned();
+            return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name }));
+        }
+        texts.extend(checkpoint.exported_text_files().iter().map(|t| (t.name.clone(), t.text.clone())));
+        Ok(texts)
+    }
+
+    /// Makes `config.json` with the gathered dtype. Also makes `generation_config.json` if the
+    /// checkpoint doesn't store this file. Returns names and contents of the files.
+    fn make_config_files(
+        &self,
+        checkpoint: &dyn TensorSource,
+        mut config: Map<String, Value>,
+    ) -> Result<Vec<(String, String)>> {
+        // transformers 4 writes `torch_dtype`, version 5 `dtype`; all versions read the older name
+        let keys = ["torch_dtype", "dtype"].map(|key| config.contains_key(key).then_some(key));
+        let keys = if keys == [None, None] { [Some("torch_dtype"), None] } else { keys };
+        for key in keys.into_iter().flatten() {
+            config.insert(key.into(), self.dtype.torch_name().into());
+        }
+        let mut texts = vec![(CONFIG_FILE.to_owned(), encode_pretty_json(&sort_keys(&config))?)];
+        let has_text = |name: &str| checkpoint.exported_text_files().iter().any(|t| t.name == name);
+        if let Some(generation) =
+            derive_generation_config(&config).filter(|_| !has_text(GENERATION_CONFIG_FILE))
+        {
+            texts.push((GENERATION_CONFIG_FILE.to_owned(), encode_pretty_json(&generation)?));
+        }
+        Ok(texts)
+    }
+
+    /// Makes the content of [`INDEX_FILE`]: a map from the name of each tensor to its file name,
+    /// and the total numbers of parameters and bytes.
+    fn make_weight_index(&self) -> Value {
+        let file_of = |(name, group): &(String, Vec<usize>)| {
+            group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()
+        };
+        let map: BTreeMap<String, String> = self.files.iter().flat_map(file_of).collect();
+        let parameters: u64 = self.tensors.iter().map(TensorInfo::element_count).sum();
+        json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
+    }
+
+    /// Reads the headers of the written files in `dir`. Fails if the files do not contain exactly
+    /// the planned tensors with their dtypes, shapes and sizes.
+    pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
+        use std::os::unix::fs::FileExt;
+        let directory = Directory::open(dir)?;
+        let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
+        let mut bytes = 0;
+        for file in files {
+            let (open, size) = directory.open_file(&file.name, nix::fcntl::OFlag::empty())?;
+            let header = safetensors::read_header(size, |at, out| open.read_exact_at(out, at))
+                .map_err(|why| CkptError::damaged(dir, &file.name, why))?;
+            for e in header.entries {
+                bytes += e.bytes.end - e.bytes.start;
+                found.insert(e.name, (e.dtype, e.shape));
+            }
+        }
+        let differs = |t: &&TensorInfo| found.get(&t.name) != Some(&(self.dtype, t.shape.clone()));
+        if let Some(t) = self.tensors.iter().find(differs) {
+            return Err(CkptError::damaged(
+                dir,
+                "the gathered weights",
+                format!("{} has another dtype or shape than planned", t.name),
+            ));
+        }
+        if found.len() != self.tensors.len() || bytes != self.bytes {
+            let why = format!(
+                "{} tensors with {bytes} bytes, expected {} with {}",
+                found.len(),
+                self.tensors.len(),
+                self.bytes
+            );
+            return Err(CkptError::damaged(dir, "the gathered weights", why));
+        }
+        Ok(())
+    }
+}
+
+/// A window: consecutive elements of one file, from one or more tensors.
+#[derive(Default)]
+pub(super) struct GatherWindow {
+    /// Indices of tensors, each with a range of the tensor's elements.
+    pub(super) spans: Vec<(usize, Range<u64>)>,
+    /// Number of elements of all spans.
+    pub(super) elements: usize,
+}
+
+impl GatherWindow {
+    /// Adds the names of tensors with NaN or infinite values in this window to `names`. `values`
+    /// are the elements of the window.
+    pub(super) fn collect_non_finite_names(
+        &self,
+        plan: &GatherPlan,
+        values: &[f32],
+        names: &mut BTreeSet<String>,
+    ) {
+        let mut rest = values;
+        for (tensor, range) in &self.spans {
+            let (span, tail) = rest.split_at((range.end - range.start) as usize);
+            rest = tail;
+            // a fold without early exit is vectorized
+            if span.iter().fold(false, |any, x| any | !x.is_finite()) {
+                names.insert(plan.tensors[*tensor].name.clone());
+            }
+        }
+    }
+}
+
+/// Returns the entries of a JSON object in the order of their keys.
+fn sort_keys(map: &Map<String, Value>) -> BTreeMap<&String, &Value> {
+    map.iter().collect()
+}
+
+/// Derives the generation config from a model config as transformers does. The result contains the
+/// special tokens of the model config. Returns `None` if the model config has no special tokens.
+fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<String, Value>> {
+    let mut generation: BTreeMap<String, Value> = ["bos_token_id", "eos_token_id", "pad_token_id"]
+        .into_iter()
+        .filter_map(|key| Some((key.to_owned(), config.get(key).filter(|v| !v.is_null())?.clone())))
+        .collect();
+    if generation.is_empty() {
+        return None;
+    }
+    generation.insert("_from_model_config".into(), true.into());
+    Some(generation)
+}
+
+/// Splits items with the sizes `sizes` into groups of at most `max` bytes, by the algorithm of
+/// transformers. An item larger than `max` is alone in its group, and the group of its neighbours
+/// continues after the item. Returns the indices of the items of each group, and at least one
+/// group.
+fn split_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
+    let (mut groups, mut current, mut filled) = (Vec::new(), Vec::new(), 0u64);
+    for (i, &size) in sizes.iter().enumerate() {
+        if size > max {
+            groups.push(vec![i]);
+            continue;
+        }
+        if filled + size > max && !current.is_empty() {
+            groups.push(std::mem::take(&mut current));
+            filled = 0;
+        }
+        current.push(i);
+        filled += size;
+    }
+    if !current.is_empty() || groups.is_empty() {
+        groups.push(current);
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_are_split_like_in_transformers() {
+        assert_eq!(split_by_size(&[4, 4, 4], 8), [vec![0, 1], vec![2]]);
+        assert_eq!(split_by_size(&[4, 9, 4], 8), [vec![1], vec![0, 2]]);
+        assert_eq!(split_by_size(&[1], 100), [vec![0]]);
+        assert_eq!(split_by_size(&[], 100), [Vec::<usize>::new()]);
+        assert_eq!(split_by_size(&[5, 5], 1), [vec![0], vec![1]]);
+    }
+}

@@ -1,0 +1,386 @@
+//! Adds the tensors and values of a torch distributed checkpoint to an external checkpoint.
+use super::metadata::parse_metadata;
+use crate::error::DcpError;
+
+use super::item_kind::{DcpItemKind, ItemKeyParser};
+use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk};
+use crate::catalog::{
+    ExternalCheckpointBuilder, ExternalTensor, GLOBALS, ParamGroupInfo, StoredFile, TensorPart,
+    parse_optimizer_state_role, to_whole_step,
+};
+use crate::codec::torch_file::{TensorView, TorchFile};
+use crate::error::{MissingPart, Result, TorchFileError, format_names};
+use crate::layout::hf::weights::parse_number;
+use crate::tensor::{Dtype, TensorRole, count_elements};
+use serde_json::{Map, Value as Json};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+
+/// Name of the file that lists the contents of a DCP directory.
+pub(crate) const METADATA_FILE: &str = ".metadata";
+/// Limit on the number of runs of consecutive elements, in all tensors together.
+const PARTS_MAX: usize = 8 << 20;
+
+/// The value of an item that was read from a data file.
+enum ItemValue {
+    /// A tensor, with the index of its file in the store and its view.
+    Tensor(usize, TensorView),
+    /// A value other than a tensor, converted to JSON.
+    Value(Json),
+    /// A value of a class that is not allowed. The error names the class.
+    Forbidden(TorchFileError),
+}
+
+/// Adds the tensors and facts of the DCP checkpoint in the subdirectory `inside` of the builder's
+/// directory to the builder. An empty `inside` stands for the directory itself.
+pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
+    let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
+    let name = within(METADATA_FILE);
+    let input = builder.directory.read_file(&name, crate::format_constants::PICKLE_BYTES_MAX)?;
+    let items = parse_metadata(&input).map_err(|error| builder.damaged(&name, error))?;
+    let names = ItemKeyParser::new(&items);
+    let mut read = read_all_items(builder, &items, within)?;
+    let mut found = ItemCollector::default();
+    for item in &items {
+        found.collect_item(builder, &name, names.parse_item_kind(item), item, &mut read)?;
+    }
+    let ranks: BTreeSet<u32> =
+        list_storage_locations(&items).filter_map(|p| parse_rank_in_name(&p.file)).collect();
+    if let Some(&last) = ranks.last() {
+        builder.facts.state.world = builder.facts.state.world.max(Some(last + 1));
+    }
+    if !found.unknown.is_empty() {
+        let unknown: Vec<String> = found.unknown.iter().cloned().collect();
+        builder.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
+    }
+    for line in std::mem::take(&mut found.notices) {
+        builder.add_notice(line);
+    }
+    let groups = found.into_param_groups();
+    if !groups.is_empty() {
+        builder.facts.state.groups = groups;
+    }
+    Ok(())
+}
+
+/// Parses the rank in a file name such as `__3_0.distcp`. Returns `None` for other names.
+fn parse_rank_in_name(file: &str) -> Option<u32> {
+    file.strip_prefix("__")?.split('_').next()?.parse().ok()
+}
+
+/// Iterates over the storage locations of all values and chunks.
+fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
+    items.iter().flat_map(|item| match &item.content {
+        ItemContent::Bytes(location) => vec![location],
+        ItemContent::Tensor { chunks, .. } => chunks.iter().map(|c| &c.location).collect(),
+    })
+}
+
+/// Opens each file once and reads every item in the file, except the data of tensors. Adds the
+/// files to the builder's store. `within(name)` must return the path of a file in the builder's
+/// directory.
+///
+/// # Errors
+/// Fails if a file is missing (the error names all missing files) or damaged.
+fn read_all_items(
+    builder: &mut ExternalCheckpointBuilder,
+    items: &[ItemMetadata],
+    within: impl Fn(&str) -> String,
+) -> Result<HashMap<StorageLocation, ItemValue>> {
+    let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
+    sorted.sort();
+    let mut read = HashMap::new();
+    let mut absent = Vec::new();
+    for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
+        let name = within(&in_file[0].file);
+        if builder.directory.file_size(&name)?.is_none() {
+            absent.push(name);
+            continue;
+        }
+        let (file, size) = builder.directory.open_file(&name, nix::fcntl::OFlag::empty())?;
+        let mut stored = StoredFile::new(builder.directory.clone(), name.clone(), size);
+        let index = builder.store.files.len();
+        for location in in_file {
+            let what = read_item(builder, &file, size, index, &name, location, &mut stored)?;
+            read.insert((*location).clone(), what);
+        }
+        builder.store.files.push(stored);
+    }
+    match absent.is_empty() {
+        true => Ok(read),
+        false => Err(builder.missing(MissingPart::Files(absent))),
+    }
+}
+
+/// Reads the item at `location` of `file`, which has `size` bytes and the index `index` in the
+/// store. Adds the zip members of a tensor to `stored`.
+fn read_item(
+    builder: &ExternalCheckpointBuilder,
+    file: &File,
+    size: u64,
+    index: usize,
+    name: &str,
+    location: &StorageLocation,
+    stored: &mut StoredFile,
+) -> Result<ItemValue> {
+    let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
+        let (offset, length) = (location.offset, location.length);
+        return Err(builder.damaged(name, DcpError::ItemTruncated { offset, length, size }));
+    };
+    let at = location.offset;
+    let torch = match TorchFile::open_range(file, at..end, GLOBALS) {
+        Ok(torch) => torch,
+        // a value of an unknown class is ignored, but an unreadable item is damage
+        Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
+        Err(error) => return Err(builder.damaged(name, location.convert_error(error))),
+    };
+    let tensor = torch.parse_tensor(torch.value());
+    match tensor.map_err(|error| builder.damaged(name, location.convert_error(error)))? {
+        Some(mut view) => {
+            view.member += stored.add_spans(torch.members);
+            Ok(ItemValue::Tensor(index, view))
+        }
+        None => {
+            let value = torch.value();
+            let json = parse_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
+            let whole = value.as_int().map(Json::from);
+            Ok(ItemValue::Value(whole.or(json).unwrap_or_else(|| value.to_json())))
+        }
+    }
+}
+
+/// Collects tensors, steps and hyper-parameters from the items of a checkpoint.
+#[derive(Default)]
+struct ItemCollector {
+    /// Hyper-parameters of each parameter group. The key is the number of the group, if its name is
+    /// a number, and the name. Groups of a single parameter have the parameter's name.
+    hyper: BTreeMap<(Option<u64>, String), Map<String, Json>>,
+    /// Keys of unknown optimizer states, which are ignored.
+    unknown: BTreeSet<String>,
+    notices: Vec<String>,
+    /// Number of runs of consecutive elements so far, limited to [`PARTS_MAX`].
+    part_count: usize,
+}
+
+impl ItemCollector {
+    /// Collects an item, whose stored values are moved out of `read`. `metadata` is the name of the
+    /// `.metadata` file, for errors.
+    fn collect_item(
+        &mut self,
+        builder: &mut ExternalCheckpointBuilder,
+        metadata: &str,
+        kind: DcpItemKind,
+        item: &ItemMetadata,
+        read: &mut HashMap<StorageLocation, ItemValue>,
+    ) -> Result<()> {
+        match &item.content {
+            ItemContent::Bytes(location) => {
+                self.collect_value(kind, item, read.remove(location));
+                Ok(())
+            }
+            ItemContent::Tensor { dtype, shape, chunks } => {
+                let parts = self.collect_parts(&item.key, *dtype, shape, chunks, read);
+                let parts = parts.map_err(|error| builder.damaged(metadata, error))?;
+                self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
+            }
+        }
+    }
+
+    /// Records a hyper-parameter. Adds a notice for a hyper-parameter or optimizer state of a class
+    /// that is not allowed, and ignores other values.
+    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
+        match (kind, read) {
+            (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
+                self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
+            }
+            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(ItemValue::Forbidden(error))) => {
+                self.notices.push(format!("ignoring {}: {error}", item.key));
+            }
+            _ => {}
+        }
+    }
+
+    /// Adds a weight, buffer or optimizer state to the builder. Records a step or hyper-parameter
+    /// that is stored as a tensor.
+    fn collect_tensor(
+        &mut self,
+        builder: &mut ExternalCheckpointBuilder,
+        metadata: &str,
+        kind: DcpItemKind,
+        dtype: Dtype,
+        shape: &[u64],
+        parts: Vec<TensorPart>,
+    ) -> Result<()> {
+        let scalar = |builder: &ExternalCheckpointBuilder| match parts.as_slice() {
+            [part] if count_elements(shape) == Some(1) => {
+                builder.store.read_first_element(part, dtype).map(f64::from).map(Some)
+            }
+            _ => Ok(None),
+        };
+        match kind {
+            DcpItemKind::State(name, key) if key == "step" => {
+                if let Some(step) = scalar(builder)? {
+                    let step = to_whole_step(step).map_err(|error| {
+                        builder.damaged(metadata, DcpError::Step { name: name.clone(), error })
+                    })?;
+                    builder.facts.state.steps.insert(name, step);
+                }
+            }
+            DcpItemKind::Group(group, key) => {
+                let value = scalar(builder)?.and_then(serde_json::Number::from_f64).map(Json::Number);
+                let hyper = self.hyper.entry((group.parse().ok(), group)).or_default();
+                hyper.insert(key, value.unwrap_or(Json::Null));
+            }
+            DcpItemKind::State(name, key) => match parse_optimizer_state_role(&key) {
+                Some(role) => builder.entries.push(ExternalTensor::from_parts(
+                    &name,
+                    role,
+                    dtype,
+                    shape.to_vec(),
+                    parts,
+                )),
+                None => {
+                    self.unknown.insert(key);
+                }
+            },
+            DcpItemKind::Weight(name) => {
+                let trained = matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+                let role = if trained { TensorRole::Weight } else { TensorRole::Buffer };
+                builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape.to_vec(), parts));
+            }
+            DcpItemKind::Other => {}
+        }
+        Ok(())
+    }
+
+    /// Splits the chunks of a tensor into runs of consecutive elements of the tensor, sorted by
+    /// their first element.
+    ///
+    /// # Errors
+    /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
+    /// have more than [`PARTS_MAX`] runs.
+    fn collect_parts(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        shape: &[u64],
+        chunks: &[TensorChunk],
+        read: &mut HashMap<StorageLocation, ItemValue>,
+    ) -> std::result::Result<Vec<TensorPart>, DcpError> {
+        let mut parts = Vec::new();
+        for chunk in chunks {
+            let (file, view) = match read.remove(&chunk.location) {
+                Some(ItemValue::Tensor(file, view)) => (file, view),
+                Some(ItemValue::Forbidden(error)) => return Err(chunk.location.convert_error(error)),
+                _ => {
+                    let StorageLocation { file, offset, .. } = chunk.location.clone();
+                    return Err(DcpError::NotATensor { key: key.to_owned(), file, offset });
+                }
+            };
+            if view.shape != chunk.sizes || view.dtype != dtype {
+                return Err(DcpError::ChunkMismatch {
+                    key: key.to_owned(),
+                    offsets: chunk.offsets.clone(),
+                    expected_dtype: dtype,
+                    expected_shape: chunk.sizes.clone(),
+                    file: chunk.location.file.clone(),
+                    dtype: view.dtype,
+                    shape: view.shape,
+                });
+            }
+            for (start, taken) in
+                compute_chunk_runs(shape, chunk).ok_or_else(|| DcpError::ImpossibleShape(key.to_owned()))?
+            {
+                parts.push(TensorPart::new(file, &view, taken, start));
+                self.part_count += 1;
+                if self.part_count > PARTS_MAX {
+                    return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
+                }
+            }
+        }
+        parts.sort_by_key(|p| p.start);
+        Ok(parts)
+    }
+
+    /// Returns the collected parameter groups. Groups of a single named parameter are merged if
+    /// their hyper-parameters are equal.
+    fn into_param_groups(self) -> Vec<ParamGroupInfo> {
+        let mut groups: Vec<ParamGroupInfo> = Vec::new();
+        for ((number, called), mut hyper) in self.hyper {
+            let names = match hyper.remove("params") {
+                Some(Json::Array(names)) => {
+                    names.iter().filter_map(|n| n.as_str().map(str::to_owned)).collect()
+                }
+                _ => Vec::new(),
+            };
+            match (number, groups.iter_mut().find(|g| g.hyper == hyper)) {
+                (None, Some(alike)) => alike.names.push(called),
+                (None, None) => groups.push(ParamGroupInfo { hyper, names: vec![called] }),
+                (Some(_), _) => groups.push(ParamGroupInfo { hyper, names }),
+            }
+        }
+        groups
+    }
+}
+
+/// Splits a chunk of a tensor of shape `shape` into runs of consecutive elements of the tensor.
+/// Each item is the index of the run's first element in the tensor, and the run's range of elements
+/// in the chunk. Returns `None` if the number of elements overflows.
+fn compute_chunk_runs(
+    shape: &[u64],
+    chunk: &TensorChunk,
+) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
+    let total = count_elements(&chunk.sizes)?;
+    count_elements(shape)?;
+    // trailing dimensions that the chunk covers completely belong to one run
+    let covered_from =
+        (0..shape.len()).rev().take_while(|&d| chunk.sizes[d] == shape[d]).last().unwrap_or(shape.len());
+    let split_dims = covered_from.saturating_sub(1);
+    let run: u64 = chunk.sizes.get(split_dims..).unwrap_or(&[]).iter().product();
+    let strides: Vec<u64> = (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect();
+    let (sizes, offsets) = (chunk.sizes.clone(), chunk.offsets.clone());
+    let count = if total == 0 { 0 } else { total / run };
+    Some((0..count).map(move |i| {
+        let mut start: u64 = offsets.iter().zip(&strides).map(|(o, s)| o * s).sum();
+        let mut rest = i;
+        for d in (0..split_dims).rev() {
+            start += rest % sizes[d] * strides[d];
+            rest /= sizes[d];
+        }
+        (start, i * run..(i + 1) * run)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Checks that the runs place every element of a chunk where multi-dimensional indexing
+        /// does.
+        #[test]
+        fn runs_equal_multi_dimensional_indexing(dims in proptest::collection::vec((1u64..5, 0u64..4, 0u64..4), 0..4)) {
+            let sizes: Vec<u64> = dims.iter().map(|d| d.0).collect();
+            let offsets: Vec<u64> = dims.iter().map(|d| d.1).collect();
+            let shape: Vec<u64> = dims.iter().map(|d| d.0 + d.1 + d.2).collect();
+            let location = StorageLocation { file: String::new(), offset: 0, length: 0 };
+            let chunk = TensorChunk { offsets: offsets.clone(), sizes: sizes.clone(), location };
+            let mut found = vec![None; sizes.iter().product::<u64>() as usize];
+            for (start, taken) in compute_chunk_runs(&shape, &chunk).expect("possible") {
+                for (n, i) in taken.enumerate() {
+                    found[i as usize] = Some(start + n as u64);
+                }
+            }
+            for (i, at) in found.into_iter().enumerate() {
+                let (mut rest, mut expected, mut stride) = (i as u64, 0, 1);
+                for d in (0..shape.len()).rev() {
+                    expected += (offsets[d] + rest % sizes[d]) * stride;
+                    rest /= sizes[d];
+                    stride *= shape[d];
+                }
+                prop_assert_eq!(at, Some(expected));
+            }
+        }
+    }
+}

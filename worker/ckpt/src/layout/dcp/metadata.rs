@@ -1,0 +1,251 @@
+//! Parses `.metadata` of torch distributed checkpoints, which lists the tensors, their chunks, and
+//! the location of each chunk.
+use crate::codec::pickle::{self, PickleTree, PickleView, parse_shape};
+use crate::codec::torch_file::parse_dtype;
+use crate::error::{DcpError, TorchFileError};
+use crate::tensor::Dtype;
+use std::collections::HashMap;
+
+/// Classes and functions that the pickle in `.metadata` may name.
+const GLOBALS: &[&[&str]] = &[&[
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "torch.Size",
+    "torch.bfloat16",
+    "torch.bool",
+    "torch.contiguous_format",
+    "torch.float16",
+    "torch.float32",
+    "torch.float64",
+    "torch.float8_e4m3fn",
+    "torch.float8_e5m2",
+    "torch.int16",
+    "torch.int32",
+    "torch.int64",
+    "torch.int8",
+    "torch.preserve_format",
+    "torch.strided",
+    "torch.uint8",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed.checkpoint._fsspec_filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+]];
+/// Limit on the number of dimensions of a tensor.
+const DIMENSIONS_MAX: usize = 16;
+
+/// Result of parsing `.metadata`.
+type Result<T> = std::result::Result<T, DcpError>;
+
+/// The description of one item of the saved state dict.
+#[derive(Debug)]
+pub(crate) struct ItemMetadata {
+    /// The flattened key, which joins the keys of the nested dicts with dots.
+    pub(crate) key: String,
+    /// The keys of the nested dicts, or `None` if `.metadata` does not record these keys.
+    pub(crate) path: Option<Vec<String>>,
+    /// The kind of the item, and the locations of its value or chunks.
+    pub(crate) content: ItemContent,
+}
+
+/// The content of an item, which is a pickled value or a tensor.
+#[derive(Debug)]
+pub(crate) enum ItemContent {
+    /// A pickled value.
+    Bytes(StorageLocation),
+    /// A tensor, whose chunks may be in several files.
+    Tensor { dtype: Dtype, shape: Vec<u64>, chunks: Vec<TensorChunk> },
+}
+
+/// A rectangular part of a tensor, which is stored as one item of a file.
+#[derive(Debug)]
+pub(crate) struct TensorChunk {
+    /// Index of the chunk's first element, per dimension.
+    pub(crate) offsets: Vec<u64>,
+    /// Size of the chunk, per dimension.
+    pub(crate) sizes: Vec<u64>,
+    pub(crate) location: StorageLocation,
+}
+
+/// The byte range of a file that stores a pickled value or a chunk.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct StorageLocation {
+    pub(crate) file: String,
+    pub(crate) offset: u64,
+    pub(crate) length: u64,
+}
+
+/// Parses the content of `.metadata`. Returns the items in the order of the file.
+///
+/// # Errors
+/// Fails if the pickle is invalid, an item has no storage location, or a storage location belongs
+/// to no item.
+pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
+    let tree: PickleTree = pickle::parse_pickle(input, GLOBALS)?;
+    let (class, _, root) = tree.root_value().as_object().ok_or(DcpError::NotMetadata { class: None })?;
+    if class != "torch.distributed.checkpoint.metadata.Metadata" {
+        return Err(DcpError::NotMetadata { class: Some(class) });
+    }
+    let mut locations = read_locations(read_field(root, "storage_data")?)?;
+    let paths = read_paths(root.get("planner_data"))?;
+    let mut items = Vec::new();
+    for (key, value) in read_field(root, "state_dict_metadata")?
+        .as_pairs()
+        .ok_or(DcpError::InvalidField("state_dict_metadata"))?
+    {
+        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let path = match &paths {
+            Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
+            None => None,
+        };
+        let content = read_item_content(&key, value, &mut locations)?;
+        items.push(ItemMetadata { key, path, content });
+    }
+    match locations.into_keys().next() {
+        Some((key, offsets)) => Err(DcpError::LocationUnused { key, offsets }),
+        None => Ok(items),
+    }
+}
+
+/// Returns the value of the string key `key` of a dict. Fails with [`DcpError::MissingField`] if
+/// the key is missing.
+fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
+    value.get(key).ok_or(DcpError::MissingField(key))
+}
+
+/// Returns the attributes of an object. Fails if `class` is not the last component of the object's
+/// class name.
+fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<PickleView<'t>> {
+    match value.as_object() {
+        Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),
+        _ => Err(DcpError::WrongClass(class)),
+    }
+}
+
+/// The storage location of each chunk, by key and offsets. The offsets of a pickled value are
+/// `None`.
+type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
+
+/// Reads the storage locations of all chunks and pickled values.
+///
+/// # Errors
+/// Fails if a description is invalid, two locations share bytes, or an item is stored in a
+/// transformed form.
+fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
+    let mut locations = HashMap::new();
+    let mut taken: Vec<StorageLocation> = Vec::new();
+    for (index, info) in value.as_pairs().ok_or(DcpError::InvalidField("storage_data"))? {
+        let (index, info) =
+            (read_attributes(index, "MetadataIndex")?, read_attributes(info, "_StorageInfo")?);
+        let key = read_field(index, "fqn")?.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let offset = match index.get("offset").filter(|v| !v.is_none()) {
+            Some(v) => Some(parse_shape(v).ok_or(DcpError::InvalidField("offset"))?),
+            None => None,
+        };
+        if info
+            .get("transform_descriptors")
+            .is_some_and(|t| !t.is_none() && t.as_items().is_none_or(|i| i.get(0).is_some()))
+        {
+            return Err(DcpError::Transformed(key));
+        }
+        let number = |key: &'static str| read_field(info, key)?.as_count().ok_or(DcpError::InvalidField(key));
+        let file = read_field(info, "relative_path")?
+            .as_str()
+            .ok_or(DcpError::InvalidField("relative_path"))?
+            .to_owned();
+        let location = StorageLocation { file, offset: number("offset")?, length: number("length")? };
+        taken.push(location.clone());
+        if locations.insert((key.clone(), offset), location).is_some() {
+            return Err(DcpError::DuplicateLocation(key));
+        }
+    }
+    taken.sort();
+    let overlap = |w: &&[StorageLocation]| {
+        w[0].file == w[1].file && w[0].offset.saturating_add(w[0].length) > w[1].offset
+    };
+    match taken.windows(2).find(overlap) {
+        Some(w) => Err(DcpError::SharedBytes { file: w[1].file.clone(), offset: w[1].offset }),
+        None => Ok(locations),
+    }
+}
+
+/// Reads the nested keys of each item, by flattened key. Returns `None` if nested keys are not
+/// recorded. Fails if nested keys do not match the flattened key.
+fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
+    let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
+    let mut paths = HashMap::new();
+    for (key, path) in pairs {
+        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?;
+        let part =
+            |v: PickleView<'_>| v.as_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
+        let path: Option<Vec<String>> =
+            path.as_items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
+        let path = path.ok_or(DcpError::InvalidField("path"))?;
+        if path.join(".") != key {
+            return Err(DcpError::PathMismatch { key: key.to_owned(), path });
+        }
+        paths.insert(key.to_owned(), path);
+    }
+    Ok(Some(paths))
+}
+
+/// Reads the description of the item `key`, and moves its storage locations out of `locations`.
+/// Fails if a location is missing, or a chunk is outside of its tensor.
+fn read_item_content(
+    key: &str,
+    value: PickleView<'_>,
+    locations: &mut StorageLocations,
+) -> Result<ItemContent> {
+    let mut take = |offset: Option<Vec<u64>>| {
+        let offsets = offset.clone().unwrap_or_default();
+        locations
+            .remove(&(key.to_owned(), offset))
+            .ok_or_else(|| DcpError::LocationMissing { key: key.to_owned(), offsets })
+    };
+    if read_attributes(value, "BytesStorageMetadata").is_ok() {
+        return Ok(ItemContent::Bytes(take(None)?));
+    }
+    let state = read_attributes(value, "TensorStorageMetadata")?;
+    let sizes = |view: PickleView<'_>, name: &'static str| {
+        let sizes = view.get(name).and_then(parse_shape).filter(|s| s.len() <= DIMENSIONS_MAX);
+        sizes.ok_or(DcpError::InvalidField(name))
+    };
+    let properties = read_attributes(read_field(state, "properties")?, "TensorProperties")?;
+    let dtype = properties.as_items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));
+    let dtype = dtype.and_then(PickleView::as_global).and_then(parse_dtype);
+    let dtype = dtype.ok_or_else(|| DcpError::UnknownDtype(key.to_owned()))?;
+    let shape = sizes(state, "size")?;
+    let mut chunks = Vec::new();
+    for chunk in read_field(state, "chunks")?.as_items().ok_or(DcpError::InvalidField("chunks"))?.iter() {
+        let chunk = read_attributes(chunk, "ChunkStorageMetadata")?;
+        let (offsets, sizes) = (sizes(chunk, "offsets")?, sizes(chunk, "sizes")?);
+        let fits =
+            |((&o, &s), &whole): ((&u64, &u64), &u64)| o.checked_add(s).is_some_and(|end| end <= whole);
+        if offsets.len() != shape.len()
+            || sizes.len() != shape.len()
+            || !offsets.iter().zip(&sizes).zip(&shape).all(fits)
+        {
+            return Err(DcpError::ChunkOutside { key: key.to_owned(), offsets, sizes, shape });
+        }
+        let location = take(Some(offsets.clone()))?;
+        chunks.push(TensorChunk { offsets, sizes, location });
+    }
+    Ok(ItemContent::Tensor { dtype, shape, chunks })
+}
+
+impl StorageLocation {
+    /// Converts an error of reading the item at this location.
+    pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
+        DcpError::Item { offset: self.offset, error }
+    }
+}

@@ -1,0 +1,149 @@
+//! Recognizes DeepSpeed's files by their names.
+use crate::codec::disk::Directory;
+use crate::error::{CkptError, DeepSpeedError, Result, UnsupportedFeature};
+use std::collections::BTreeMap;
+
+/// Names of the files of a tag, by rank.
+#[derive(Debug, Default)]
+pub(crate) struct TagFiles {
+    /// Names of the model files, by rank. Stages below 3 have only the model file of rank 0.
+    pub(crate) model: BTreeMap<u32, String>,
+    /// Names of the optimizer files, by rank.
+    pub(crate) optimizer: BTreeMap<u32, String>,
+}
+
+/// The kind of a DeepSpeed file, which follows from the file's name.
+#[derive(Debug, PartialEq, Eq)]
+enum DeepSpeedFileKind {
+    /// The model file of this rank.
+    Model(u32),
+    /// The optimizer file of this rank.
+    Optimizer(u32),
+    /// A file of tensor, pipeline or expert parallelism.
+    Parallel,
+    /// Any other file, which the reader ignores.
+    Other,
+}
+
+impl TagFiles {
+    /// Lists the model and optimizer files in the directory of a tag.
+    ///
+    /// # Errors
+    /// Fails if a file belongs to tensor, pipeline or expert parallelism, or two files belong to
+    /// one rank.
+    pub(crate) fn list(directory: &Directory) -> Result<TagFiles> {
+        TagFiles::list_files(directory, false)
+    }
+
+    /// Lists the model and optimizer files of a universal checkpoint. Of two files of one rank,
+    /// uses the file whose name sorts first.
+    pub(crate) fn list_universal(directory: &Directory) -> Result<TagFiles> {
+        TagFiles::list_files(directory, true)
+    }
+
+    /// Returns the number of model and optimizer files.
+    pub(crate) fn count(&self) -> usize {
+        self.model.len() + self.optimizer.len()
+    }
+
+    /// Lists the model and optimizer files in a directory. With `both`, allows two files of one
+    /// rank and uses the file whose name sorts first.
+    fn list_files(directory: &Directory, both: bool) -> Result<TagFiles> {
+        let mut found = TagFiles::default();
+        for name in directory.list_names()? {
+            let (map, rank) = match parse_file_kind(&name) {
+                DeepSpeedFileKind::Model(rank) => (&mut found.model, rank),
+                DeepSpeedFileKind::Optimizer(rank) => (&mut found.optimizer, rank),
+                DeepSpeedFileKind::Parallel => {
+                    let feature = UnsupportedFeature::ModelParallelism { file: name };
+                    return Err(CkptError::unsupported(directory.path(), feature));
+                }
+                DeepSpeedFileKind::Other => continue,
+            };
+            if both && map.contains_key(&rank) {
+                continue;
+            }
+            if let Some(other) = map.insert(rank, name.clone()) {
+                let reason = DeepSpeedError::DuplicateRank(other);
+                return Err(CkptError::damaged(directory.path(), name, reason));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Parses `prefix` and a number at the start of `text`. Returns the number and the rest of the
+/// text, or `None` if `text` does not have this form.
+fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
+    let rest = text.strip_prefix(prefix)?;
+    let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+    Some((rest[..end].parse().ok()?, &rest[end..]))
+}
+
+/// Parses `[bf16_|fp16_]zero_pp_rank_R_mp_rank_MM` at the start of `name`. Returns the
+/// data-parallel rank, the model-parallel rank, and the rest of the name. Returns `None` for other
+/// names.
+fn parse_ranks(name: &str) -> Option<(u32, u32, &str)> {
+    let plain = name.strip_prefix("bf16_").or_else(|| name.strip_prefix("fp16_")).unwrap_or(name);
+    let (rank, rest) = parse_number_after(plain, "zero_pp_rank_")?;
+    let (mp, rest) = parse_number_after(rest, "_mp_rank_")?;
+    Some((rank, mp, rest))
+}
+
+/// Returns the kind of a file with the name `name`.
+fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
+    if let Some((rank, mp, rest)) = parse_ranks(name) {
+        return match (rest, mp) {
+            ("_model_states.pt", 0) => DeepSpeedFileKind::Model(rank),
+            ("_optim_states.pt", 0) => DeepSpeedFileKind::Optimizer(rank),
+            ("_model_states.pt" | "_optim_states.pt", _) => DeepSpeedFileKind::Parallel,
+            _ => DeepSpeedFileKind::Other,
+        };
+    }
+    match parse_number_after(name, "mp_rank_") {
+        Some((0, "_model_states.pt")) => DeepSpeedFileKind::Model(0),
+        Some((_, "_model_states.pt")) => DeepSpeedFileKind::Parallel,
+        _ if name.ends_with(".pt") && (name.starts_with("layer_") || name.contains("expert_")) => {
+            DeepSpeedFileKind::Parallel
+        }
+        _ => DeepSpeedFileKind::Other,
+    }
+}
+
+/// Returns the data-parallel rank in `root`, the name of the top directory in a torch file. The
+/// name that DeepSpeed gives it, such as `zero_pp_rank_3_mp_rank_00_optim_states`, contains the
+/// rank that wrote the file. Returns `None` if the name contains no rank.
+pub(crate) fn parse_rank_in_root(root: &str) -> Option<u32> {
+    parse_ranks(root).map(|(rank, _, _)| rank)
+}
+
+/// Parses the step in the name of a tag, such as `global_step10`. Returns `None` for other names.
+pub(crate) fn parse_step_in_tag(tag: &str) -> Option<u64> {
+    tag.strip_prefix("global_step")?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_names_identify_model_and_optimizer_files() {
+        for (name, expected) in [
+            ("mp_rank_00_model_states.pt", DeepSpeedFileKind::Model(0)),
+            ("zero_pp_rank_12_mp_rank_00_model_states.pt", DeepSpeedFileKind::Model(12)),
+            ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", DeepSpeedFileKind::Optimizer(3)),
+            ("fp16_zero_pp_rank_3_mp_rank_00_optim_states.pt", DeepSpeedFileKind::Optimizer(3)),
+            ("zero_pp_rank_3_mp_rank_01_optim_states.pt", DeepSpeedFileKind::Parallel),
+            ("mp_rank_01_model_states.pt", DeepSpeedFileKind::Parallel),
+            ("layer_01-model_00-model_states.pt", DeepSpeedFileKind::Parallel),
+            ("expert_0_mp_rank_00_optim_states.pt", DeepSpeedFileKind::Parallel),
+            ("zero_pp_rank_99999999999_mp_rank_00_optim_states.pt", DeepSpeedFileKind::Other),
+            ("zero_pp_rank__mp_rank_00_optim_states.pt", DeepSpeedFileKind::Other),
+            ("zero_to_fp32.py", DeepSpeedFileKind::Other),
+        ] {
+            assert_eq!(parse_file_kind(name), expected, "{name}");
+        }
+        assert_eq!(parse_rank_in_root("zero_pp_rank_1_mp_rank_00_optim_states"), Some(1));
+        assert_eq!((parse_rank_in_root("archive"), parse_step_in_tag("global_step12")), (None, Some(12)));
+    }
+}

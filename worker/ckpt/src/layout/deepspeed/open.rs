@@ -1,0 +1,126 @@
+//! Opens DeepSpeed checkpoints of ZeRO stages 0 to 3.
+use super::collect_passthrough::collect_passthrough;
+use super::file_names::TagFiles;
+use super::tag::TagContents;
+use super::tag_directories::{
+    LATEST_FILE, LATEST_UNIVERSAL_FILE, find_stale_latest, has_tags, is_tag_directory, list_tags, read_latest,
+};
+use super::{collect, stage0, universal};
+use crate::catalog::ExternalCheckpoint;
+use crate::codec::disk::{Directory, exists, parent_dir};
+use crate::error::{CkptError, Diagnosis, MissingPart, Result};
+use std::path::Path;
+
+/// Opens the DeepSpeed checkpoint at `path`, which is a directory with tags, the directory of a
+/// tag, or a universal checkpoint. Returns `None` for any other directory.
+pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> {
+    let directory = Directory::open(path)?;
+    if universal::is_universal_directory(path) {
+        return universal::open_universal(path, &parent_dir(path), Vec::new()).map(Some);
+    }
+    let universal = match directory.file_size(LATEST_UNIVERSAL_FILE)? {
+        Some(_) => Some(read_latest(&directory, LATEST_UNIVERSAL_FILE)?),
+        None => None,
+    };
+    if let Some(tag) = universal.as_ref().filter(|_| !exists(&path.join(LATEST_FILE)) && !has_tags(path)) {
+        return match universal::is_universal_directory(&path.join(tag)) {
+            true => universal::open_universal(&path.join(tag), path, Vec::new()).map(Some),
+            false => {
+                let (target, pointer) = (tag.clone(), LATEST_UNIVERSAL_FILE);
+                let part = MissingPart::LatestTarget { target, pointer, present: Vec::new() };
+                Err(CkptError::missing(path, part))
+            }
+        };
+    }
+    if !TagFiles::list(&directory)?.model.is_empty() {
+        return open_tag(path, path, &parent_dir(path), Vec::new()).map(Some);
+    }
+    let tags = list_tags(path)?;
+    let latest = match directory.file_size(LATEST_FILE)? {
+        Some(_) => Some(read_latest(&directory, LATEST_FILE)?),
+        None => None,
+    };
+    match latest {
+        Some(tag) if is_tag_directory(&path.join(&tag)) => {
+            let warnings = find_stale_latest(path, &tag, &tags)?;
+            let notice = universal.map(|other| {
+                let (tag, other) = (path.join(&tag), path.join(other));
+                format!("using {}; there is also a universal checkpoint: {}", tag.display(), other.display())
+            });
+            let mut found = open_tag(path, &path.join(&tag), path, notice.into_iter().collect())?;
+            found.add_warnings(warnings);
+            Ok(Some(found))
+        }
+        Some(_) if tags.is_empty() => Ok(None),
+        Some(tag) => {
+            let part = MissingPart::LatestTarget { target: tag, pointer: LATEST_FILE, present: tags };
+            Err(CkptError::missing(path, part))
+        }
+        None if tags.is_empty() => Ok(None),
+        None => open_newest_tag(path, &tags).map(Some),
+    }
+}
+
+/// Opens the newest tag that can be opened among `tags`, for a directory without `latest`. `tags`
+/// are in ascending order of their steps. Notices of the checkpoint list the skipped tags.
+///
+/// # Errors
+/// Fails with the error of the newest tag if no tag can be opened.
+fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
+    let mut notices = Vec::new();
+    let mut first = None;
+    for tag in tags.iter().rev() {
+        let mut tag_notices = notices.clone();
+        tag_notices.push(format!("no `latest`; using the newest complete checkpoint, {tag}"));
+        match open_tag(path, &path.join(tag), path, tag_notices) {
+            Ok(checkpoint) => return Ok(checkpoint),
+            Err(e) => {
+                notices.push(format!("skipped: {e}"));
+                first = first.or(Some(e));
+            }
+        }
+    }
+    Err(first.unwrap_or(CkptError::not_a_checkpoint(path, Diagnosis::NoTag)))
+}
+
+/// Opens the tag in the directory `path`. `given` is the path that the user gave. The directory
+/// `root` may have a config, a tokenizer and companion files. `notices` come first among the
+/// notices of the checkpoint.
+fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
+    let tag = TagContents::load(path)?;
+    let stage = tag.check_ranks()?;
+    let done = tag.check_steps()?;
+    let mut found = collect::collect_tensors(&tag, stage)?;
+    let Some((_, model)) = tag.model.get(&0) else { return Err(tag.missing("the model file")) };
+    let mut contradiction = None;
+    if let (Some(done), Some(step)) = (model.step, done)
+        && done.saturating_sub(model.skipped) as f64 != step
+    {
+        contradiction = Some(format!(
+            "the model file is of step {done} ({} skipped), the optimizer state of step {step}",
+            model.skipped
+        ));
+    }
+    let (mut groups, loss_scaler) = tag.collect_param_groups(model, stage);
+    let mut steps = tag.read_weight_steps(model)?;
+    if let Some((file, _)) = tag.model.get(&0).filter(|_| stage == 0) {
+        (groups, steps) = stage0::add_embedded_optimizer(&tag, *file, model, &mut found)?;
+    }
+    let mut facts = found.take_facts(model, stage, path, notices);
+    facts.kind = detect_program(root);
+    facts.warnings.extend(contradiction);
+    (facts.state.groups, facts.state.steps, facts.state.loss_scaler) = (groups, steps, loss_scaler);
+    let passthrough = collect_passthrough(&tag, &facts)?;
+    found.add_companion_facts(&mut facts, root)?;
+    Ok(ExternalCheckpoint::new(given, root, facts, tag.store, found.entries)?.with_passthrough(passthrough))
+}
+
+/// Returns the program that ran DeepSpeed. The program's files in the directory `root` identify it.
+fn detect_program(root: &Path) -> &'static str {
+    let has = |name: &str| exists(&root.join(name));
+    match () {
+        () if has("trainer_state.json") => "HF Trainer with DeepSpeed",
+        () if has("random_states_0.pkl") => "Accelerate with DeepSpeed",
+        () => "DeepSpeed",
+    }
+}

@@ -1,0 +1,220 @@
+//! Locates each parameter in the flat tensors that the optimizer files of the ranks store.
+use super::states::FlatGroupShard;
+use crate::catalog::{ExternalTensor, TensorInfo, TensorPart};
+use crate::codec::torch_file::TensorView;
+use crate::error::LayoutError;
+use crate::tensor::{Dtype, TensorRole, count_elements};
+use std::ops::Range;
+
+/// Name and shape of each parameter of a group, in the order of the flat tensor.
+pub(super) type ParamShapes = [(String, Vec<u64>)];
+
+/// The part of a flat group that one rank stores.
+pub(super) struct RankShard<'a> {
+    /// Index of the rank's optimizer file in the store.
+    pub(super) file: usize,
+    pub(super) shard: &'a FlatGroupShard,
+}
+
+impl RankShard<'_> {
+    /// Returns the number of elements of the rank's flat weights, padding included.
+    fn len(&self) -> u64 {
+        self.shard.fp32.elements()
+    }
+
+    /// Returns the rank's flat tensor of this role, or `None` if the rank has no such state.
+    fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
+        match role {
+            TensorRole::Weight => Some(&self.shard.fp32),
+            _ => self.shard.states.iter().find(|(r, _)| *r == role).map(|(_, v)| v),
+        }
+    }
+}
+
+/// Lists the roles of a group's tensors, which are the weights and every optimizer state that any
+/// rank has.
+fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
+    let mut roles = vec![TensorRole::Weight];
+    // a rank whose part is empty may lack optimizer states
+    roles.extend(
+        TensorRole::ALL
+            .into_iter()
+            .filter(|r| r.is_optimizer_state() && ranks.iter().any(|k| k.state_view(*r).is_some())),
+    );
+    roles
+}
+
+/// Returns the error for a shape whose number of elements overflows.
+fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
+    LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
+}
+
+/// Makes the tensor `name` of the parts `parts`, which must be sorted by their first element.
+fn make_tensor(
+    name: &str,
+    shape: &[u64],
+    role: TensorRole,
+    dtype: Dtype,
+    parts: Vec<TensorPart>,
+) -> ExternalTensor {
+    ExternalTensor { info: TensorInfo { name: name.to_owned(), role, dtype, shape: shape.to_vec() }, parts }
+}
+
+/// Locates the parameters of a group of stage 1 or 2. Such a group concatenates its parameters and
+/// splits the result into one part per rank. `is_unpadded` states that no padding follows the last
+/// parameter.
+///
+/// # Errors
+/// Fails if the number of elements does not match, or a state is missing or has a wrong length.
+pub(super) fn locate_flat_params(
+    group: &ParamShapes,
+    ranks: &[RankShard<'_>],
+    is_unpadded: bool,
+) -> Result<Vec<ExternalTensor>, LayoutError> {
+    let alignment = ranks.first().map_or(&[][..], |r| &r.shard.alignment);
+    if !alignment.is_empty() && alignment.len() != group.len() {
+        return Err(LayoutError::PaddingCount { paddings: alignment.len(), parameters: group.len() });
+    }
+    let mut spans = Vec::with_capacity(group.len());
+    let mut end = 0u64;
+    for (i, (name, shape)) in group.iter().enumerate() {
+        let too_large = || impossible_shape_error(name, shape);
+        let next = end.checked_add(count_elements(shape).ok_or_else(too_large)?).ok_or_else(too_large)?;
+        spans.push(end..next);
+        end = next.checked_add(alignment.get(i).copied().unwrap_or(0)).ok_or_else(too_large)?;
+    }
+    let held: u64 = ranks.iter().map(RankShard::len).sum();
+    // without `zero_stage`, the last part may be padded to a multiple of twice the number of ranks
+    let slack = if is_unpadded { 0 } else { 4 * ranks.len() as u64 };
+    if held < end || held - end > slack {
+        return Err(LayoutError::ElementCount { expected: end, found: held });
+    }
+    let mut entries = Vec::new();
+    for role in list_roles(ranks) {
+        check_state_lengths(ranks, role)?;
+        for ((name, shape), span) in group.iter().zip(&spans) {
+            entries.push(make_tensor(
+                name,
+                shape,
+                role,
+                Dtype::F32,
+                locate_concatenated_parts(ranks, role, span.clone())?,
+            ));
+        }
+    }
+    Ok(entries)
+}
+
+/// Locates the elements `span` in the concatenated parts of all ranks. Returns one part for each
+/// rank that has some of these elements.
+fn locate_concatenated_parts(
+    ranks: &[RankShard<'_>],
+    role: TensorRole,
+    span: Range<u64>,
+) -> Result<Vec<TensorPart>, LayoutError> {
+    let mut parts = Vec::new();
+    let mut begin = 0;
+    for (r, rank) in ranks.iter().enumerate() {
+        let (from, to) = (span.start.max(begin), span.end.min(begin + rank.len()));
+        if from < to {
+            let view = rank.state_view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
+            parts.push(TensorPart::new(rank.file, view, from - begin..to - begin, from - span.start));
+        }
+        begin += rank.len();
+    }
+    Ok(parts)
+}
+
+/// Fails if a rank's state `role` is not F32, or is not as long as the rank's weights. A state may
+/// be longer than the weights by the recorded padding.
+fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
+    for (r, rank) in ranks.iter().enumerate() {
+        let Some(view) = rank.state_view(role) else { continue };
+        let (weights, states) = (rank.len(), view.elements());
+        let padded = rank.shard.padding.map(|p| weights.saturating_add(p));
+        let fits = states == weights || padded.map_or(states > weights, |p| p == states);
+        if view.dtype != Dtype::F32 || !fits {
+            return Err(LayoutError::StateLength { rank: r, role, states, dtype: view.dtype, weights });
+        }
+    }
+    Ok(())
+}
+
+/// Locates the parameters of a group of stage 3. Each parameter is split evenly among the ranks,
+/// with padding at the end, and each rank concatenates its slices of all parameters.
+///
+/// # Errors
+/// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
+pub(super) fn locate_partitioned_params(
+    group: &ParamShapes,
+    ranks: &[RankShard<'_>],
+) -> Result<Vec<ExternalTensor>, LayoutError> {
+    let world = ranks.len() as u64;
+    let mut entries = Vec::new();
+    for role in list_roles(ranks) {
+        let mut offset = 0u64;
+        for (name, shape) in group {
+            let count = count_elements(shape).ok_or_else(|| impossible_shape_error(name, shape))?;
+            let share = count.div_ceil(world);
+            let mut parts = Vec::new();
+            for (r, rank) in ranks.iter().enumerate() {
+                let view = rank.state_view(role).ok_or(LayoutError::StateMissing { rank: r, role })?;
+                let span = (r as u64 * share).min(count)..((r as u64 + 1) * share).min(count);
+                let end = offset.saturating_add(share);
+                if view.elements() < end || view.dtype != Dtype::F32 {
+                    return Err(LayoutError::PartitionTooShort {
+                        role,
+                        rank: r,
+                        elements: view.elements(),
+                        dtype: view.dtype,
+                        name: name.clone(),
+                        end,
+                    });
+                }
+                if span.start < span.end {
+                    let taken = offset..offset + (span.end - span.start);
+                    parts.push(TensorPart::new(rank.file, view, taken, span.start));
+                }
+            }
+            entries.push(make_tensor(name, shape, role, Dtype::F32, parts));
+            offset += share;
+        }
+        for (rank, shard) in ranks.iter().enumerate() {
+            let found = shard.state_view(role).map_or(offset, TensorView::elements);
+            if found != offset {
+                return Err(LayoutError::PartitionLength { role, rank, found, expected: offset });
+            }
+        }
+    }
+    Ok(entries)
+}
+
+/// Locates a frozen parameter. `slices` has the file index and the view of each slice. There is a
+/// single slice with all elements, or in stage 3 one slice per rank with padding at the end.
+pub(super) fn locate_frozen_param(
+    name: &str,
+    shape: &[u64],
+    slices: &[(usize, &TensorView)],
+) -> Result<ExternalTensor, LayoutError> {
+    let count = count_elements(shape).ok_or_else(|| impossible_shape_error(name, shape))?;
+    let share = count.div_ceil(slices.len().max(1) as u64);
+    let mut parts = Vec::new();
+    for (r, &(file, view)) in slices.iter().enumerate() {
+        let start = (r as u64 * share).min(count);
+        let len = share.min(count - start);
+        if view.elements() < len || view.elements() > share || view.dtype != slices[0].1.dtype {
+            return Err(LayoutError::SliceLength {
+                name: name.to_owned(),
+                rank: r,
+                elements: view.elements(),
+                dtype: view.dtype,
+                expected: share,
+            });
+        }
+        if len > 0 {
+            parts.push(TensorPart::new(file, view, 0..len, start));
+        }
+    }
+    let dtype = slices.first().map_or(Dtype::F32, |(_, v)| v.dtype);
+    Ok(make_tensor(name, shape, TensorRole::Weight, dtype, parts))
+}

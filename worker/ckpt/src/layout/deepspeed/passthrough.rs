@@ -1,0 +1,113 @@
+//! Reads the passthrough state of a model or optimizer file, which a conversion copies unchanged.
+use crate::codec::pickle::{PickleView, PythonObject, StoredTensor};
+use crate::codec::torch_file::{TensorView, TorchFile};
+use std::cell::RefCell;
+
+/// Limit on the number of values copied from one file.
+const VALUES_MAX: usize = 1 << 20;
+/// Entries of a model file that a conversion writes from its own data.
+const REGENERATED: [&str; 13] = [
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "universal_checkpoint_info",
+];
+/// Entries of an optimizer file that are copied unchanged.
+const COPIED: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
+
+/// Objects with their keys, in the order of the file.
+type NamedObjects = Vec<(String, PythonObject)>;
+
+/// The passthrough state of a model file.
+#[derive(Default)]
+pub(crate) struct ModelPassthrough {
+    /// Entries that a conversion does not regenerate, by key.
+    pub(super) other_entries: Vec<(String, PythonObject)>,
+    /// State of the learning rate scheduler.
+    pub(super) scheduler: PythonObject,
+    /// The tensors in `other_entries` and `scheduler`, by storage index.
+    pub(super) tensors: Vec<TensorView>,
+    /// Keys of entries that cannot be copied, such as entries with byte strings.
+    pub(super) dropped: Vec<String>,
+}
+
+/// The passthrough state of an optimizer file.
+#[derive(Default)]
+pub(crate) struct OptimizerPassthrough {
+    /// For each parameter group, its hyper-parameters and the indices of its flat groups.
+    pub(super) groups: Vec<(NamedObjects, Vec<u64>)>,
+    /// The entries whose keys are in [`COPIED`].
+    pub(super) other_entries: NamedObjects,
+}
+
+impl ModelPassthrough {
+    /// Reads the passthrough state of a model file, without the data of tensors.
+    pub(super) fn read(file: &TorchFile) -> ModelPassthrough {
+        let tensors = RefCell::new(Vec::new());
+        let tensor = |value: PickleView<'_>| {
+            let view = file.parse_tensor(value).ok().flatten().filter(TensorView::is_contiguous)?;
+            let (dtype, shape) = (view.dtype, view.shape.clone());
+            let stored = view.elements();
+            let mut tensors = tensors.borrow_mut();
+            tensors.push(view);
+            Some(PythonObject::Tensor(StoredTensor {
+                storage: tensors.len() - 1,
+                dtype,
+                storage_elements: stored,
+                shape,
+            }))
+        };
+        let mut found = ModelPassthrough::default();
+        let mut left = VALUES_MAX;
+        for (key, value) in file.value().as_pairs().into_iter().flatten() {
+            let Some(key) = key.as_str() else { continue };
+            let scheduler = key == "lr_scheduler";
+            if REGENERATED.contains(&key) && !scheduler {
+                continue;
+            }
+            match value.to_object(&mut left, &tensor) {
+                Some(value) if scheduler => found.scheduler = value,
+                Some(value) => found.other_entries.push((key.to_owned(), value)),
+                None => found.dropped.push(key.to_owned()),
+            }
+        }
+        found.tensors = tensors.into_inner();
+        found
+    }
+}
+
+impl OptimizerPassthrough {
+    /// Reads the passthrough state of an optimizer file. `root` is the state of DeepSpeed's
+    /// optimizer, and `base` the state of the torch optimizer that it wraps.
+    pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
+        let mut left = VALUES_MAX;
+        let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);
+        let mut groups = Vec::new();
+        let listed = match base.as_items() {
+            // an elastic checkpoint has a list of states and no parameter groups
+            Some(_) => None,
+            None => base.get("param_groups"),
+        };
+        for group in listed.and_then(PickleView::as_items).iter().flat_map(|g| g.iter()) {
+            let mut options = Vec::new();
+            for (key, value) in group.as_pairs().into_iter().flatten() {
+                if let (Some(key), Some(value)) = (key.as_str().filter(|k| *k != "params"), copied(value)) {
+                    options.push((key.to_owned(), value));
+                }
+            }
+            let flats = group.get("params").and_then(PickleView::as_items).and_then(|p| p.to_counts());
+            groups.push((options, flats.unwrap_or_default()));
+        }
+        let kept = |key: &&str| Some(((*key).to_owned(), copied(root.get(key)?)?));
+        OptimizerPassthrough { other_entries: COPIED.iter().filter_map(kept).collect(), groups }
+    }
+}

@@ -1,0 +1,6 @@
+//! Files of Hugging Face, HF Trainer and Accelerate: weights, optimizer states and companion files.
+pub(crate) mod companion_files;
+pub(crate) mod module_order;
+pub(crate) mod optimizer_state;
+pub(crate) mod param_matching;
+pub(crate) mod weights;

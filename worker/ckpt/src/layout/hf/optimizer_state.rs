@@ -1,0 +1,347 @@
+//! Reads the `state_dict` of an optimizer, which has the form `{state: {parameter: {key: tensor}},
+//! param_groups: [{…, params}]}`. Parameters are numbers (torch) or names (full FSDP states).
+use super::param_matching;
+use super::weights::parse_number;
+use crate::catalog::{
+    ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, GLOBALS, ParamGroupInfo,
+    ShapedWeight, TensorPart, parse_optimizer_state_role, to_whole_step,
+};
+use crate::codec::pickle::PickleView;
+use crate::codec::torch_file::{TensorView, TorchFile};
+use crate::error::{MatchError, OptimizerStateError, Result, format_names};
+use crate::tensor::TensorRole;
+use serde_json::{Map, Value as Json};
+use std::collections::{BTreeSet, HashMap};
+
+/// The key by which an optimizer identifies a parameter.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum ParamId {
+    /// The number that torch gives to the parameter.
+    Number(u64),
+    /// The name of the parameter, which FSDP writes instead of a number.
+    Name(String),
+}
+
+/// The optimizer state of one parameter.
+#[derive(Default)]
+pub(crate) struct ParamState {
+    /// Role and view of each tensor of the state.
+    pub(crate) tensors: Vec<(TensorRole, TensorView)>,
+    pub(crate) step: Option<StepValue>,
+}
+
+/// The step of a parameter as a file stores it, which is a number or a tensor with one element.
+pub(crate) enum StepValue {
+    Number(f64),
+    Tensor(TensorView),
+}
+
+/// The `state_dict` of an optimizer, with views of its tensors.
+pub(crate) struct OptimizerStateDict {
+    pub(crate) states: HashMap<ParamId, ParamState>,
+    /// Hyper-parameters of each parameter group, and its parameters in the order of the group.
+    pub(crate) groups: Vec<(Map<String, Json>, Vec<ParamId>)>,
+    /// Keys of unknown optimizer states, which are ignored.
+    pub(crate) unknown: BTreeSet<String>,
+}
+
+impl OptimizerStateDict {
+    /// Reads the `state_dict` at `root`, without the data of tensors.
+    ///
+    /// # Errors
+    /// Fails if the dict has another structure, or a parameter with a state is not in exactly one
+    /// group.
+    pub(crate) fn read(
+        file: &TorchFile,
+        root: PickleView<'_>,
+    ) -> std::result::Result<OptimizerStateDict, OptimizerStateError> {
+        use OptimizerStateError::*;
+        let mut optimizer =
+            OptimizerStateDict { states: HashMap::new(), groups: Vec::new(), unknown: BTreeSet::new() };
+        let states = root.get("state").and_then(PickleView::as_pairs).ok_or(NoStates)?;
+        for (key, value) in states {
+            let id = parse_param_id(key).ok_or(InvalidParamId)?;
+            let state = optimizer.read_state(file, value)?;
+            if optimizer.states.insert(id.clone(), state).is_some() {
+                return Err(DuplicateState(id.label()));
+            }
+        }
+        let groups = root.get("param_groups").and_then(PickleView::as_items).ok_or(NoParamGroups)?;
+        let mut seen = BTreeSet::new();
+        for group in groups.iter() {
+            let Json::Object(mut hyper) = group.to_json() else {
+                return Err(InvalidGroup);
+            };
+            hyper.remove("params");
+            let params = group.get("params").and_then(PickleView::as_items).ok_or(InvalidGroup)?;
+            let ids: Option<Vec<ParamId>> = params.iter().map(parse_param_id).collect();
+            let ids = ids.ok_or(InvalidParamId)?;
+            if let Some(twice) = ids.iter().find(|id| !seen.insert(id.label())) {
+                return Err(InTwoGroups(twice.label()));
+            }
+            optimizer.groups.push((hyper, ids));
+        }
+        match optimizer.states.keys().find(|id| !seen.contains(&id.label())) {
+            Some(id) => Err(InNoGroup(id.label())),
+            None => Ok(optimizer),
+        }
+    }
+
+    /// Reads the state of one parameter. Adds the keys of unknown tensors to `self.unknown`.
+    fn read_state(
+        &mut self,
+        file: &TorchFile,
+        value: PickleView<'_>,
+    ) -> std::result::Result<ParamState, OptimizerStateError> {
+        let mut state = ParamState::default();
+        for (key, value) in value.as_pairs().ok_or(OptimizerStateError::InvalidState)? {
+            let key = key.as_str().ok_or(OptimizerStateError::InvalidState)?;
+            let tensor = file
+                .parse_tensor(value)
+                .map_err(|error| OptimizerStateError::Tensor { key: key.to_owned(), error })?;
+            match (key, parse_optimizer_state_role(key), tensor) {
+                ("step", _, Some(view)) => state.step = Some(StepValue::Tensor(view)),
+                ("step", _, None) => state.step = parse_number(value).map(StepValue::Number),
+                (_, Some(role), Some(view)) => state.tensors.push((role, view)),
+                (_, None, Some(_)) => {
+                    self.unknown.insert(key.to_owned());
+                }
+                (_, _, None) => {}
+            }
+        }
+        Ok(state)
+    }
+
+    /// Returns the shape of the first state tensor of each parameter, by group.
+    pub(crate) fn state_shapes(&self) -> Vec<param_matching::StateShapes> {
+        let shape = |id: &ParamId| Some(self.states.get(id)?.tensors.first()?.1.shape.clone());
+        self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
+    }
+
+    /// Returns the names of the parameters of each group. Numbered parameters get the names that
+    /// [`param_matching::match_states_to_weights`] finds in `weights`. `in_order` states whether
+    /// `weights` are in the order of the model.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a recorded name or the shape of its state contradicts `weights`, or if numbered
+    /// parameters cannot be assigned to `weights`.
+    pub(crate) fn name_parameters(
+        &self,
+        weights: &[ShapedWeight<'_>],
+        in_order: bool,
+    ) -> std::result::Result<GroupNames, MatchError> {
+        let name = |id: &ParamId| match id {
+            ParamId::Name(name) => Some(name.clone()),
+            ParamId::Number(_) => None,
+        };
+        let named: Option<Vec<Vec<String>>> =
+            self.groups.iter().map(|(_, ids)| ids.iter().map(name).collect()).collect();
+        match named {
+            Some(names) => self.check_recorded_names(names, weights),
+            None => param_matching::match_states_to_weights(&self.state_shapes(), weights, in_order),
+        }
+    }
+
+    /// Returns the recorded names. Fails if a name is not in `weights`, or if the weight's shape
+    /// differs from the shape of the state.
+    fn check_recorded_names(
+        &self,
+        names: Vec<Vec<String>>,
+        weights: &[ShapedWeight<'_>],
+    ) -> std::result::Result<GroupNames, MatchError> {
+        let known: HashMap<&str, &[u64]> = weights.iter().copied().collect();
+        for (group, shapes) in names.iter().zip(self.state_shapes()) {
+            for (name, shape) in group.iter().zip(shapes) {
+                let expected = known.get(name.as_str());
+                let expected = expected.ok_or_else(|| MatchError::UnknownWeight(name.clone()))?;
+                if let Some(found) = shape.filter(|s| s != expected) {
+                    let (weight, expected) = (name.clone(), expected.to_vec());
+                    return Err(MatchError::NamedShape { weight, found, expected });
+                }
+            }
+        }
+        Ok(names)
+    }
+}
+
+impl ParamId {
+    /// Returns the name of the parameter, or text such as `parameter 3`, for messages.
+    fn label(&self) -> String {
+        match self {
+            ParamId::Number(n) => format!("parameter {n}"),
+            ParamId::Name(name) => name.clone(),
+        }
+    }
+}
+
+/// Parses a key of `state` or an item of `params`. Returns `None` if the value is neither a
+/// non-negative integer nor text.
+fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
+    value.as_count().map(ParamId::Number).or_else(|| value.as_str().map(|s| ParamId::Name(s.to_owned())))
+}
+
+/// Names of the parameters of each parameter group.
+type GroupNames = Vec<Vec<String>>;
+
+/// Reads the optimizer file `name`, and adds its states, steps and groups to the builder. States
+/// that cannot be assigned to the builder's weights are skipped with a notice.
+pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
+    let (file, torch) = builder.add_torch_file(name, GLOBALS)?;
+    let optimizer =
+        OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged(name, error))?;
+    let weights: Vec<(String, Vec<u64>)> =
+        builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
+    let borrowed: Vec<ShapedWeight<'_>> = weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+    match match_listed_or_fused_names(&optimizer, &borrowed) {
+        Ok((names, fused)) => add_states(builder, name, file, &optimizer, names, &fused),
+        Err(error) if builder.trained.is_some() => {
+            add_trained_states(builder, name, file, optimizer, &borrowed, error)
+        }
+        Err(error) => {
+            skip_states(builder, name, optimizer, &error);
+            Ok(())
+        }
+    }
+}
+
+/// Assigns the names of `weights` to the parameters. If `weights` do not match the parameters,
+/// assigns the names of the equivalent model that fuses the experts of each layer. Also returns the
+/// fused experts, which are empty if the names are those of `weights`.
+fn match_listed_or_fused_names(
+    optimizer: &OptimizerStateDict,
+    weights: &[ShapedWeight<'_>],
+) -> std::result::Result<(GroupNames, FusedExperts), MatchError> {
+    let listed = match optimizer.name_parameters(weights, false) {
+        Ok(names) => return Ok((names, FusedExperts::default())),
+        Err(error) => error,
+    };
+    let Some(fused) = FusedExperts::detect(weights) else { return Err(listed) };
+    let fused_weights: Vec<ShapedWeight<'_>> =
+        fused.weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+    match optimizer.name_parameters(&fused_weights, false) {
+        Ok(names) => Ok((names, fused)),
+        Err(error) => Err(MatchError::Fused { listed: Box::new(listed), fused: Box::new(error) }),
+    }
+}
+
+/// Records a notice that the states in the file `name` are skipped because of `error`. Stores the
+/// hyper-parameters of the groups in the builder's facts, without names of parameters.
+fn skip_states(
+    builder: &mut ExternalCheckpointBuilder,
+    name: &str,
+    optimizer: OptimizerStateDict,
+    error: &MatchError,
+) {
+    builder.record_skipped_optimizer(format!("ignoring the optimizer state in {name}: {error}"));
+    builder.facts.state.groups =
+        optimizer.groups.into_iter().map(|(hyper, _)| ParamGroupInfo { hyper, names: Vec::new() }).collect();
+}
+
+/// Adds the states if they match the weights that the reader trains in number, groups, order and
+/// shape. A notice reports the assignment, since the file itself does not identify the weights.
+/// Skips the states otherwise. `error` states why the states do not match all weights.
+fn add_trained_states(
+    builder: &mut ExternalCheckpointBuilder,
+    name: &str,
+    file: usize,
+    optimizer: OptimizerStateDict,
+    weights: &[ShapedWeight<'_>],
+    error: MatchError,
+) -> Result<()> {
+    let is_trained = |w: &&ShapedWeight<'_>| builder.trained.as_ref().is_some_and(|t| t.contains(w.0));
+    let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
+    let trained: Vec<ShapedWeight<'_>> = trained.into_iter().copied().collect();
+    match match_listed_or_fused_names(&optimizer, &trained) {
+        Ok((names, fused)) => {
+            builder.add_notice(format!(
+                "{name} has unnamed states of {} of {} weights; they match the weights that are trained here \
+                 and are assigned to them",
+                trained.len(),
+                weights.len()
+            ));
+            builder.facts.state.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
+            add_states(builder, name, file, &optimizer, names, &fused)
+        }
+        Err(other) if trained.len() < weights.len() => {
+            let (all_weights, trained) = (Box::new(error), Box::new(other));
+            skip_states(builder, name, optimizer, &MatchError::Trained { all_weights, trained });
+            Ok(())
+        }
+        Err(_) => {
+            skip_states(builder, name, optimizer, &error);
+            Ok(())
+        }
+    }
+}
+
+/// Adds the states of all parameters to the builder, with their steps and groups. `names` are the
+/// names of the parameters of each group.
+fn add_states(
+    builder: &mut ExternalCheckpointBuilder,
+    name: &str,
+    file: usize,
+    optimizer: &OptimizerStateDict,
+    names: GroupNames,
+    fused: &FusedExperts,
+) -> Result<()> {
+    for ((_, ids), names) in optimizer.groups.iter().zip(&names) {
+        for (id, weight) in ids.iter().zip(names) {
+            let Some(state) = optimizer.states.get(id) else { continue };
+            for (role, view) in &state.tensors {
+                let entries = make_state_tensors(weight, *role, file, view, fused);
+                builder.entries.extend(entries.map_err(|error| builder.damaged(name, error))?);
+            }
+            let step = match &state.step {
+                None => continue,
+                Some(StepValue::Number(n)) => *n,
+                Some(StepValue::Tensor(view)) => f64::from(builder.store.read_scalar(file, view)?),
+            };
+            let step = to_whole_step(step).map_err(|error| {
+                let weight = weight.clone();
+                builder.damaged(name, OptimizerStateError::Step { weight, error })
+            })?;
+            builder.facts.state.steps.extend(fused.stored_names(weight).map(|name| (name, step)));
+        }
+    }
+    if !optimizer.unknown.is_empty() {
+        let unknown: Vec<String> = optimizer.unknown.iter().cloned().collect();
+        builder.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
+    }
+    for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
+        let names = names.iter().flat_map(|weight| fused.stored_names(weight)).collect();
+        builder.facts.state.groups.push(ParamGroupInfo { hyper: hyper.clone(), names });
+    }
+    Ok(())
+}
+
+/// Returns the tensors of the state `role` of `weight`, which is stored in `view`. There is one
+/// tensor, or one per stored member if the weight is fused.
+fn make_state_tensors(
+    weight: &str,
+    role: TensorRole,
+    file: usize,
+    view: &TensorView,
+    fused: &FusedExperts,
+) -> std::result::Result<Vec<ExternalTensor>, OptimizerStateError> {
+    let Some(members) = fused.members(weight) else {
+        return Ok(vec![ExternalTensor::from_whole_view(weight, role, file, view)]);
+    };
+    let count = members.last().map_or(0, |m| m.elements.end);
+    if view.elements() != count {
+        return Err(OptimizerStateError::Elements {
+            role,
+            weight: weight.to_owned(),
+            shape: view.shape.clone(),
+            expected: count,
+        });
+    }
+    let entry = |m: &FusedMember| {
+        let parts = match m.elements.is_empty() {
+            true => Vec::new(),
+            false => vec![TensorPart::new(file, view, m.elements.clone(), 0)],
+        };
+        ExternalTensor::from_parts(&m.name, role, view.dtype, m.shape.clone(), parts)
+    };
+    Ok(members.iter().map(entry).collect())
+}

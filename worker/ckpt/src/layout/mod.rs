@@ -1,0 +1,6 @@
+//! Layouts of checkpoints: which files a program writes, and what they contain.
+pub(crate) mod dcp;
+pub(crate) mod deepspeed;
+pub(crate) mod hf;
+pub(crate) mod native;
+pub mod peft;

@@ -1,0 +1,472 @@
+//! [`Manifest`]: the content of `manifest.json`, which lists the byte ranges of each tensor in the
+//! shards, a hash per block, and facts about the run.
+//!
+//! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
+//! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
+//! all contents are checked as untrusted input.
+use super::storage_host::StorageHost;
+use super::stripes;
+use crate::catalog::RunFacts;
+use crate::codec::disk::{BLOCK, Directory};
+use crate::codec::safetensors;
+use crate::error::{CkptError, Diagnosis, ManifestError, Result, SaveProblem, UnsupportedFeature};
+use crate::format_constants::MANIFEST_FILE;
+use crate::hash::Hash;
+use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, element_ranges};
+use serde::{Deserialize, Serialize};
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+
+/// Maximum size of the manifest's file in bytes. With 64 hex digits per MiB of state, this suffices
+/// for about 3 TB.
+const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+const FORMAT_NAME: &str = "launch checkpoint";
+/// Version of a manifest without parity, hosts and BF16, which every version of the program reads.
+const BASE_VERSION: u32 = 1;
+/// Version of a manifest with parity, or with the host of each shard.
+const EXTENDED_VERSION: u32 = 2;
+/// Version of a manifest with BF16 weights. Such a manifest may also have parity and hosts.
+const BF16_VERSION: u32 = 3;
+/// Maximum number of hosts of one checkpoint.
+const HOSTS_MAX: usize = 65_536;
+const HASH_FIELD_START: &str = "{\"blake3\":\"";
+const HASH_DIGITS: Range<usize> = HASH_FIELD_START.len()..HASH_FIELD_START.len() + 64;
+
+/// The content of `manifest.json`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Manifest {
+    /// BLAKE3 hash of the file. Must be the first field, since the hash has a fixed position.
+    blake3: String,
+    format: String,
+    version: u32,
+    pub(crate) facts: RunFacts,
+    block_bytes: u64,
+    /// The hosts that store the shards of a host-local checkpoint. Empty if the hosts share the
+    /// checkpoint directory, and in version 1.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) hosts: Vec<StorageHost>,
+    pub(crate) files: Vec<FileEntry>,
+    pub(crate) tensors: Vec<TensorEntry>,
+    /// The parity files, one per rank. `None` in a checkpoint without parity, and in version 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) parity: Option<Vec<FileEntry>>,
+}
+
+/// The fields that a manifest of every version has. These fields are parsed first, to reject an
+/// unsupported format or version.
+#[derive(Deserialize)]
+struct ManifestHeader {
+    format: String,
+    version: u32,
+}
+
+/// The manifest's entry of a shard or of a parity file.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileEntry {
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    /// BLAKE3 hash of each block of [`BLOCK`] bytes of the file. The last block may be shorter.
+    pub(crate) blocks: Vec<Hash>,
+    /// Index into [`Manifest::hosts`] of the host that stores the file. Absent if the manifest has
+    /// no hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) host: Option<usize>,
+}
+
+/// The manifest's entry of a tensor.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TensorEntry {
+    pub(crate) name: String,
+    pub(crate) role: TensorRole,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
+    /// The pieces of the tensor, sorted by first element. Together the pieces contain each element
+    /// exactly once.
+    pub(crate) pieces: Vec<PieceEntry>,
+}
+
+/// The manifest's entry of a piece: consecutive elements of a tensor in one shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PieceEntry {
+    /// Index of the first element in the tensor.
+    pub(crate) start: u64,
+    /// Number of elements.
+    pub(crate) count: u64,
+    /// Index into [`Manifest::files`].
+    pub(crate) file: usize,
+    /// Byte offset of the first element in the shard.
+    pub(crate) offset: u64,
+}
+
+impl PieceEntry {
+    /// Returns the range of the tensor's elements in this piece. An end that overflows becomes
+    /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
+    pub(crate) fn element_range(&self) -> Range<u64> {
+        self.start..self.start.saturating_add(self.count)
+    }
+
+    /// Returns the byte range of the piece in its shard, for elements of the dtype `dtype`.
+    pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
+        self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
+    }
+}
+
+impl TensorEntry {
+    /// Formats the name of the tensor as `role/name`.
+    pub(crate) fn label(&self) -> String {
+        format!("{}/{}", self.role, self.name)
+    }
+
+    /// Returns the number of elements of the tensor, or `u64::MAX` if the shape is impossible.
+    pub(crate) fn element_count(&self) -> u64 {
+        count_elements(&self.shape).unwrap_or(u64::MAX)
+    }
+}
+
+/// Makes the file name of a rank's shard, such as `shard-00000-of-00004.safetensors`.
+pub(crate) fn shard_file_name(rank: u32, world: u32) -> String {
+    format!("shard-{rank:05}-of-{world:05}.safetensors")
+}
+
+impl Manifest {
+    /// Makes a manifest with the oldest version that can represent the contents. Does not check the
+    /// contents, and leaves the hash at zeros.
+    pub(crate) fn new(
+        facts: RunFacts,
+        files: Vec<FileEntry>,
+        tensors: Vec<TensorEntry>,
+        parity: Option<Vec<FileEntry>>,
+    ) -> Manifest {
+        let (blake3, format) = ("0".repeat(64), FORMAT_NAME.to_owned());
+        let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
+        let mut manifest = Manifest {
+            blake3,
+            format,
+            version: BASE_VERSION,
+            facts,
+            block_bytes,
+            hosts,
+            files,
+            tensors,
+            parity,
+        };
+        manifest.version = manifest.compute_version();
+        manifest
+    }
+
+    /// Returns the oldest version that can represent the contents of this manifest.
+    fn compute_version(&self) -> u32 {
+        if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
+            BF16_VERSION
+        } else if self.parity.is_some() || !self.hosts.is_empty() {
+            EXTENDED_VERSION
+        } else {
+            BASE_VERSION
+        }
+    }
+
+    /// Returns the manifest with the host of each shard: `host_of[r]` is the index in `hosts` of
+    /// the host that stores the shard of rank r.
+    pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
+        self.hosts = hosts;
+        self.version = self.compute_version();
+        for (file, host) in self.files.iter_mut().zip(host_of) {
+            file.host = Some(*host);
+        }
+        self
+    }
+
+    /// Returns the host that stores the shard with index `file`. Returns `None` if the manifest
+    /// records no hosts.
+    pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
+        self.hosts.get(self.files.get(file)?.host?)
+    }
+
+    /// Serializes the manifest to JSON with its hash.
+    ///
+    /// # Errors
+    /// Fails if the text is longer than [`MANIFEST_BYTES_MAX`].
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        let mut text = self.encode_unsealed().map_err(CkptError::invalid_save)?;
+        if text.len() as u64 > MANIFEST_BYTES_MAX {
+            return Err(CkptError::invalid_save(SaveProblem::ManifestTooLarge {
+                bytes: text.len() as u64,
+                limit: MANIFEST_BYTES_MAX,
+            }));
+        }
+        text[HASH_DIGITS].fill(b'0');
+        let hash = Hash::digest(&text).to_hex();
+        text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
+        Ok(text)
+    }
+
+    /// Serializes the manifest to JSON, with the current value of the field `blake3`.
+    fn encode_unsealed(&self) -> std::result::Result<Vec<u8>, ManifestError> {
+        let text = serde_json::to_vec(self)?;
+        match text.starts_with(HASH_FIELD_START.as_bytes()) && text.len() > HASH_DIGITS.end {
+            true => Ok(text),
+            false => Err(ManifestError::HashNotFirst),
+        }
+    }
+
+    /// Reads the manifest of the checkpoint in `directory`, and verifies its hash and consistency.
+    /// Does not read the shards.
+    pub(crate) fn load(directory: &Directory) -> Result<Manifest> {
+        Manifest::parse(directory.path(), Manifest::read_text(directory)?)
+    }
+
+    /// Reads the text of the manifest in `directory` without verifying it.
+    ///
+    /// # Errors
+    /// Fails with [`Diagnosis::ManifestMissing`] if the file does not exist.
+    pub(crate) fn read_text(directory: &Directory) -> Result<Vec<u8>> {
+        match directory.read_file(MANIFEST_FILE, MANIFEST_BYTES_MAX) {
+            Err(CkptError::Missing { path, .. }) => {
+                Err(CkptError::not_a_checkpoint(&path, Diagnosis::ManifestMissing))
+            }
+            other => other,
+        }
+    }
+
+    /// Computes the hash of the text of a manifest and writes the hash into the text. Does nothing
+    /// if the text is too short.
+    pub(crate) fn seal_text(text: &mut [u8]) {
+        if text.get_mut(HASH_DIGITS).map(|hex| hex.fill(b'0')).is_some() {
+            let hash = Hash::digest(text).to_hex();
+            text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
+        }
+    }
+
+    /// Verifies the hash of the text of a manifest. Returns the hash, and the text with zeros in
+    /// place of the hash.
+    pub(crate) fn verify_and_unseal(
+        mut text: Vec<u8>,
+    ) -> std::result::Result<(String, Vec<u8>), ManifestError> {
+        let stored = text.get(HASH_DIGITS).ok_or(ManifestError::Truncated)?.to_owned();
+        text[HASH_DIGITS].fill(b'0');
+        let hash = Hash::digest(&text).to_hex();
+        match text.starts_with(HASH_FIELD_START.as_bytes()) && hash.as_bytes() == stored {
+            true => Ok((hash, text)),
+            false => Err(ManifestError::HashMismatch),
+        }
+    }
+
+    /// Parses the text of the manifest of the checkpoint at `path`, and verifies its hash, version
+    /// and consistency.
+    pub(crate) fn parse(path: &Path, text: Vec<u8>) -> Result<Manifest> {
+        let damaged = |error: ManifestError| CkptError::damaged(path, MANIFEST_FILE, error);
+        let (_, zeroed) = Manifest::verify_and_unseal(text).map_err(damaged)?;
+        let head: ManifestHeader = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        if head.format != FORMAT_NAME || !(BASE_VERSION..=BF16_VERSION).contains(&head.version) {
+            let (format, version) = (head.format, head.version);
+            let (oldest, newest) = (BASE_VERSION, BF16_VERSION);
+            let feature = UnsupportedFeature::FormatVersion { format, version, oldest, newest };
+            return Err(CkptError::unsupported(path, feature));
+        }
+        let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        manifest.check_consistency().map_err(damaged)?;
+        Ok(manifest)
+    }
+
+    /// Returns the total size of all shards in bytes.
+    pub(crate) fn total_shard_bytes(&self) -> u64 {
+        self.files.iter().map(|f| f.bytes).sum()
+    }
+
+    /// Iterates over the entries of the shards, followed by the entries of the parity files.
+    pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
+        self.files.iter().chain(self.parity.iter().flatten())
+    }
+
+    /// Returns `role/name` of the tensors with bytes in the block with index `block` of a shard.
+    pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
+        let (start, end) = (block * BLOCK as u64, (block + 1) * BLOCK as u64);
+        let inside = |t: &TensorEntry, e: &PieceEntry| {
+            let bytes = e.byte_range(t.dtype);
+            e.file == file && bytes.start < end && bytes.end > start
+        };
+        self.tensors
+            .iter()
+            .filter(|t| t.pieces.iter().any(|e| inside(t, e)))
+            .map(TensorEntry::label)
+            .collect()
+    }
+
+    /// Fails if parts of the manifest contradict each other or exceed a limit.
+    pub(crate) fn check_consistency(&self) -> std::result::Result<(), ManifestError> {
+        self.facts.check()?;
+        if self.block_bytes != BLOCK as u64 {
+            return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK as u64 });
+        }
+        self.check_files()?;
+        let version = self.compute_version();
+        if version != self.version {
+            return Err(ManifestError::Version { recorded: self.version, needed: version });
+        }
+        if let Some(parity) = &self.parity {
+            let sizes: Vec<u64> = self.files.iter().map(|f| f.bytes).collect();
+            let given = parity.iter().map(|f| (f.name.as_str(), f.bytes, f.blocks.len() as u64));
+            stripes::check_parity_files(&sizes, given)?;
+        }
+        self.check_hosts()?;
+        let mut spans: Vec<Vec<Range<u64>>> = vec![Vec::new(); self.files.len()];
+        let mut seen = HashMap::new();
+        for tensor in &self.tensors {
+            self.check_tensor(tensor, &mut spans)?;
+            if seen.insert((tensor.role, tensor.name.as_str()), tensor.shape.as_slice()).is_some() {
+                return Err(ManifestError::Duplicate(tensor.label()));
+            }
+        }
+        for (file, spans) in self.files.iter().zip(&mut spans) {
+            spans.sort_by_key(|r| r.start);
+            if let Some(w) = spans.windows(2).find(|w| w[0].end > w[1].start) {
+                return Err(ManifestError::Overlap { file: file.name.clone(), bytes: w[1].start..w[0].end });
+            }
+        }
+        self.check_complete(&seen)
+    }
+
+    /// Fails if the number of shards is wrong, or the name or the number of block hashes of a shard
+    /// is wrong.
+    fn check_files(&self) -> std::result::Result<(), ManifestError> {
+        if self.files.len() as u64 != u64::from(self.facts.world) {
+            return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
+        }
+        let mut total = 0u64;
+        for (rank, file) in self.files.iter().enumerate() {
+            if file.name != shard_file_name(rank as u32, self.facts.world) {
+                return Err(ManifestError::ShardName { rank, name: file.name.clone() });
+            }
+            if file.blocks.len() as u64 != file.bytes.div_ceil(BLOCK as u64) {
+                return Err(ManifestError::BlockCount {
+                    file: file.name.clone(),
+                    bytes: file.bytes,
+                    hashes: file.blocks.len(),
+                });
+            }
+            total = total.checked_add(file.bytes).ok_or(ManifestError::SizeOverflow)?;
+        }
+        Ok(())
+    }
+
+    /// Fails if a host is invalid or listed twice, or if a shard has no listed host. In a manifest
+    /// without hosts, fails if a shard has a host.
+    fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
+        if self.hosts.is_empty() {
+            return match self.files.iter().all(|f| f.host.is_none()) {
+                true => Ok(()),
+                false => Err(ManifestError::NoHosts),
+            };
+        }
+        if self.hosts.len() > HOSTS_MAX {
+            return Err(ManifestError::HostCount { found: self.hosts.len(), limit: HOSTS_MAX });
+        }
+        let mut seen = HashSet::new();
+        for host in &self.hosts {
+            host.check()?;
+            if !seen.insert(&host.id) {
+                return Err(ManifestError::Duplicate(format!("host {}", host.id)));
+            }
+        }
+        match self.files.iter().find(|f| f.host.is_none_or(|h| h >= self.hosts.len())) {
+            Some(file) => Err(ManifestError::ShardWithoutHost(file.name.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails if the name, dtype or shape of a tensor is impossible, if its pieces don't contain
+    /// each element exactly once, or if a piece is outside of its shard. Adds the byte ranges of
+    /// the pieces to `spans`, by shard.
+    fn check_tensor(
+        &self,
+        tensor: &TensorEntry,
+        spans: &mut [Vec<Range<u64>>],
+    ) -> std::result::Result<(), ManifestError> {
+        check_tensor_name(&tensor.name)?;
+        let label = tensor.label();
+        let narrow = tensor.role == TensorRole::Weight && tensor.dtype == Dtype::BF16;
+        if tensor.dtype != Dtype::F32 && !narrow {
+            return Err(ManifestError::Dtype { tensor: label, dtype: tensor.dtype });
+        }
+        let total = count_elements(&tensor.shape).ok_or_else(|| ManifestError::ImpossibleShape {
+            tensor: label.clone(),
+            shape: tensor.shape.clone(),
+        })?;
+        let error =
+            element_ranges::find_coverage_error(total, tensor.pieces.iter().map(PieceEntry::element_range));
+        if let Some(error) = error {
+            return Err(ManifestError::Coverage { tensor: label, error });
+        }
+        for piece in &tensor.pieces {
+            let bytes = piece.byte_range(tensor.dtype);
+            match (self.files.get(piece.file), spans.get_mut(piece.file)) {
+                (Some(file), Some(spans)) if bytes.end <= file.bytes && bytes.start >= 8 => spans.push(bytes),
+                _ => {
+                    return Err(ManifestError::OutsideShard { tensor: label, bytes, shard: piece.file });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails if a tensor of the model or of the optimizer state is missing or has another shape
+    /// than in the model. Also fails if the manifest has further tensors. `found` maps each tensor
+    /// of the manifest to its shape.
+    fn check_complete(
+        &self,
+        found: &HashMap<(TensorRole, &str), &[u64]>,
+    ) -> std::result::Result<(), ManifestError> {
+        let model = &self.facts.model;
+        let frozen: HashSet<&str> = model.frozen.iter().map(String::as_str).collect();
+        let mut expected: HashMap<(TensorRole, &str), &[u64]> = HashMap::new();
+        for role in TensorRole::ALL {
+            let listed = if role == TensorRole::Buffer { &model.buffers } else { &model.weights };
+            let any = role.is_optimizer_state() && found.keys().any(|(r, _)| *r == role);
+            for t in listed {
+                let key = (role, t.name.as_str());
+                let wanted = match role.is_optimizer_state() {
+                    true => (any && !frozen.contains(key.1)) || found.contains_key(&key),
+                    false => true,
+                };
+                if wanted {
+                    expected.insert(key, &t.shape);
+                    match found.get(&key) {
+                        None => {
+                            return Err(ManifestError::MissingTensor(format!("{role}/{}", t.name)));
+                        }
+                        Some(shape) if **shape != *t.shape => {
+                            return Err(ManifestError::Shape {
+                                tensor: format!("{role}/{}", t.name),
+                                found: shape.to_vec(),
+                                expected: t.shape.clone(),
+                            });
+                        }
+                        Some(_) => {}
+                    }
+                }
+            }
+        }
+        match found.keys().find(|k| !expected.contains_key(*k)) {
+            Some((role, name)) => Err(ManifestError::UnknownTensor(format!("{role}/{name}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the entries that the header of a shard must have: dtype, number of elements and byte
+    /// range in the file, by the key of the piece.
+    pub(crate) fn expected_header_entries(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
+        let mut expected = HashMap::new();
+        for tensor in &self.tensors {
+            for piece in tensor.pieces.iter().filter(|p| p.file == file && p.count > 0) {
+                let key = safetensors::piece_key(tensor.role, &tensor.name, piece.start);
+                expected.insert(key, (tensor.dtype, piece.count, piece.byte_range(tensor.dtype)));
+            }
+        }
+        expected
+    }
+}

@@ -1,0 +1,31 @@
+//! [`RemoteShards`]: determines which shards of a host-local checkpoint are on other hosts.
+use super::manifest::Manifest;
+use super::storage_host::StorageHost;
+use crate::codec::disk;
+use std::path::Path;
+
+/// The shards of a host-local checkpoint that other hosts store, and that may therefore be absent
+/// from the directory on this host.
+pub(crate) struct RemoteShards<'m> {
+    manifest: &'m Manifest,
+    /// Id of this host, or `None` if the checkpoint is not host-local or this host has no id.
+    local_id: Option<String>,
+}
+
+impl<'m> RemoteShards<'m> {
+    /// Reads the id of this host from the parent directory of the checkpoint at `path`. Without an
+    /// id, every shard for which the manifest records a host counts as remote.
+    pub(crate) fn new(path: &Path, manifest: &'m Manifest) -> Self {
+        let local_id = match manifest.hosts.is_empty() {
+            true => None,
+            false => StorageHost::read_id(&disk::parent_dir(path)).unwrap_or(None),
+        };
+        RemoteShards { manifest, local_id }
+    }
+
+    /// Returns the other host that stores the shard with index `file`. Returns `None` if this host
+    /// stores the shard, or the manifest records no hosts.
+    pub(crate) fn remote_host(&self, file: usize) -> Option<&'m StorageHost> {
+        self.manifest.shard_host(file).filter(|host| Some(&host.id) != self.local_id.as_ref())
+    }
+}

@@ -1,0 +1,8 @@
+//! Recognizes and opens the checkpoints of any program.
+mod detect;
+mod diagnose;
+mod opened;
+
+pub(crate) use detect::open_external_checkpoint;
+pub(crate) use diagnose::diagnose_directory;
+pub use opened::{NewestCheckpoint, OpenedCheckpoint, open_checkpoint, open_newest, open_with_trained_names};

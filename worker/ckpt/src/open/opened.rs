@@ -1,0 +1,85 @@
+//! [`OpenedCheckpoint`]: an open checkpoint of any format.
+use super::detect::open_external_for_training;
+use super::diagnose::diagnose_directory;
+use crate::catalog::{ExternalCheckpoint, TensorSource};
+use crate::codec::disk::exists;
+use crate::error::{CkptError, Result};
+use crate::format_constants::MANIFEST_FILE;
+use crate::layout::native::{Checkpoint, list_checkpoints};
+use std::collections::HashSet;
+use std::path::Path;
+
+/// The newest readable checkpoint of a directory.
+#[derive(Debug)]
+pub struct NewestCheckpoint {
+    /// The newest checkpoint that could be opened.
+    pub checkpoint: Checkpoint,
+    /// The error of each newer checkpoint, which was skipped, newest first.
+    pub skipped: Vec<CkptError>,
+}
+
+/// Opens the native checkpoint at `path`. If `path` is a directory of native checkpoints, opens the
+/// newest one that is readable.
+///
+/// # Errors
+/// Fails with the error of the newest checkpoint if no checkpoint is readable. Fails with a
+/// diagnosis of the directory if there is no native checkpoint.
+pub fn open_newest(path: &Path) -> Result<NewestCheckpoint> {
+    if exists(&path.join(MANIFEST_FILE)) {
+        return Ok(NewestCheckpoint { checkpoint: Checkpoint::open(path)?, skipped: Vec::new() });
+    }
+    if !exists(path) {
+        return Err(CkptError::NotFound { path: path.to_owned() });
+    }
+    let mut skipped = Vec::new();
+    for (_, path) in list_checkpoints(path)? {
+        match Checkpoint::open(&path) {
+            Ok(checkpoint) => return Ok(NewestCheckpoint { checkpoint, skipped }),
+            Err(e) => skipped.push(e),
+        }
+    }
+    match skipped.into_iter().next() {
+        Some(first) => Err(first),
+        None => Err(CkptError::not_a_checkpoint(path, diagnose_directory(path))),
+    }
+}
+
+/// An open checkpoint of any format.
+#[derive(Debug)]
+pub enum OpenedCheckpoint {
+    /// A native checkpoint, with the errors of newer checkpoints that were skipped.
+    Native(Box<NewestCheckpoint>),
+    /// A checkpoint of another program.
+    External(Box<ExternalCheckpoint>),
+}
+
+impl OpenedCheckpoint {
+    /// Returns the common interface to the tensors and the state of any format.
+    pub fn source(&self) -> &dyn TensorSource {
+        match self {
+            OpenedCheckpoint::Native(newest) => &newest.checkpoint,
+            OpenedCheckpoint::External(checkpoint) => &**checkpoint,
+        }
+    }
+}
+
+/// Opens the checkpoint at `path`, which any supported program may have written. If `path` is a
+/// directory of native checkpoints, opens the newest readable one. If `path` is a DeepSpeed
+/// directory, opens the checkpoint that `latest` names.
+pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
+    open_with_trained_names(path, None)
+}
+
+/// Opens the checkpoint at `path` as [`open_checkpoint`] does, for a run that trains the weights
+/// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
+/// weights were frozen, assigning the states to weights needs the names in `trained`. With `None`,
+/// the result is that of [`open_checkpoint`].
+pub fn open_with_trained_names(path: &Path, trained: Option<&HashSet<String>>) -> Result<OpenedCheckpoint> {
+    let native = exists(&path.join(MANIFEST_FILE))
+        || !exists(path)
+        || (path.is_dir() && !list_checkpoints(path)?.is_empty());
+    if !native && let Some(checkpoint) = open_external_for_training(path, trained)? {
+        return Ok(OpenedCheckpoint::External(Box::new(checkpoint)));
+    }
+    open_newest(path).map(|n| OpenedCheckpoint::Native(Box::new(n)))
+}

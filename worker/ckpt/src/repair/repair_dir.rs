@@ -1,0 +1,101 @@
+//! [`RepairDir`]: the hidden copy in which a checkpoint is repaired.
+use super::loss::RepairLoss;
+use crate::codec::disk::{self, Directory};
+use crate::error::{CkptError, Result};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The hidden copy in which a checkpoint is repaired, and the results of the repair so far.
+pub(super) struct RepairDir {
+    /// The directory to repair, which is never modified.
+    pub(super) original: PathBuf,
+    /// The hidden copy of the original directory.
+    pub(super) dir: PathBuf,
+    /// Name of the newest complete checkpoint, if the directory contains several.
+    pub(super) newest: Option<String>,
+    /// Lines for the user about rebuilt, changed and removed files.
+    pub(super) rebuilt: Vec<String>,
+    /// Losses that were found so far.
+    pub(super) lost: Vec<RepairLoss>,
+}
+
+impl RepairDir {
+    /// Replaces the hard link `name` in the hidden copy by a copy of the original file. Only a file
+    /// that was replaced in this way may be modified.
+    pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
+        self.copy_file_in(&self.original.join(name), name)
+    }
+
+    /// Copies the file `from` to `name` in the hidden copy of the checkpoint. Replaces an existing
+    /// file.
+    pub(super) fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
+        let to = self.dir.join(name);
+        disk::unlink(&to)?;
+        let mut source = fs::File::open(from).map_err(CkptError::io("open", from))?;
+        let created = OpenOptions::new().write(true).create_new(true).open(&to);
+        let mut target = created.map_err(CkptError::io("create", &to))?;
+        io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
+    }
+
+    /// Writes the file `name` in the hidden copy of the checkpoint. Replaces an existing file.
+    pub(super) fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
+        let to = self.dir.join(name);
+        disk::unlink(&to)?;
+        disk::write_file(to, content).map(drop)
+    }
+
+    /// Returns the path of a directory next to the copy, for intermediate results. Does not create
+    /// the directory. Dropping the returned value removes the directory.
+    pub(super) fn temp_dir(&self) -> TempDir {
+        let mut name = self.dir.file_name().unwrap_or_default().to_owned();
+        name.push(".aside");
+        TempDir(self.dir.with_file_name(name))
+    }
+
+    /// Replaces the path and the name of the hidden copy in `lines` by those of the original.
+    pub(super) fn restore_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
+        let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
+        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (hidden_name, name) = (name(&self.dir), name(&self.original));
+        lines.map(|line| line.replace(&hidden, &shown).replace(&hidden_name, &name)).collect()
+    }
+}
+
+/// The path of a temporary directory, which is removed when this value is dropped.
+pub(super) struct TempDir(pub(super) PathBuf);
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        // a failure is harmless: the next repair removes the directory
+        let _ = disk::remove_tree(&self.0);
+    }
+}
+
+/// Joins `directory`, the path of a subdirectory of the copy, and `name`. An empty `directory`
+/// means the copy itself.
+pub(super) fn join_subpath(directory: &str, name: &str) -> String {
+    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
+}
+
+/// Appends the paths of the files in the subdirectory `directory` of `dir` to `found`, relative to
+/// `dir`. Descends at most `depth` levels below `directory`, and leaves out deeper files.
+pub(super) fn list_files_recursively(
+    dir: &Path,
+    directory: &str,
+    depth: u32,
+    found: &mut Vec<String>,
+) -> Result<()> {
+    let opened = Directory::open(&dir.join(directory))?;
+    for name in opened.list_names()? {
+        let inner = join_subpath(directory, &name);
+        if opened.has_directory(&name)? {
+            if depth > 0 {
+                list_files_recursively(dir, &inner, depth - 1, found)?;
+            }
+        } else {
+            found.push(inner);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! Checks the output path of an operation that writes a directory.
+use crate::codec::disk::{self, Directory};
+use crate::error::{CkptError, OutputProblem, Result};
+use serde_json::Value;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// Maximum size of a record of written files that is read, in bytes.
+const RECORD_MAX: u64 = 16 << 20;
+
+/// The file by which an operation recognizes a directory that it wrote.
+pub(crate) struct OutputMarker {
+    /// Name of a JSON file in the directory that lists all other files.
+    pub(crate) file: &'static str,
+    /// Value of the key `format` in the JSON file.
+    pub(crate) format: &'static str,
+    /// The command that wrote the directory, as messages show it.
+    pub(crate) operation: &'static str,
+}
+
+/// Resolves an output path to its parent directory and its name. Creates the parent directory if
+/// needed.
+///
+/// # Errors
+/// Fails if `out` exists and can't be replaced (see [`check_replaceable`]), or is inside of the
+/// checkpoint `source`.
+pub(crate) fn resolve_output_path(
+    source: &Path,
+    out: &Path,
+    force: bool,
+    marker: &OutputMarker,
+) -> Result<(PathBuf, String)> {
+    let rejected = |problem| CkptError::output_rejected(out, problem);
+    let (parent, name) = match disk::exists(out) {
+        true => {
+            let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
+            check_replaceable(&real, force, marker)?;
+            (disk::parent_dir(&real), real.file_name().map(|n| n.to_owned()))
+        }
+        false => {
+            disk::make_dirs(&disk::parent_dir(out))?;
+            let parent = disk::parent_dir(out);
+            let name = out.file_name().map(|n| n.to_owned());
+            (parent.canonicalize().map_err(CkptError::io("look at", &parent))?, name)
+        }
+    };
+    let name = name.ok_or_else(|| rejected(OutputProblem::NoName))?.to_string_lossy().into_owned();
+    if parent.starts_with(source.canonicalize().map_err(CkptError::io("look at", source))?) {
+        return Err(rejected(OutputProblem::InsideInput));
+    }
+    Ok((parent, name))
+}
+
+/// Fails with [`CkptError::OutputRejected`] if the directory `out` may not be replaced. An empty
+/// directory may be replaced. Other directories may be replaced if `force` is true and the
+/// operation of the marker wrote every file.
+fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
+    let rejected = |problem| Err(CkptError::output_rejected(out, problem));
+    if !out.is_dir() {
+        return rejected(OutputProblem::NotADirectory);
+    }
+    let directory = Directory::open(out)?;
+    let names = directory.list_names()?;
+    if names.is_empty() {
+        return Ok(());
+    }
+    let record: Option<Value> =
+        directory.read_file(marker.file, RECORD_MAX).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let operation = marker.operation;
+    let Some(record) = record.filter(|r| r["format"] == marker.format) else {
+        return rejected(OutputProblem::NotOurs { operation });
+    };
+    let written: HashSet<&str> =
+        record["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    if let Some(file) = names.iter().find(|n| *n != marker.file && !written.contains(n.as_str())) {
+        return rejected(OutputProblem::OtherFile { file: file.clone(), operation });
+    }
+    match force {
+        true => Ok(()),
+        false => rejected(OutputProblem::NeedsForce { operation }),
+    }
+}

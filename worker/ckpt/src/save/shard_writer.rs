@@ -1,0 +1,137 @@
+//! [`write_shard`]: writes a rank's shard to the staging directory of a save.
+use crate::codec::disk::{FileWriter, IoMode};
+use crate::codec::safetensors::{self, PlannedTensor};
+use crate::error::{CkptError, Result, SaveProblem};
+use crate::hash::Hash;
+use crate::layout::native::shard_file_name;
+use crate::tensor::{Dtype, TensorRole};
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+use std::path::Path;
+
+/// A piece of a tensor: consecutive elements that this rank stores.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorPiece<'a> {
+    /// Name of the tensor.
+    pub name: &'a str,
+    /// Role of the tensor: weight, optimizer state or buffer.
+    pub role: TensorRole,
+    /// Row-major index in the tensor of the first element of `data`.
+    pub start_element: u64,
+    /// The elements of the piece, one after another.
+    pub data: PieceElements<'a>,
+}
+
+/// The elements of a piece, in the dtype in which the shard stores them.
+#[derive(Clone, Copy, Debug)]
+pub enum PieceElements<'a> {
+    /// Elements as F32 numbers.
+    F32(&'a [f32]),
+    /// Elements as the bits of BF16 numbers. Allowed only for weights, in a run without FP32 master
+    /// weights.
+    Bf16(&'a [u16]),
+}
+
+impl<'a> From<&'a [f32]> for PieceElements<'a> {
+    fn from(values: &'a [f32]) -> Self {
+        PieceElements::F32(values)
+    }
+}
+
+impl PieceElements<'_> {
+    fn len(&self) -> usize {
+        match self {
+            PieceElements::F32(values) => values.len(),
+            PieceElements::Bf16(values) => values.len(),
+        }
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self {
+            PieceElements::F32(_) => Dtype::F32,
+            PieceElements::Bf16(_) => Dtype::BF16,
+        }
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        match self {
+            PieceElements::F32(values) => bytemuck::cast_slice(values),
+            PieceElements::Bf16(values) => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+/// The description of a written piece: its elements and its position in the shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PieceReport {
+    /// Name of the tensor.
+    pub name: String,
+    /// Role of the tensor: weight, optimizer state or buffer.
+    pub role: TensorRole,
+    /// Dtype of the stored elements.
+    pub dtype: Dtype,
+    /// Index of the first element in the tensor.
+    pub start: u64,
+    /// Number of elements.
+    pub count: u64,
+    /// Byte offset of the first element in the shard's file.
+    pub offset: u64,
+}
+
+/// The description of a written shard, which the rank that wrote it sends to rank 0 for
+/// [`crate::commit_save`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardReport {
+    /// Rank that wrote the shard.
+    pub rank: u32,
+    /// World size of the save.
+    pub world: u32,
+    /// Name of the file.
+    pub file: String,
+    /// Size of the file in bytes.
+    pub bytes: u64,
+    /// BLAKE3 hash of each MiB of the file.
+    pub blocks: Vec<Hash>,
+    /// The pieces in the file.
+    pub pieces: Vec<PieceReport>,
+}
+
+/// Writes this rank's shard to the staging directory ([`crate::StagingDir::path`]) and syncs the
+/// file. The shard is a safetensors file with one tensor `role/name@start` per piece, in the order
+/// of `pieces`. Omits empty pieces. Needs 24 MiB of memory in addition to the pieces.
+///
+/// # Errors
+/// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice.
+/// Also fails if I/O fails.
+pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<'_>]) -> Result<ShardReport> {
+    if rank >= world {
+        return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));
+    }
+    let pieces: Vec<&TensorPiece<'_>> = pieces.iter().filter(|p| p.data.len() > 0).collect();
+    let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.data.len() as u64]).collect();
+    let key = |p: &TensorPiece<'_>| safetensors::piece_key(p.role, p.name, p.start_element);
+    let planned: Vec<PlannedTensor<'_>> = pieces
+        .iter()
+        .zip(&shapes)
+        .map(|(p, shape)| PlannedTensor { name: key(p), dtype: p.data.dtype(), shape })
+        .collect();
+    let mut seen = HashSet::new();
+    if let Some(twice) = planned.iter().find(|p| !seen.insert(p.name.as_str())) {
+        return Err(CkptError::invalid_save(SaveProblem::DuplicatePiece { rank, piece: twice.name.clone() }));
+    }
+    let header = safetensors::encode_shard_header(rank, world, &planned).map_err(CkptError::invalid_save)?;
+
+    let file = shard_file_name(rank, world);
+    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
+    let mut offset = header.len() as u64;
+    writer.write(&header)?;
+    let mut reports = Vec::with_capacity(pieces.len());
+    for p in pieces {
+        writer.write(p.data.as_bytes())?;
+        let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
+        reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
+        offset += count * dtype.size();
+    }
+    let (bytes, blocks) = writer.finish()?;
+    Ok(ShardReport { rank, world, file, bytes, blocks, pieces: reports })
+}

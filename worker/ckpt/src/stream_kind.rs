@@ -1,0 +1,40 @@
+//! [`StreamKind`]: a kind of random number generator that training programs save per rank.
+use serde::Serialize;
+use std::fmt;
+
+/// A random number generator that has a stream in each rank's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StreamKind {
+    /// The module `random` of Python.
+    Python,
+    /// The global generator of NumPy, `numpy.random`.
+    Numpy,
+    /// torch's default generator on the CPU.
+    TorchCpu,
+    /// torch's default generators on all GPUs that a rank sees.
+    TorchCuda,
+}
+
+impl StreamKind {
+    /// Every kind, in the order in which RNG state files store the streams.
+    pub const ALL: [StreamKind; 4] =
+        [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
+
+    /// Returns the name that tables show. The name is also hashed into the seed of a new stream, so
+    /// it must never change.
+    pub fn name(self) -> &'static str {
+        match self {
+            StreamKind::Python => "python",
+            StreamKind::Numpy => "numpy",
+            StreamKind::TorchCpu => "torch_cpu",
+            StreamKind::TorchCuda => "torch_cuda",
+        }
+    }
+}
+
+impl fmt::Display for StreamKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

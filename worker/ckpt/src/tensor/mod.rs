@@ -1,0 +1,13 @@
+//! Dtypes, roles, names, shapes and element ranges of tensors.
+mod dtype;
+pub(crate) mod element_ranges;
+mod name;
+mod role;
+mod shape;
+
+pub use dtype::Dtype;
+pub use element_ranges::CoverageError;
+pub use name::InvalidTensorName;
+pub(crate) use name::check_tensor_name;
+pub use role::TensorRole;
+pub(crate) use shape::count_elements;

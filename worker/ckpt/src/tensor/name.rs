@@ -1,0 +1,20 @@
+//! Checks the names of tensors.
+
+/// Maximum length of a tensor's name in bytes.
+const TENSOR_NAME_MAX: usize = 1024;
+
+/// The error for a tensor name that is empty, longer than 1024 bytes, or has control characters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name:?} is not a valid tensor name (1 to {TENSOR_NAME_MAX} bytes, no control characters)")]
+pub struct InvalidTensorName {
+    /// The first 60 characters of the invalid name.
+    pub name: String,
+}
+
+/// Fails if a tensor name is empty, longer than [`TENSOR_NAME_MAX`], or has control characters.
+pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTensorName> {
+    if name.is_empty() || name.len() > TENSOR_NAME_MAX || name.chars().any(char::is_control) {
+        return Err(InvalidTensorName { name: name.chars().take(60).collect() });
+    }
+    Ok(())
+}

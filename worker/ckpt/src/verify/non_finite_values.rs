@@ -1,0 +1,31 @@
+//! Finds tensors with NaN or infinite values.
+use crate::catalog::{ReadRequest, TensorSource};
+use crate::error::Result;
+
+/// Number of elements that are read and checked at a time.
+const CHUNK_ELEMENTS: u64 = 1 << 20;
+
+/// Reads every floating-point tensor, and returns one warning for each tensor with NaN or infinite
+/// values.
+pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<String>> {
+    let (mut lines, mut buffer) = (Vec::new(), Vec::new());
+    for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {
+        let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
+        while at < info.element_count() {
+            buffer.resize((info.element_count() - at).min(CHUNK_ELEMENTS) as usize, 0.0);
+            let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
+            source.read_many(&mut [ReadRequest { name, role, start_element: at, out }])?;
+            nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
+            infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
+            at += buffer.len() as u64;
+        }
+        if nans + infinite > 0 {
+            let label = format!("{}/{}", info.role, info.name);
+            lines.push(format!(
+                "{label} has {nans} NaN and {infinite} infinite of {} values",
+                info.element_count()
+            ));
+        }
+    }
+    Ok(lines)
+}

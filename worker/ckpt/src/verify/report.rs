@@ -1,0 +1,69 @@
+//! Reports of verified checkpoints.
+use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// The result of [`crate::verify_checkpoints`].
+#[derive(Clone, Debug, Serialize)]
+pub struct VerifyReport {
+    /// The path that was verified.
+    pub path: PathBuf,
+    /// The checkpoints, newest first.
+    pub checkpoints: Vec<CheckpointReport>,
+    /// Problems of the directory that contains the checkpoints, such as a damaged `latest`.
+    pub problems: Vec<Damage>,
+    /// Lines about likely mistakes that aren't damage, such as a stale `latest`, a missing RNG
+    /// state or NaN values.
+    pub warnings: Vec<String>,
+    /// Lines about facts that aren't mistakes, such as shards that other hosts store.
+    pub notes: Vec<String>,
+}
+
+/// The result of the verification of one checkpoint.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct CheckpointReport {
+    /// Directory of the checkpoint.
+    pub path: PathBuf,
+    /// Step of the checkpoint, or `None` if the step cannot be read.
+    pub step: Option<u64>,
+    /// Number of verified bytes.
+    pub bytes: u64,
+    /// Number of verified blocks. For an external checkpoint, the number of verified members of
+    /// files.
+    pub blocks: u64,
+    /// Damaged, missing and unexpected files.
+    pub problems: Vec<Damage>,
+    /// Shards that other hosts store and that were therefore not verified.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub elsewhere: Vec<RemoteShard>,
+}
+
+impl VerifyReport {
+    /// Returns true if no problem was found in the checkpoints or their directory. Warnings do not
+    /// count as problems.
+    pub fn is_sound(&self) -> bool {
+        self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
+    }
+
+    /// Iterates over all problems, each with the path of its checkpoint or directory.
+    pub fn all_problems(&self) -> impl Iterator<Item = (&Path, &Damage)> {
+        let in_checkpoints =
+            self.checkpoints.iter().flat_map(|c| c.problems.iter().map(move |p| (c.path.as_path(), p)));
+        self.problems.iter().map(|p| (self.path.as_path(), p)).chain(in_checkpoints)
+    }
+}
+
+/// Converts an error of opening or reading the file `file` to a problem for the report.
+pub(super) fn convert_to_damage(file: &str, e: CkptError) -> Damage {
+    match e {
+        CkptError::Damaged { damage, .. } => *damage,
+        CkptError::Missing { part: MissingPart::File(name), .. } if name == file => {
+            Damage::for_file(file, DamageReason::FileMissing)
+        }
+        CkptError::Missing { part, .. } => Damage::for_file(file, DamageReason::PartMissing(part)),
+        CkptError::NotACheckpoint { diagnosis, .. } => {
+            Damage::for_file(file, DamageReason::NotACheckpoint(diagnosis))
+        }
+        other => Damage::for_file(file, other.to_string()),
+    }
+}

@@ -1,0 +1,176 @@
+//! Checks every file of a directory separately, for any layout of the checkpoint. Verifies the
+//! CRC-32s of zip containers and the headers of safetensors files.
+use crate::codec::disk::{Directory, exists};
+use crate::codec::{safetensors, torch_legacy, zip};
+use crate::error::{CkptError, Damage, DamageReason, Result};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
+pub(crate) const SCAN_DEPTH: u32 = 3;
+/// Limit on the number of files in a scan. A scan of more files fails, because a check of only some
+/// files would report damaged checkpoints as intact.
+const FILES_MAX: usize = 1 << 20;
+/// Number of bytes of a zip member that are read and hashed at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Suffixes of files that torch writes as zip containers.
+const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
+
+/// The result of scanning a directory.
+#[derive(Default)]
+pub(crate) struct ScanReport {
+    /// Total size of all checked files in bytes.
+    pub(crate) bytes: u64,
+    /// Number of checked files plus the number of checked zip members in these files.
+    pub(crate) members: u64,
+    /// The damage of each damaged file.
+    pub(crate) problems: Vec<Damage>,
+}
+
+/// Checks the files with a known suffix in the directory `path` and in `depth` levels of
+/// subdirectories. Skips the files in `known`, whose names are relative to `path`.
+///
+/// # Errors
+/// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
+/// known suffix. A file that cannot be read is a problem in the report.
+pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth: u32) -> Result<ScanReport> {
+    let directory = Directory::open(path)?;
+    let mut report = ScanReport::default();
+    let files = list_checkable_files(&directory, depth, FILES_MAX)?;
+    for name in files.iter().filter(|n| !known.contains(*n)) {
+        let problem = match check_and_count_file(&directory, name, &mut report) {
+            Ok(problem) => problem,
+            Err(CkptError::Damaged { damage, .. }) => Some(damage.reason),
+            Err(e) => Some(e.to_string().into()),
+        };
+        report.problems.extend(problem.map(|reason| Damage::for_file(name.as_str(), reason)));
+    }
+    Ok(report)
+}
+
+/// Lists the files with a known suffix in `directory` and in `depth` levels of subdirectories, with
+/// names relative to `directory`. Skips subdirectories that are DeepSpeed checkpoints.
+///
+/// # Errors
+/// Fails if a directory cannot be listed, or if there are more than `limit` files.
+fn list_checkable_files(directory: &Directory, depth: u32, limit: usize) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    append_checkable_files(directory, "", depth, limit, &mut files)?;
+    Ok(files)
+}
+
+/// Appends the files of the subdirectory `inside` of `directory` to `files`. `inside` is empty for
+/// the directory itself. The other parameters and errors are those of [`list_checkable_files`].
+fn append_checkable_files(
+    directory: &Directory,
+    inside: &str,
+    depth: u32,
+    limit: usize,
+    files: &mut Vec<String>,
+) -> Result<()> {
+    let names =
+        if inside.is_empty() { directory.list_names()? } else { directory.list_subdirectory(inside)? };
+    for name in names {
+        let name = if inside.is_empty() { name } else { format!("{inside}/{name}") };
+        if directory.has_directory(&name)? {
+            // another checkpoint in the same directory is verified separately
+            let is_checkpoint = exists(&directory.path().join(&name).join("latest"));
+            if depth > 0 && !is_checkpoint {
+                append_checkable_files(directory, &name, depth - 1, limit, files)?;
+            }
+        } else if name.ends_with(".safetensors") || TORCH_SUFFIXES.iter().any(|end| name.ends_with(end)) {
+            if files.len() >= limit {
+                return Err(CkptError::TooManyFiles { path: directory.path().to_owned(), limit });
+            }
+            files.push(name);
+        }
+    }
+    Ok(())
+}
+
+/// Checks one file. Reads every member of a zip container, and only the header of a safetensors
+/// file. Returns the damage, or `None` if the file is valid.
+///
+/// # Errors
+/// Fails if the file cannot be opened or read.
+pub(crate) fn check_file(directory: &Directory, name: &str) -> Result<Option<DamageReason>> {
+    match check_and_count_file(directory, name, &mut ScanReport::default()) {
+        Err(CkptError::Damaged { damage, .. }) => Ok(Some(damage.reason)),
+        other => other,
+    }
+}
+
+/// Checks one file, and adds its bytes and members to `report`. Returns the damage, or `None` if
+/// the file is valid. Bare pickles and legacy torch files have no checksums and always pass.
+fn check_and_count_file(
+    directory: &Directory,
+    name: &str,
+    report: &mut ScanReport,
+) -> Result<Option<DamageReason>> {
+    let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
+    report.bytes += size;
+    report.members += 1;
+    let read_at = |at: u64, out: &mut [u8]| file.read_exact_at(out, at);
+    if name.ends_with(".safetensors") {
+        return Ok(safetensors::read_header(size, read_at).err().map(Into::into));
+    }
+    let mut magic = [0u8; torch_legacy::MAGIC.len()];
+    let begins = size >= magic.len() as u64 && file.read_exact_at(&mut magic, 0).is_ok();
+    // bare pickles and the legacy format have no checksums
+    if begins && (magic == torch_legacy::MAGIC || (magic[0] == 0x80 && (2..=5).contains(&magic[1]))) {
+        return Ok(None);
+    }
+    let members = match zip::read_members(size, read_at) {
+        Ok(members) => members,
+        Err(error) => return Ok(Some(error.into())),
+    };
+    let mut buffer = vec![0u8; CHUNK_BYTES];
+    for member in &members {
+        report.members += 1;
+        if !matches_crc(&file, member, &mut buffer)
+            .map_err(CkptError::io("read", &directory.path().join(name)))?
+        {
+            return Ok(Some(DamageReason::CrcMismatch { member: member.name.clone() }));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads a member of a zip container. Returns true if the content matches the member's CRC-32, or
+/// if the member has no CRC-32.
+fn matches_crc(file: &File, member: &zip::ZipMember, buffer: &mut [u8]) -> std::io::Result<bool> {
+    let mut hasher = crc32fast::Hasher::new();
+    let mut at = member.data.start;
+    while at < member.data.end {
+        let len = (member.data.end - at).min(buffer.len() as u64) as usize;
+        file.read_exact_at(&mut buffer[..len], at)?;
+        hasher.update(&buffer[..len]);
+        at += len as u64;
+    }
+    Ok(member.crc.is_none_or(|crc| hasher.finalize() == crc))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diagnostic::{Category, Diagnostic, codes::checkpoint as codes};
+    use std::fs;
+
+    #[test]
+    fn a_directory_with_more_files_than_the_limit_is_an_error() {
+        let dir = tempfile::tempdir().expect("a directory");
+        fs::create_dir(dir.path().join("inner")).expect("a directory");
+        for name in ["a.bin", "inner/b.pt", "notes.txt"] {
+            fs::write(dir.path().join(name), "x").expect("a file");
+        }
+        let directory = Directory::open(dir.path()).expect("a directory");
+        let names = list_checkable_files(&directory, 1, 2).expect("two files");
+        assert_eq!(names, ["a.bin", "inner/b.pt"]);
+        let error = Diagnostic::from(list_checkable_files(&directory, 1, 1).expect_err("two files"));
+        assert_eq!((error.code(), error.category()), (codes::CHECKPOINT_FILES_TOO_MANY, Category::Failed));
+        assert_eq!(error.field("limit"), Some(&1.into()));
+        assert_eq!(error.help().len(), 1);
+    }
+}

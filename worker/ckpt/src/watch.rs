@@ -1,0 +1,243 @@
+//! [`CheckpointWatch`]: reports new checkpoints of any program in a directory.
+//!
+//! The caller polls the directory after changes and while checkpoints are being written. A poll
+//! lists the directory and calls stat on every file. An external checkpoint is complete if no file
+//! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
+//! changed for a while. A native checkpoint gets its final name when it is complete.
+use crate::catalog::StatePart;
+use crate::codec::disk::{Directory, exists};
+use crate::error::Result;
+use crate::layout::deepspeed;
+use crate::layout::native::{list_checkpoints, parse_step_dir_name};
+use crate::open::open_external_checkpoint;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Maximum depth of the subdirectories of a checkpoint whose files are checked for changes.
+const DEPTH_MAX: u32 = 4;
+/// Maximum number of files of a checkpoint. A directory with more files is not reported.
+const FILES_MAX: usize = 1 << 20;
+
+/// Returns true for a part of a training state that programs write last. A save may still be in
+/// progress while such a part is missing. If `is_deepspeed` is true, DeepSpeed wrote the
+/// checkpoint, which then has no separate scheduler file and no RNG states.
+fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
+    match part {
+        StatePart::OptimizerState => true,
+        // DeepSpeed keeps the scheduler in its model files, and saves no RNG states
+        StatePart::Scheduler | StatePart::RngStates | StatePart::RankRngState { .. } => !is_deepspeed,
+        StatePart::Config | StatePart::Tokenizer => false,
+    }
+}
+
+/// Whether a watched directory is a complete checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DirectoryStatus {
+    /// The directory is a complete checkpoint.
+    Complete {
+        /// Step of the checkpoint, if known.
+        step: Option<u64>,
+        /// Parts of a training state that were still missing after no file had changed for the
+        /// `limit` of [`CheckpointWatch::new`].
+        missing: Vec<String>,
+    },
+    /// The directory is not a complete checkpoint. An external checkpoint gets this status only
+    /// after no file has changed for the `limit` of [`CheckpointWatch::new`]. The directory is
+    /// checked again when a file in it changes.
+    Incomplete {
+        /// The message about the missing or damaged part.
+        why: String,
+    },
+}
+
+/// A new or changed directory with its status.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DirectoryReport {
+    /// Path of the directory.
+    pub path: PathBuf,
+    /// Whether the directory is a complete checkpoint.
+    #[serde(flatten)]
+    pub status: DirectoryStatus,
+}
+
+/// The state of a directory at the previous poll.
+struct DirectoryState {
+    /// Names, sizes and modification times of the files.
+    snapshot: FileSnapshot,
+    /// Time of the first poll that found this snapshot.
+    since: Instant,
+    /// Whether the status of the directory with this snapshot was reported.
+    reported: bool,
+}
+
+/// A watch of a directory, which reports each complete checkpoint in the directory once. The
+/// directory may not exist yet, and may be removed and recreated.
+pub struct CheckpointWatch {
+    root: PathBuf,
+    settle: Duration,
+    limit: Duration,
+    states: BTreeMap<PathBuf, DirectoryState>,
+}
+
+impl CheckpointWatch {
+    /// Creates a watch of the directory `root`. Native checkpoints are reported by the next poll. A
+    /// complete external checkpoint is reported after no file has changed for `settle`. An external
+    /// checkpoint that is incomplete, or lacks parts that programs write last, is reported after no
+    /// file has changed for `limit`.
+    pub fn new(root: &Path, settle: Duration, limit: Duration) -> CheckpointWatch {
+        CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
+    }
+
+    /// Returns whether the watched directory exists and the status of every checkpoint in it was
+    /// reported. Then another poll reports nothing until a file changes.
+    pub fn is_settled(&self) -> bool {
+        self.states.values().all(|state| state.reported) && self.root.is_dir()
+    }
+
+    /// Polls the watched directory once, at the time `now`. Returns a report for each subdirectory
+    /// whose status is known and was not reported since its files last changed, oldest step first.
+    ///
+    /// # Errors
+    /// Fails if the watched directory exists and cannot be listed.
+    pub fn poll(&mut self, now: Instant) -> Result<Vec<DirectoryReport>> {
+        let mut reports = Vec::new();
+        let found = match self.root.is_dir() {
+            true => match list_candidates(&self.root) {
+                // the directory was removed during the poll
+                Err(_) if !self.root.is_dir() => Vec::new(),
+                other => other?,
+            },
+            false => Vec::new(),
+        };
+        self.states.retain(|path, _| found.contains(path));
+        for path in found {
+            // a directory that is being removed is skipped
+            let Some(snapshot) = take_snapshot(&path) else { continue };
+            let fresh = || DirectoryState { snapshot: snapshot.clone(), since: now, reported: false };
+            let state = self.states.entry(path.clone()).or_insert_with(fresh);
+            if state.snapshot != snapshot {
+                *state = fresh();
+            }
+            if state.reported {
+                continue;
+            }
+            let quiet = now.saturating_duration_since(state.since);
+            if let Some(status) = determine_status(&path, quiet, self.settle, self.limit) {
+                state.reported = true;
+                reports.push(DirectoryReport { path, status });
+            }
+        }
+        Ok(reports)
+    }
+}
+
+/// Determines the status of a directory in which no file has changed for `quiet`. Returns `None`
+/// while a save may still be in progress. This is so until `quiet` reaches `settle` for a complete
+/// external checkpoint, and `limit` for an incomplete one. A native checkpoint always has a status.
+fn determine_status(
+    path: &Path,
+    quiet: Duration,
+    settle: Duration,
+    limit: Duration,
+) -> Option<DirectoryStatus> {
+    let is_native = path.file_name().is_some_and(|n| parse_step_dir_name(&n.to_string_lossy()).is_some());
+    if is_native {
+        // a directory gets the name of a native checkpoint when the checkpoint is complete
+        return Some(match crate::Checkpoint::open(path) {
+            Ok(checkpoint) => {
+                DirectoryStatus::Complete { step: Some(checkpoint.facts().step), missing: Vec::new() }
+            }
+            Err(e) => DirectoryStatus::Incomplete { why: e.to_string() },
+        });
+    }
+    if quiet < settle {
+        return None;
+    }
+    match open_external_checkpoint(path) {
+        Ok(Some(found)) => {
+            let facts = found.facts();
+            let is_deepspeed = facts.kind.starts_with("DeepSpeed");
+            let late = facts.missing.iter().filter(|part| is_written_late(part, is_deepspeed));
+            let mut missing: Vec<String> = late.map(StatePart::to_string).collect();
+            missing.extend(facts.lost.iter().map(|name| format!("weight {name}")));
+            if facts.kind == "weights" || lacks_trainer_state(path) {
+                missing.push("trainer state".into());
+            }
+            let done = missing.is_empty() || quiet >= limit;
+            done.then_some(DirectoryStatus::Complete { step: facts.state.step, missing })
+        }
+        Ok(None) if quiet >= limit => {
+            Some(DirectoryStatus::Incomplete { why: crate::open::diagnose_directory(path).to_string() })
+        }
+        Err(e) if quiet >= limit => Some(DirectoryStatus::Incomplete { why: e.to_string() }),
+        Ok(None) | Err(_) => None,
+    }
+}
+
+/// Returns whether the directory is a checkpoint of HF Trainer that lacks `trainer_state.json`, the
+/// file that HF Trainer writes last. Only HF Trainer names directories `checkpoint-…`.
+fn lacks_trainer_state(path: &Path) -> bool {
+    let trainer = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("checkpoint-"));
+    trainer && !exists(&path.join("trainer_state.json"))
+}
+
+/// Lists the subdirectories of `root` that are checkpoints or may become complete ones, oldest step
+/// first.
+fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut found: Vec<(u64, PathBuf)> = list_checkpoints(root)?;
+    let directory = Directory::open(root)?;
+    for name in directory.list_names()? {
+        let path = root.join(&name);
+        let step = ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse().ok());
+        let base = name.strip_suffix("_universal").unwrap_or(&name);
+        let tagged = || base.strip_prefix("global_step").and_then(|n| n.parse().ok());
+        let is_deepspeed =
+            || deepspeed::is_tag_directory(&path) || deepspeed::universal::is_universal_directory(&path);
+        // Accelerate puts its numbered directories into a directory of this name
+        if name == "checkpoints" && path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            for inner in Directory::open(&path)?.list_names()? {
+                if let Some(step) = inner.strip_prefix("checkpoint_").and_then(|n| n.parse().ok()) {
+                    found.push((step, path.join(inner)));
+                }
+            }
+        } else if let Some(step) = step.or_else(tagged) {
+            found.push((step, path));
+        } else if is_deepspeed() {
+            found.push((u64::MAX, path));
+        }
+    }
+    found.retain(|(_, path)| path.symlink_metadata().is_ok_and(|m| m.is_dir()));
+    found.sort();
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
+/// Path, size in bytes, and modification time (seconds, nanoseconds) of each file in a directory.
+type FileSnapshot = Vec<(PathBuf, u64, i64, i64)>;
+
+/// Takes a snapshot of the files in a directory tree. Returns `None` if a file or directory is
+/// removed meanwhile, or if there are more than [`FILES_MAX`] files.
+fn take_snapshot(path: &Path) -> Option<FileSnapshot> {
+    let mut files = Vec::new();
+    let mut directories = vec![(path.to_owned(), DEPTH_MAX)];
+    while let Some((directory, depth)) = directories.pop() {
+        for entry in fs::read_dir(&directory).ok()? {
+            let path = entry.ok()?.path();
+            let m = path.symlink_metadata().ok()?;
+            match m.is_dir() {
+                true if depth > 0 => directories.push((path, depth - 1)),
+                true => {}
+                false => files.push((path, m.size(), m.mtime(), m.mtime_nsec())),
+            }
+            if files.len() > FILES_MAX {
+                return None;
+            }
+        }
+    }
+    files.sort();
+    Some(files)
+}

@@ -1,0 +1,53 @@
+//! [`DeviceStatus`]: the first failure of a GPU.
+use super::error::CudaError;
+use crate::storage::DeviceError;
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+/// The first failure of a call that returns no error. Later calls of the GPU's backend do nothing.
+#[derive(Default)]
+pub(super) struct DeviceStatus {
+    /// True if `failure` is set. Read before every call.
+    has_failed: AtomicBool,
+    failure: Mutex<Option<DeviceError>>,
+}
+
+impl DeviceStatus {
+    /// Returns true if a call has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Relaxed)
+    }
+
+    /// Returns the value of `result`. Records an error, unless an earlier one was recorded, and
+    /// returns `None`.
+    pub(super) fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
+        result.map_err(|error| self.record_failure(DeviceError(error.into()))).ok()
+    }
+
+    /// Records a failure, unless an earlier one was recorded.
+    pub(super) fn record_failure(&self, failure: DeviceError) {
+        self.lock().get_or_insert(failure);
+        self.has_failed.store(true, Relaxed);
+    }
+
+    /// Fails with the first failure, if there was one.
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        if !self.has_failed() {
+            return Ok(());
+        }
+        self.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// Returns the first failure and forgets it, so that later calls are made again.
+    pub(super) fn take(&self) -> Result<(), DeviceError> {
+        self.has_failed.store(false, Relaxed);
+        self.lock().take().map_or(Ok(()), Err)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<DeviceError>> {
+        // no code panics while it holds the lock
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

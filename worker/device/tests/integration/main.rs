@@ -1,0 +1,24 @@
+//! Integration tests of the crate `device`, in one binary, because each binary takes long to link.
+
+#[path = "../emulated_gpu/call_counts.rs"]
+mod call_counts;
+mod classifier;
+mod cuda;
+mod cuda_graphs;
+mod cuda_memory;
+mod cudnn;
+mod cudnn_plans;
+mod determinism;
+mod dropout;
+#[path = "../emulated_gpu/mod.rs"]
+mod emulated_gpu;
+mod experts;
+mod fp8;
+mod gradients;
+mod half_precision;
+mod optimizers;
+#[path = "../../../../tests/support/own_process.rs"]
+mod own_process;
+mod ptx;
+mod reference;
+mod stochastic_rounding;

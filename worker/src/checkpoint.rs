@@ -1,0 +1,6 @@
+//! Checkpoints of all ranks: saving, resuming, and directories that hosts do not share.
+pub(crate) mod host_local;
+pub mod mapping;
+pub mod resume;
+pub mod save;
+pub mod storage_topology;

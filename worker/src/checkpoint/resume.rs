@@ -1,0 +1,100 @@
+//! Resumes from a checkpoint: selects and loads the checkpoint, checks that it fits the job, and
+//! reports differences between the job and the checkpoint.
+mod adapters;
+mod candidates;
+mod differences;
+mod external;
+mod native;
+mod pretrained;
+mod resume_point;
+mod weight_match;
+
+pub use adapters::open_matching_adapters;
+pub use candidates::CheckpointDirs;
+pub use pretrained::{PretrainedModel, start_from_model};
+pub use resume_point::{EventSink, ResumePoint};
+
+use crate::{
+    error::{Error, Result},
+    stages::UninitializedTrainer,
+};
+use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
+use contract::{
+    event::Event,
+    job::{JobSpec, ResumeFrom},
+};
+use diagnostic::{Diagnostic, codes::training as codes};
+use external::load_external;
+use native::{LoadError, load_native};
+use std::path::{Path, PathBuf};
+use weight_match::list_weight_shapes;
+
+/// Loads the checkpoint that the job names. Returns `None` if the run starts at step 0. Collective:
+/// every rank must call it.
+///
+/// `data_digest` is the digest of the training data. With `resume.from: auto`, damaged checkpoints
+/// are skipped with a notice in favour of older ones. A checkpoint of another model is an error of
+/// the job and never skipped.
+pub fn resume_from_checkpoint(
+    ready: &mut UninitializedTrainer,
+    job: &JobSpec,
+    dirs: &CheckpointDirs,
+    data_digest: &str,
+    events: &mut EventSink,
+) -> Result<Option<ResumePoint>> {
+    let root = dirs.root;
+    let (candidates, is_named) = match &job.resume.from {
+        ResumeFrom::Never => return Ok(None),
+        ResumeFrom::Auto => (list_candidates(ready, dirs, root)?, false),
+        ResumeFrom::Path(path) => match find_named_checkpoint(ready, dirs, &dirs.workdir.join(path))? {
+            NamedCheckpoint::Native(candidate) => (vec![candidate], true),
+            NamedCheckpoint::External(mut source, path) => {
+                source.unfuse_experts(&list_weight_shapes(ready));
+                return load_external(ready, &source, &path, job, events).map(Some);
+            }
+        },
+    };
+    let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
+    for candidate in candidates {
+        match load_native(ready, dirs, &candidate, data_digest, events) {
+            Ok(resumed) => {
+                for (path, error) in skipped {
+                    let state = if is_unreachable(&error) { "incomplete" } else { "damaged" };
+                    let message = format!("skipped {state} checkpoint {}: {error}", path.display());
+                    events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
+                }
+                return Ok(Some(resumed));
+            }
+            Err(LoadError::Fatal(e)) => return Err(e),
+            Err(LoadError::Damaged(e)) if is_named => return Err(e),
+            Err(LoadError::Damaged(e)) => skipped.push((candidate.path, e)),
+        }
+    }
+    if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
+}
+
+/// Returns whether the error is about shards of hosts that are not part of the job. Such an error
+/// does not mean that a file is damaged.
+fn is_unreachable(error: &Error) -> bool {
+    error.code() == codes::RESUME_SHARD_UNREACHABLE
+}
+
+/// Builds the error of a job for which no checkpoint is usable. `skipped` has the newest checkpoint
+/// first.
+fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
+    let (_, newest) = &skipped[0];
+    if skipped.iter().all(|(_, e)| is_unreachable(e)) {
+        return newest.clone();
+    }
+    let message = match skipped.len() {
+        1 => format!("the only checkpoint in {} is damaged", root.display()),
+        n => format!("all {n} checkpoints in {} are damaged or incomplete", root.display()),
+    };
+    Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
+        .with_subject(root.display().to_string())
+        .with_field("checkpoints", skipped.len())
+        .with_cause(newest)
+        .with_help("rebuild one with `launch ckpt repair`, or remove them")
+        .with_help("or set `resume.from: never` to start at step 0")
+        .into()
+}

@@ -1,0 +1,86 @@
+//! Checks and loads pretrained adapters, from the directory that `train.lora.from` names.
+use super::weight_match::format_names;
+use crate::{
+    checkpoint::mapping::{ReadPlan, read_owned_ranges, sync_replicas},
+    consensus::all_gather_values,
+    error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
+    param_groups::LORA_FROM_KEY,
+    params::ParamUnit,
+    stages::UninitializedTrainer,
+};
+use ckpt::{
+    ExternalCheckpoint, TensorSource,
+    peft::{is_lora_matrix, open_adapters},
+};
+use diagnostic::{Diagnostic, codes};
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+};
+
+/// Opens the adapter directory, and checks that its adapters have the names and shapes of the
+/// model's adapters.
+pub fn open_matching_adapters(
+    directory: &Path,
+    units: &[ParamUnit],
+) -> diagnostic::Result<ExternalCheckpoint> {
+    let source = open_adapters(directory).map_err(|e| to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
+    let tensors = source.tensors();
+    let mut stored: HashMap<&str, &[u64]> =
+        tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
+    let (mut missing, mut shapes) = (Vec::new(), Vec::new());
+    for p in units.iter().flat_map(|u| &u.params).filter(|p| is_lora_matrix(&p.name)) {
+        match stored.remove(p.name.as_str()) {
+            None => missing.push(p.name.clone()),
+            Some(shape) if !shape.iter().copied().eq(p.shape.iter().map(|&n| n as u64)) => {
+                shapes.push(format!("{} {shape:?} (model: {:?})", p.name, p.shape));
+            }
+            Some(_) => {}
+        }
+    }
+    let mut extra: Vec<String> = stored.into_keys().map(str::to_owned).collect();
+    extra.sort();
+    let kinds = [("missing", &missing), ("of another shape", &shapes), ("not in the model", &extra)];
+    let parts: Vec<String> = kinds
+        .iter()
+        .filter(|(_, names)| !names.is_empty())
+        .map(|(kind, names)| format!("{kind}: {}", format_names(names)))
+        .collect();
+    if parts.is_empty() {
+        return Ok(source);
+    }
+    let message = format!(
+        "the adapters in {} belong to another model than `train.model.from`; {}",
+        directory.display(),
+        parts.join("; ")
+    );
+    Err(Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
+        .with_subject(LORA_FROM_KEY)
+        .with_field("path", directory.display().to_string())
+        .with_field("missing", missing)
+        .with_field("shapes", shapes)
+        .with_field("extra", extra))
+}
+
+/// Loads pretrained adapters if `train.lora.from` names a directory: each rank reads its owned
+/// ranges. Collective: every rank must call it.
+pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
+    let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
+        return Ok(());
+    };
+    let units = ready.trainer.engine.clone_units();
+    let opened = open_matching_adapters(&directory, &units).map_err(crate::error::Error::from);
+    let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
+    all_gather_values(ready.trainer.engine.queue(), result)?;
+    let source = opened?;
+    let plan = ReadPlan {
+        source: &source,
+        renamed: &HashMap::new(),
+        with_states: false,
+        reset_states: &HashSet::new(),
+        selects: is_lora_matrix,
+    };
+    let read = read_owned_ranges(ready, &plan).map_err(to_unreadable_checkpoint_error);
+    all_gather_values(ready.trainer.engine.queue(), read)?;
+    sync_replicas(ready)
+}

@@ -1,0 +1,81 @@
+//! Finds the checkpoints from which a run may resume.
+use super::weight_match::list_trained_names;
+use crate::{
+    checkpoint::{
+        host_local::{self, CheckpointCandidate},
+        storage_topology::StorageTopology,
+    },
+    consensus::{all_gather_values, exchange_first_error},
+    error::{Error, Result, to_unreadable_checkpoint_error},
+    stages::UninitializedTrainer,
+};
+use ckpt::{ExternalCheckpoint, OpenedCheckpoint};
+use diagnostic::Diagnostic;
+use std::path::{Path, PathBuf};
+
+/// The directories in which checkpoints are searched for.
+pub struct CheckpointDirs<'a> {
+    /// The directory `checkpoint.dir`.
+    pub root: &'a Path,
+    /// The working directory of the job, to which a relative `resume.from` refers.
+    pub workdir: &'a Path,
+    /// Which ranks see the same directory at `root`, and which of them leads it.
+    pub layout: &'a StorageTopology,
+}
+
+/// Lists all checkpoints in `root`, newest first: those that rank 0 sees, or those of any host if
+/// hosts have separate directories.
+///
+/// Collective: every rank must call it.
+pub(super) fn list_candidates(
+    ready: &UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    root: &Path,
+) -> Result<Vec<CheckpointCandidate>> {
+    let queue = ready.trainer.engine.queue();
+    if !dirs.layout.is_shared() {
+        return host_local::list_candidates(queue, dirs.layout, root);
+    }
+    let listed = if ready.trainer.engine.rank() == 0 { ckpt::list_checkpoints(root) } else { Ok(Vec::new()) };
+    let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
+    let paths = all_gather_values(queue, paths.map_err(to_unreadable_checkpoint_error))?.swap_remove(0);
+    Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
+}
+
+/// The checkpoint that `resume.from` names.
+pub(super) enum NamedCheckpoint {
+    Native(CheckpointCandidate),
+    External(Box<ExternalCheckpoint>, PathBuf),
+}
+
+/// Finds the checkpoint at `path`: a native checkpoint, the newest native one in the directory, or
+/// an external one.
+///
+/// Collective: every rank must call it.
+pub(super) fn find_named_checkpoint(
+    ready: &UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    path: &Path,
+) -> Result<NamedCheckpoint> {
+    let has_manifest = path.join("manifest.json").exists();
+    // With host-local directories a host without a part of the checkpoint has no manifest.
+    if all_gather_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
+        return Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(path.to_path_buf())));
+    }
+    if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
+        return Ok(NamedCheckpoint::Native(newest));
+    }
+    let trained = list_trained_names(ready);
+    let found = ckpt::open_with_trained_names(path, Some(&trained)).map_err(|e| {
+        Error::from(Diagnostic::from(to_unreadable_checkpoint_error(e)).with_subject("resume.from"))
+    });
+    if let Some(e) = exchange_first_error(ready.trainer.engine.queue(), found.as_ref().err().cloned())? {
+        return Err(e);
+    }
+    match found? {
+        OpenedCheckpoint::External(source) => Ok(NamedCheckpoint::External(source, path.to_path_buf())),
+        OpenedCheckpoint::Native(newest) => Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(
+            newest.checkpoint.path().to_path_buf(),
+        ))),
+    }
+}

@@ -1,0 +1,208 @@
+//! Resumes from a native checkpoint.
+use super::{
+    candidates::CheckpointDirs,
+    differences::{
+        collect_frozen_parameter_notices, collect_job_setting_notices, find_master_weight_notice,
+        format_weights_only_notice,
+    },
+    resume_point::{EventSink, ResumePoint},
+};
+use crate::{
+    checkpoint::{
+        host_local::{CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
+        mapping::{
+            ReadPlan, find_params_without_state, read_owned_ranges, require_compatible, sync_replicas,
+        },
+    },
+    consensus::exchange_first_error,
+    error::{Error, Result, to_unreadable_checkpoint_error},
+    stages::UninitializedTrainer,
+    train::{loss_scale::LossScaleState, running_trainer::Cursor},
+};
+use ckpt::{Checkpoint, RunFacts, TensorSource};
+use contract::{event::Event, exit::WorkerExit};
+use diagnostic::{Diagnostic, codes::training as codes};
+use serde::Deserialize;
+use serde_json::Value;
+use std::{
+    collections::{HashMap, HashSet},
+    path::Path,
+};
+
+/// The reason why a checkpoint was not loaded.
+pub(super) enum LoadError {
+    /// The checkpoint is damaged: its bytes are not those that were written. An older checkpoint
+    /// may be usable.
+    Damaged(Error),
+    /// The checkpoint is intact but not of this job, or the job is ending.
+    Fatal(Error),
+}
+
+impl From<Error> for LoadError {
+    fn from(e: Error) -> Self {
+        LoadError::Fatal(e)
+    }
+}
+
+impl From<Diagnostic> for LoadError {
+    fn from(e: Diagnostic) -> Self {
+        LoadError::Fatal(e.into())
+    }
+}
+
+/// Loads a native checkpoint: each rank reads its owned ranges. Collective: every rank must call
+/// it.
+pub(super) fn load_native(
+    ready: &mut UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    candidate: &CheckpointCandidate,
+    data_digest: &str,
+    events: &mut EventSink,
+) -> std::result::Result<ResumePoint, LoadError> {
+    let path = candidate.path.as_path();
+    let opened = open_native(ready, dirs, candidate)?;
+    let damage = exchange_first_error(ready.trainer.engine.queue(), opened.as_ref().err().cloned())?;
+    let opened = match (opened, damage) {
+        (Ok(opened), None) => opened,
+        (_, Some(e)) | (Err(e), None) => return Err(LoadError::Damaged(e)),
+    };
+    let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match &opened {
+        ReadableCheckpoint::Shared(c) => (c, &**c),
+        ReadableCheckpoint::HostLocal(c) => (c.checkpoint(), &**c),
+    };
+    let (facts, tensors) = (checkpoint.facts(), source.tensors());
+    let units = ready.trainer.engine.clone_units();
+    let weights_only = checkpoint.has_only_weights();
+    require_compatible(checkpoint, &units, ready.trainer.optimizer.spec())?;
+    let (cursor, guess) = match weights_only {
+        true => (Cursor::default(), Some(format_weights_only_notice(path))),
+        false => read_cursor(ready, facts, path)?,
+    };
+    let reset_states = match weights_only {
+        true => HashSet::new(),
+        false => find_params_without_state(&tensors, &units, ready.trainer.optimizer.spec()),
+    };
+    let mut step_lag = read_step_lag(facts, path)?;
+    step_lag.extend(reset_states.iter().map(|name| (name.clone(), cursor.step)));
+    ready.trainer.optimizer.set_step_lags(&units, &step_lag);
+    restore_loss_scale(ready, facts, path)?;
+    let plan = ReadPlan {
+        source,
+        renamed: &HashMap::new(),
+        with_states: !weights_only,
+        reset_states: &reset_states,
+        selects: |_| true,
+    };
+    let read = read_owned_ranges(ready, &plan).err().map(to_unreadable_checkpoint_error);
+    if let Some(e) = exchange_first_error(ready.trainer.engine.queue(), read)? {
+        return Err(LoadError::Damaged(e));
+    }
+    sync_replicas(ready)?;
+    events(Event::Resume {
+        step: facts.step,
+        path: path.into(),
+        world: Some(facts.world),
+        stage: Some(facts.stage),
+    })?;
+    let mut notices: Vec<String> =
+        guess.into_iter().chain(find_master_weight_notice(ready, &tensors)).collect();
+    if !weights_only {
+        notices.extend(collect_frozen_parameter_notices(&units, &tensors, &reset_states));
+        notices.extend(collect_job_setting_notices(ready, facts, data_digest));
+    }
+    for message in notices {
+        events(Event::new_notice(None, message))?;
+    }
+    let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
+    Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation })
+}
+
+/// A native checkpoint of which every rank can read all bytes.
+enum ReadableCheckpoint {
+    Shared(Box<Checkpoint>),
+    HostLocal(Box<HostLocalCheckpoint>),
+}
+
+/// Opens a native checkpoint. The inner error is damage of the checkpoint; the outer error ends the
+/// job.
+///
+/// Collective: every rank must call it.
+fn open_native(
+    ready: &UninitializedTrainer,
+    dirs: &CheckpointDirs,
+    candidate: &CheckpointCandidate,
+) -> Result<Result<ReadableCheckpoint>> {
+    if dirs.layout.is_shared() {
+        return Ok(match Checkpoint::open(&candidate.path) {
+            Ok(checkpoint) => match checkpoint.local_files().iter().position(|is_here| !is_here) {
+                None => Ok(ReadableCheckpoint::Shared(Box::new(checkpoint))),
+                Some(file) => Err(build_unreachable_shard_error(&checkpoint, file, dirs.layout).into()),
+            },
+            Err(e) => Err(to_unreadable_checkpoint_error(e)),
+        });
+    }
+    let queue = ready.trainer.engine.queue();
+    match HostLocalCheckpoint::open(queue, dirs.layout, &candidate.path, candidate.hash.as_deref()) {
+        Ok(opened) => Ok(Ok(ReadableCheckpoint::HostLocal(Box::new(opened)))),
+        // After an unusable checkpoint an older one may be usable; a failed collective ends the
+        // job.
+        Err(e) if e.to_worker_exit() == WorkerExit::Checkpoint => Ok(Err(e)),
+        Err(e) => Err(e),
+    }
+}
+
+/// Builds an error about the position that a checkpoint records.
+fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
+    let message = format!("checkpoint {}: {what}", path.display());
+    Diagnostic::error(codes::RESUME_POSITION_INVALID, message).with_subject(path.display().to_string())
+}
+
+/// Reads the progress that the checkpoint records.
+///
+/// A checkpoint that was converted from another program's records no progress. The position is then
+/// the checkpoint's step times the batch size, which the returned notice reports.
+fn read_cursor(
+    ready: &UninitializedTrainer,
+    facts: &RunFacts,
+    path: &Path,
+) -> Result<(Cursor, Option<String>)> {
+    match facts.cursor.get("at") {
+        Some(position) if !position.is_null() => {
+            let cursor = serde_json::from_value(position.clone()).map_err(|e| {
+                build_invalid_position_error(path, "cannot read the position in its manifest").with_cause(&e)
+            })?;
+            Ok((cursor, None))
+        }
+        _ => {
+            let batch = ready.trainer.global_batch();
+            let samples = facts
+                .step
+                .checked_mul(batch)
+                .ok_or_else(|| build_invalid_position_error(path, "the number of steps is out of range"))?;
+            let notice = format!(
+                "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
+                facts.step
+            );
+            Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(notice)))
+        }
+    }
+}
+
+/// Restores the loss scale that the checkpoint records. Does nothing if no loss scale is recorded.
+fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
+    let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
+    let invalid = || build_invalid_position_error(path, "cannot use the loss scale in its manifest");
+    let state = LossScaleState::deserialize(state).map_err(|e| invalid().with_cause(&e))?;
+    Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
+}
+
+/// Reads the step lags that the checkpoint records: by how many updates some parameters are behind
+/// the others.
+fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
+    match facts.cursor.get("late") {
+        None | Some(Value::Null) => Ok(HashMap::new()),
+        Some(lag) => Ok(serde_json::from_value(lag.clone()).map_err(|e| {
+            build_invalid_position_error(path, "cannot read the update counts in its manifest").with_cause(&e)
+        })?),
+    }
+}

@@ -1,0 +1,38 @@
+//! [`ResumePoint`]: the checkpoint from which a run resumed.
+use crate::{error::Result, train::running_trainer::Cursor};
+use contract::{event::Event, job::RngPolicy};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// The checkpoint from which a run resumed, and the progress that this checkpoint records.
+pub struct ResumePoint {
+    /// The directory of the checkpoint.
+    pub path: PathBuf,
+    /// The progress that the checkpoint records.
+    pub cursor: Cursor,
+    /// Whether launch wrote the checkpoint. If so, no save is needed before the first step.
+    pub is_native: bool,
+    /// The number of times that RNG streams were reseeded before the checkpoint was written.
+    pub rng_generation: u64,
+}
+
+impl ResumePoint {
+    /// Computes the new generation of RNG streams, and the decision that the next checkpoint
+    /// records.
+    ///
+    /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
+    /// therefore increments the generation, but changes no random number.
+    pub fn decide_rng_generation(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
+        let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
+        let policy = match policy {
+            RngPolicy::Reconcile => "reconcile",
+            RngPolicy::Strict => "strict",
+            RngPolicy::Reseed => "reseed",
+        };
+        let path = self.path.display().to_string();
+        (generation, json!({ "from": path, "world": world, "policy": policy, "streams": "stateless" }))
+    }
+}
+
+/// A callback that receives the events of resuming. Only the events of rank 0 are reported.
+pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;

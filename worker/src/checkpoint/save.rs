@@ -1,0 +1,485 @@
+//! [`CheckpointSaver`]: writes the checkpoints of a run, in the background with `checkpoint.async`.
+use crate::{
+    checkpoint::{
+        host_local,
+        mapping::{OwnedRange, list_owned_ranges, list_state_roles},
+        storage_topology::StorageTopology,
+    },
+    consensus::all_gather_values,
+    error::{Error, Result, build_thread_start_error, to_unwritable_checkpoint_error},
+    optim::Optimizer,
+    params::ParamUnit,
+    train::running_trainer::RunningTrainer,
+    zero::engine::ZeroEngine,
+};
+use ckpt::{
+    CkptError, ModelSpec, ParityFileReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
+    TensorRole, TextFile,
+};
+use contract::job::{CheckpointSpec, JobSpec};
+use device::{
+    Buf, Dtype, Ops, View,
+    storage::{DeviceError, Event, extract_panic_message},
+};
+use diagnostic::codes;
+use serde_json::{Value, json};
+use std::{
+    path::{Path, PathBuf},
+    thread::JoinHandle,
+    time::Instant,
+};
+
+/// The part of a checkpoint's metadata that does not change during a run.
+pub struct RunMetadata {
+    /// The description of the model.
+    pub model: ModelSpec,
+    /// The files of the tokenizer.
+    pub tokenizer: Vec<TextFile>,
+    /// The job with all defaults filled in.
+    pub job: JobSpec,
+    /// The digest of the training data.
+    pub data_digest: String,
+    /// The number of times that RNG streams were reseeded (docs/numerics.md).
+    pub rng_generation: u64,
+    /// The decision about how RNG streams were restored when the run resumed; null if the run
+    /// started at step 0.
+    pub rng_decision: Value,
+}
+
+/// A committed checkpoint.
+pub struct SavedCheckpoint {
+    /// The number of optimizer steps done.
+    pub step: u64,
+    /// The directory of the checkpoint.
+    pub path: PathBuf,
+    /// The size of the checkpoint in the file system, in bytes.
+    pub bytes: u64,
+    /// The time from the first write to the commit, in seconds.
+    pub seconds: f64,
+}
+
+/// Writes the checkpoints of one run.
+pub struct CheckpointSaver {
+    root: PathBuf,
+    spec: CheckpointSpec,
+    metadata: RunMetadata,
+    pending: Option<PendingSave>,
+    last: Option<PathBuf>,
+    layout: StorageTopology,
+    staging: StagingMemory,
+    notice: Option<String>,
+}
+
+/// Pinned host memory to which background saves copy a GPU's values.
+///
+/// The memory is allocated once and in the background, because the driver takes seconds for many
+/// gigabytes.
+enum StagingMemory {
+    NotAllocated,
+    Allocating(JoinHandle<std::result::Result<Vec<Buf>, DeviceError>>),
+    Ready(Vec<Buf>),
+}
+
+/// A checkpoint that was begun and not committed.
+struct PendingSave {
+    facts: RunFacts,
+    /// The staging directory, if this rank is its directory leader; `None` on other ranks.
+    staging: Option<StagingDir>,
+    /// The path of the staging directory, into which all ranks write.
+    directory: PathBuf,
+    writer: ShardWriteState,
+    began: Instant,
+}
+
+/// The state of writing this rank's shard: finished, or running on a background thread.
+enum ShardWriteState {
+    Done(ShardResult),
+    /// The thread that writes the shard, and returns the staging memory together with the result.
+    Background(JoinHandle<std::result::Result<(ShardResult, Vec<Buf>), DeviceError>>),
+}
+
+/// The report about a shard that was written, or the error of writing it.
+type ShardResult = std::result::Result<ShardReport, CkptError>;
+
+/// The description of an owned range of a tensor, without its values.
+struct RangeLabel {
+    name: String,
+    role: TensorRole,
+    start_element: u64,
+}
+
+impl CheckpointSaver {
+    /// Creates a saver of checkpoints in the directory `root`, which ranks share according to
+    /// `layout`. `last` is the checkpoint from which the run resumed.
+    pub fn new(
+        root: PathBuf,
+        spec: CheckpointSpec,
+        metadata: RunMetadata,
+        last: Option<PathBuf>,
+        layout: StorageTopology,
+    ) -> Self {
+        CheckpointSaver {
+            root,
+            spec,
+            metadata,
+            pending: None,
+            last,
+            layout,
+            staging: StagingMemory::NotAllocated,
+            notice: None,
+        }
+    }
+
+    /// Starts to allocate the staging memory for background saves of a GPU. Without this call, the
+    /// first save allocates the memory.
+    ///
+    /// On a CPU each save allocates memory separately.
+    pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
+        let is_gpu = !running.trainer.ops.is_host();
+        if is_gpu && self.saves_in_background(running) && matches!(self.staging, StagingMemory::NotAllocated)
+        {
+            let (sizes, ops) = (list_range_sizes(running), running.trainer.ops.clone());
+            let allocate =
+                move || sizes.into_iter().map(|(dtype, len)| ops.try_alloc_staging(dtype, len)).collect();
+            self.staging = StagingMemory::Allocating(spawn_thread("checkpoint memory", allocate)?);
+        }
+        Ok(())
+    }
+
+    /// Waits until the staging memory is allocated. Starts the allocation if necessary.
+    pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
+        self.allocate_staging(running)?;
+        if matches!(self.staging, StagingMemory::Allocating(_)) {
+            self.staging = StagingMemory::Ready(self.take_staging(running)?);
+        }
+        Ok(())
+    }
+
+    /// Returns whether this run writes its checkpoints in the background.
+    ///
+    /// Offloaded states are written in the foreground, because a copy of them would need the memory
+    /// that offloading saves.
+    fn saves_in_background(&self, running: &RunningTrainer) -> bool {
+        self.spec.r#async && running.train_spec().zero.offload.is_none()
+    }
+
+    /// Takes the notice that this rank copies to pageable memory, because it could not allocate
+    /// pinned memory. Returns `None` if there is no notice or it was already taken.
+    pub fn take_notice(&mut self) -> Option<String> {
+        self.notice.take()
+    }
+
+    /// Takes the staging memory for one background save. If the driver has no pinned memory,
+    /// returns pageable memory and records a notice.
+    fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
+        self.allocate_staging(running)?;
+        match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
+            StagingMemory::Ready(buffers) => Ok(buffers),
+            StagingMemory::Allocating(thread) => Ok(join_thread(thread).unwrap_or_else(|why| {
+                self.notice = Some(format!(
+                    "saving blocks training while the GPU's memory is copied: no pinned host memory ({why})"
+                ));
+                allocate_pageable_buffers(running)
+            })),
+            StagingMemory::NotAllocated => Ok(allocate_pageable_buffers(running)),
+        }
+    }
+
+    /// Returns the newest committed checkpoint of this run.
+    pub fn last_checkpoint(&self) -> Option<&Path> {
+        self.last.as_deref()
+    }
+
+    /// Returns whether a checkpoint was begun and is not finished.
+    pub fn is_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    /// Returns whether the background thread of this rank is still writing.
+    pub fn is_writing(&self) -> bool {
+        matches!(&self.pending, Some(PendingSave { writer: ShardWriteState::Background(t), .. }) if !t.is_finished())
+    }
+
+    /// Begins a checkpoint of the current state. The previous checkpoint must be finished.
+    /// Collective: every rank must call it.
+    pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
+        let began = Instant::now();
+        let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
+        let facts = self.build_run_facts(running);
+        let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
+        let bytes = self.layout.compute_bytes_share(rank, self.count_total_bytes(engine, optimizer));
+        let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
+        let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
+        let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
+        let paths = all_gather_values(engine.queue(), path)?;
+        let path = paths
+            .into_iter()
+            .nth(leader)
+            .flatten()
+            .ok_or_else(|| build_writer_error(format!("rank {leader} reported no staging directory")))?;
+        let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+        let ranges = list_owned_ranges(engine, optimizer, &guards);
+        let ops = running.trainer.ops.as_ref();
+        let rank = engine.rank() as u32;
+        let world = engine.world() as u32;
+        let directory = path.clone();
+        let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
+        let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
+        let (writer, copied) = if self.saves_in_background(running) {
+            let copies = ops.start_download(&values, self.take_staging(running)?);
+            let copied = copies.done_event();
+            let write = move || {
+                let buffers = copies.wait()?;
+                let pieces = pair_labels_with_values(&labels, &buffers);
+                let written = ckpt::write_shard(&path, rank, world, &pieces);
+                Ok((written, buffers))
+            };
+            (ShardWriteState::Background(spawn_thread("checkpoint", write)?), copied)
+        } else {
+            let written = write_in_foreground(ops, &path, rank, world, &labels, &values)?;
+            (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
+            (ShardWriteState::Done(written), Event::default())
+        };
+        drop(guards);
+        running.trainer.delay_update_until(copied);
+        let staging = staging?;
+        self.pending = Some(PendingSave { facts, staging, directory, writer, began });
+        Ok(())
+    }
+
+    /// Computes the number of bytes that all ranks together write for one checkpoint, including
+    /// parity.
+    fn count_total_bytes(&self, engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
+        let tensors = count_checkpoint_bytes(engine, optimizer);
+        let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
+        tensors.saturating_add(parity)
+    }
+
+    /// Waits for the writers of all ranks, commits the checkpoint, and removes old checkpoints.
+    /// Returns `None` if no checkpoint was begun.
+    ///
+    /// Collective: every rank must call it.
+    pub fn finish_save(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
+        let Some(PendingSave { facts, staging, directory, writer, began }) = self.pending.take() else {
+            return Ok(None);
+        };
+        let queue = running.trainer.engine.queue();
+        let report = match writer {
+            ShardWriteState::Done(written) => written.map_err(to_unwritable_checkpoint_error),
+            ShardWriteState::Background(thread) => match join_thread(thread) {
+                Ok((written, buffers)) => {
+                    if !running.trainer.ops.is_host() {
+                        self.staging = StagingMemory::Ready(buffers);
+                    }
+                    written.map_err(to_unwritable_checkpoint_error)
+                }
+                Err(why) => Err(build_writer_error(format!("the checkpoint writer stopped: {why}"))),
+            },
+        };
+        let reports = all_gather_values(queue, report)?;
+        let step = facts.step;
+        if !self.layout.is_shared() {
+            let (path, bytes) = host_local::commit_on_all_hosts(
+                queue,
+                &self.layout,
+                &self.root,
+                staging,
+                facts,
+                reports,
+                self.spec.keep,
+            )?;
+            self.last = Some(path.clone());
+            return Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
+        }
+        let parity = self.write_parity_stripe(running, &directory, &reports)?;
+        let committed = match staging {
+            Some(s) => self.commit_and_prune(s, facts, reports, parity).map(Some),
+            None => Ok(None),
+        };
+        let (path, bytes) = all_gather_values(queue, committed)?
+            .into_iter()
+            .flatten()
+            .next()
+            .ok_or_else(|| build_writer_error("rank 0 reported no committed checkpoint".into()))?;
+        self.last = Some(path.clone());
+        Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
+    }
+
+    /// Writes this rank's stripe of the parity and returns the reports of all ranks. Returns `None`
+    /// without `checkpoint.parity`.
+    ///
+    /// The shards of all ranks must be complete, because each rank reads one Nth of the checkpoint.
+    /// Collective: every rank must call it.
+    fn write_parity_stripe(
+        &self,
+        running: &RunningTrainer,
+        directory: &Path,
+        shards: &[ShardReport],
+    ) -> Result<Option<Vec<ParityFileReport>>> {
+        if !self.spec.parity {
+            return Ok(None);
+        }
+        let engine = &running.trainer.engine;
+        let (rank, world) = (engine.rank() as u32, engine.world() as u32);
+        let mine = ckpt::write_parity(directory, rank, world, shards).map_err(to_unwritable_checkpoint_error);
+        all_gather_values(engine.queue(), mine).map(Some)
+    }
+
+    /// Commits a checkpoint in a directory that all ranks share, and removes old checkpoints.
+    /// Returns the path and the number of bytes of the checkpoint.
+    fn commit_and_prune(
+        &self,
+        staging: StagingDir,
+        facts: RunFacts,
+        reports: Vec<ShardReport>,
+        parity: Option<Vec<ParityFileReport>>,
+    ) -> Result<(PathBuf, u64)> {
+        let done = match parity {
+            Some(parity) => ckpt::commit_save_with_parity(staging, facts, reports, parity),
+            None => ckpt::commit_save(staging, facts, reports),
+        };
+        let done = done.map_err(to_unwritable_checkpoint_error)?;
+        if self.spec.keep > 0 {
+            ckpt::prune_checkpoints(&self.root, self.spec.keep).map_err(to_unwritable_checkpoint_error)?;
+        }
+        Ok((done.path, done.bytes))
+    }
+
+    /// Builds the facts about the run that the manifest of a checkpoint stores.
+    fn build_run_facts(&self, running: &RunningTrainer) -> RunFacts {
+        let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
+        let units = trainer.engine.clone_units();
+        RunFacts {
+            step: running.position.step,
+            world: trainer.engine.world() as u32,
+            stage: trainer.engine.policy.stage,
+            run_seed: train.seed,
+            tokens: running.position.tokens,
+            program: format!("launch {}", env!("CARGO_PKG_VERSION")),
+            cursor: build_cursor_json(running, &metadata.data_digest, &units),
+            // The runtime's random numbers are functions of seed and logical ids, without state.
+            rng: json!({
+                "engine": "philox4x32-10, stateless",
+                "generation": metadata.rng_generation,
+                "resumed": metadata.rng_decision,
+            }),
+            groups: json!(trainer.optimizer.list_param_groups(&units)),
+            model: metadata.model.clone(),
+            tokenizer: metadata.tokenizer.clone(),
+            job: json!(metadata.job),
+        }
+    }
+}
+
+/// Builds the cursor that a checkpoint stores: the position of the run, `late` if some parameters
+/// have had fewer updates than others, and `loss_scale` with fp16.
+fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
+    let mut cursor = json!({ "at": running.position, "data": data });
+    let step_lag = running.trainer.optimizer.collect_step_lags(units);
+    if !step_lag.is_empty() {
+        cursor["late"] = json!(step_lag);
+    }
+    if let Some(state) = running.trainer.loss_scale.state() {
+        cursor["loss_scale"] = json!(state);
+    }
+    cursor
+}
+
+impl RangeLabel {
+    fn new(o: &OwnedRange) -> Self {
+        RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
+    }
+
+    /// Builds the piece for [`ckpt::write_shard`] from this label and the values of its range.
+    fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
+        let data = match data.dtype() {
+            Dtype::F32 => PieceElements::F32(data.host()),
+            Dtype::Bf16 => PieceElements::Bf16(data.half_bits()),
+            Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
+        };
+        TensorPiece { name: &self.name, role: self.role, start_element: self.start_element, data }
+    }
+}
+
+/// Lists the element type and the length of each range that this rank owns.
+fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
+    let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
+    let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.params(u)).collect();
+    list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
+}
+
+/// Allocates ordinary host memory for copies of the owned ranges.
+fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
+    list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
+}
+
+/// Builds the pieces of this rank's shard from the labels and the copied values of the owned
+/// ranges.
+fn pair_labels_with_values<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<TensorPiece<'a>> {
+    labels.iter().zip(values).map(|(label, values)| label.with_values(values.view())).collect()
+}
+
+/// Starts a thread with this name. If this fails, the error names the thread.
+fn spawn_thread<T: Send + 'static>(
+    name: &str,
+    f: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
+}
+
+/// The failure of a thread that copies device memory or writes it.
+#[derive(Debug, thiserror::Error)]
+enum ThreadFailure {
+    /// The device rejected an operation.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The thread panicked.
+    #[error("{message}")]
+    Panic {
+        /// The message of the panic.
+        message: String,
+    },
+}
+
+/// Waits for a thread and returns its result.
+fn join_thread<T>(
+    thread: JoinHandle<std::result::Result<T, DeviceError>>,
+) -> std::result::Result<T, ThreadFailure> {
+    match thread.join() {
+        Ok(result) => Ok(result?),
+        Err(panic) => Err(ThreadFailure::Panic { message: extract_panic_message(panic.as_ref()) }),
+    }
+}
+
+/// Writes a shard on the calling thread, directly from host memory or through a host copy of device
+/// memory.
+fn write_in_foreground(
+    ops: &dyn Ops,
+    path: &Path,
+    rank: u32,
+    world: u32,
+    labels: &[RangeLabel],
+    values: &[View],
+) -> std::result::Result<ShardResult, DeviceError> {
+    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
+    let copies: Vec<Buf> = values.iter().map(host_copy).collect();
+    ops.status()?; // invalid values must not be saved
+    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
+        label.with_values(if values.is_on_host() { *values } else { copy.view() })
+    });
+    let pieces: Vec<TensorPiece> = pieces.collect();
+    Ok(ckpt::write_shard(path, rank, world, &pieces))
+}
+
+/// Computes the number of bytes of all tensors of a checkpoint.
+pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
+    let states = list_state_roles(optimizer.spec()).len() as u64;
+    let weight = engine.param_dtypes().updated.size() as u64;
+    let unit_bytes = |u: &ParamUnit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
+    engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
+}
+
+/// Builds the error of a checkpoint that could not be written.
+fn build_writer_error(message: String) -> Error {
+    Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
+}

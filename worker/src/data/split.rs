@@ -1,0 +1,39 @@
+//! [`Split`]: the division of the data into training data and held-out data.
+
+/// A side of the held-out split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// The data that the model is trained on.
+    Train,
+    /// The data that the model is evaluated on.
+    HeldOut,
+}
+
+/// Selects the pieces of text that are read: all, or one side of the held-out split.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum SplitFilter {
+    /// Accepts every piece.
+    All,
+    /// Accepts the pieces on the given side of the split. The number is the held-out share, from 0
+    /// to 1.
+    Only(Split, f64),
+}
+
+impl SplitFilter {
+    /// Returns whether the filter selects a piece of text.
+    pub(crate) fn accepts_piece(self, piece: &str) -> bool {
+        match self {
+            SplitFilter::All => true,
+            SplitFilter::Only(split, share) => (split == Split::HeldOut) == is_held_out(piece, share),
+        }
+    }
+}
+
+/// Returns whether a piece of text belongs to the held-out share, a number from 0 to 1.
+pub(super) fn is_held_out(piece: &str, share: f64) -> bool {
+    let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest[..8]);
+    // An f64 represents the top 53 bits exactly.
+    ((u64::from_le_bytes(first) >> 11) as f64) < share * (1u64 << 53) as f64
+}

@@ -1,0 +1,170 @@
+//! Measures the speed of single operations on a GPU, for `launch gpu-check`.
+use device::{
+    Buf, Cuda, Dtype, Ops, Storage,
+    cuda::CudaError,
+    ops::{AdamWHyperparams, AttentionShape, WriteMode},
+    storage::DeviceError,
+};
+use std::time::{Duration, Instant};
+
+/// The duration for which an operation is repeated while it is timed.
+const TIMED_DURATION: Duration = Duration::from_millis(300);
+/// An operation to time, with the amount of work from which its rate is computed.
+struct TimedOp<'a> {
+    name: String,
+    /// The number of floating-point operations or bytes of one call.
+    amount: f64,
+    /// The unit of the rate that is printed, which is `amount` per second divided by 10¹².
+    unit: &'static str,
+    run: Box<dyn FnMut() + 'a>,
+}
+
+/// Times single operations and prints a table of their rates.
+pub(super) fn measure_and_print_op_speed(cuda: &Cuda, cudnn: Option<&Cuda>) -> diagnostic::Result<()> {
+    println!("| operation | time | rate |\n|---|---|---|");
+    for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
+        measure_and_print_op(cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
+    }
+    for shape in ATTENTION_SHAPES {
+        for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
+            let Some(cuda) = cuda else { continue };
+            for op in prepare_timed_attention(cuda, shape, backend)? {
+                measure_and_print_op(cuda, op)?;
+            }
+        }
+    }
+    for op in prepare_memory_bound_ops(cuda)? {
+        measure_and_print_op(cuda, op)?;
+    }
+    Ok(())
+}
+
+/// Times an operation and prints its row of the table.
+fn measure_and_print_op(cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
+    for _ in 0..3 {
+        (op.run)();
+    }
+    cuda.synchronize()?;
+    let (mut runs, mut chunk, began) = (0u32, 4, Instant::now());
+    while began.elapsed() < TIMED_DURATION {
+        (0..chunk).for_each(|_| (op.run)());
+        cuda.synchronize()?;
+        runs += chunk;
+        chunk = (chunk * 2).min(256);
+    }
+    let seconds = began.elapsed().as_secs_f64() / f64::from(runs);
+    println!("| {} | {:.1} µs | {:.2} {} |", op.name, seconds * 1e6, op.amount / seconds / 1e12, op.unit);
+    Ok(())
+}
+
+/// Prepares a bf16 matmul of `[m, k]` and `[n, k]` for timing.
+fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
+    let [mut y, x, w] = allocate_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
+    Ok(TimedOp {
+        name: format!("matmul, bf16, {m} × {n} × {k}"),
+        amount: 2.0 * (m * n * k) as f64,
+        unit: "TFLOP/s",
+        run: Box::new(move || {
+            cuda.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite)
+        }),
+    })
+}
+
+/// The attention shapes of GPT-2 and of Llama-3.1-8B: sequences, tokens, query heads, key heads,
+/// and head size.
+const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
+
+/// Prepares the forward and the backward pass of bf16 attention for timing.
+fn prepare_timed_attention<'a>(
+    cuda: &'a Cuda,
+    sizes: [usize; 5],
+    backend: &str,
+) -> Result<[TimedOp<'a>; 2], CudaError> {
+    let [b, t, heads, kv_heads, head_dim] = sizes;
+    let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
+    let [out_len, qkv_len] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
+    let [mut o, qkv] = allocate_buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
+    let [mut lse] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
+    let [o2, d_o, qkv2, mut dqkv] =
+        allocate_buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
+    let [lse2] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
+    let starts = vec![0; b * t];
+    let starts2 = starts.clone();
+    // Causal attention computes half of the scores.
+    let flops = 2.0 * (b * heads * t * t * head_dim) as f64;
+    let text =
+        format!("{backend}, bf16, {b} × {t} tokens, {heads} query and {kv_heads} key heads of {head_dim}");
+    Ok([
+        TimedOp {
+            name: format!("attention forward{text}"),
+            amount: flops,
+            unit: "TFLOP/s",
+            run: Box::new(move || {
+                cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), &starts, shape)
+            }),
+        },
+        TimedOp {
+            name: format!("attention backward{text}"),
+            amount: 2.5 * flops,
+            unit: "TFLOP/s",
+            run: Box::new(move || {
+                let (lse, qkv) = (lse2.view(), qkv2.view());
+                cuda.attention_backward(dqkv.view_mut(), d_o.view(), o2.view(), lse, qkv, &starts2, shape);
+            }),
+        },
+    ])
+}
+
+/// Prepares memory-bound operations for timing: an addition, RMSNorm and AdamW.
+fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
+    const N: usize = 64 << 20;
+    let (m, d) = (8192, 4096);
+    let [mut y, x] = allocate_buffers(cuda, Dtype::Bf16, [N, N])?;
+    let [mut normed, rows, w] = allocate_buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
+    let [mut rstd] = allocate_buffers(cuda, Dtype::F32, [m])?;
+    let [mut p, g, mut avg, mut avg_sq] = allocate_buffers(cuda, Dtype::F32, [N, N, N, N])?;
+    let h = AdamWHyperparams {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        step: 1,
+        grad_scale: 1.0,
+    };
+    Ok([
+        TimedOp {
+            name: format!("add, bf16, {N} elements"),
+            amount: (6 * N) as f64,
+            unit: "TB/s",
+            run: Box::new(move || cuda.add(y.view_mut(), x.view())),
+        },
+        TimedOp {
+            name: format!("RMSNorm, bf16, {m} × {d}"),
+            amount: (4 * m * d) as f64,
+            unit: "TB/s",
+            run: Box::new(move || {
+                cuda.rmsnorm_forward(normed.view_mut(), rstd.view_mut(), rows.view(), w.view(), m, d, 1e-5);
+            }),
+        },
+        TimedOp {
+            name: format!("AdamW, f32, {N} elements"),
+            amount: (28 * N) as f64,
+            unit: "TB/s",
+            run: Box::new(move || cuda.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h)),
+        },
+    ])
+}
+
+/// Allocates zeroed buffers of these lengths, in elements, on the GPU.
+fn allocate_buffers<const N: usize>(
+    cuda: &Cuda,
+    dtype: Dtype,
+    lens: [usize; N],
+) -> Result<[Buf; N], CudaError> {
+    let mut buffers = Vec::with_capacity(N);
+    for len in lens {
+        buffers.push(cuda.try_zeroed("the timed operation", dtype, len)?);
+    }
+    Ok(buffers.try_into().unwrap_or_else(|_| unreachable!("one buffer per length")))
+}

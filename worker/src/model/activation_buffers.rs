@@ -1,0 +1,188 @@
+//! [`BufferSpec`] and [`ActivationBuffers`]: the buffers for activations and scratch values that a
+//! model declares.
+//!
+//! A *buffer set* ([`declare_buffer_set`]) is a struct with one field for each buffer. The struct
+//! is generic. With [`BufferSpec`] as its parameter, the struct declares the buffers. With
+//! references to [`Buf`], the struct gives access to them.
+use device::{Buf, Dtype, Ops};
+
+/// The name, the length and the element type of an activation or scratch buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferSpec {
+    /// The name of the field in the buffer set; empty until the set lists its buffers.
+    pub name: &'static str,
+    /// The number of elements.
+    pub len: usize,
+    /// Whether the elements are f32 in every precision, as for 1/rms and log-sum-exp.
+    is_f32: bool,
+}
+
+impl BufferSpec {
+    /// Declares a buffer with elements of the compute dtype.
+    pub(super) fn compute(len: usize) -> Self {
+        BufferSpec { name: "", len, is_f32: false }
+    }
+
+    /// Declares a buffer with elements that are f32 in every precision.
+    pub(super) fn f32(len: usize) -> Self {
+        BufferSpec { name: "", len, is_f32: true }
+    }
+
+    /// Returns the type of the elements if `compute` is the compute dtype.
+    fn dtype(self, compute: Dtype) -> Dtype {
+        if self.is_f32 { Dtype::F32 } else { compute }
+    }
+
+    /// Computes the size of the buffer in bytes if `compute` is the compute dtype.
+    pub fn count_bytes(self, compute: Dtype) -> usize {
+        self.len * self.dtype(compute).size()
+    }
+}
+
+/// Buffers that a model declared, in the order of their declaration.
+pub struct ActivationBuffers {
+    names: Vec<&'static str>,
+    buffers: Vec<Buf>,
+}
+
+impl ActivationBuffers {
+    /// Allocates zeroed buffers. `compute` is the compute dtype.
+    pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
+        let allocate = |spec: &BufferSpec| ops.zeroed_for("activations", spec.dtype(compute), spec.len);
+        ActivationBuffers {
+            names: specs.iter().map(|spec| spec.name).collect(),
+            buffers: specs.iter().map(allocate).collect(),
+        }
+    }
+
+    /// Returns the buffer of this name, or `None` if the model has not declared such a buffer.
+    pub fn find_buffer(&self, name: &str) -> Option<&Buf> {
+        self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
+    }
+
+    /// Returns references to the buffers of the set `S`, which must be the set that declared them.
+    ///
+    /// # Panics
+    ///
+    /// Panics if there are fewer buffers than fields.
+    pub(super) fn borrow_set<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
+        S::take_fields(&mut self.buffers.iter())
+    }
+
+    /// Returns exclusive references to the buffers of the set `S`, which must be the set that
+    /// declared them.
+    ///
+    /// # Panics
+    ///
+    /// Panics if there are fewer buffers than fields.
+    pub(super) fn borrow_set_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
+        S::take_fields(&mut self.buffers.iter_mut())
+    }
+}
+
+/// Lists the buffers that a set declares, each with the name of its field.
+pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
+    let (mut specs, mut names) = (Vec::new(), Vec::new());
+    set.append_fields(&mut specs);
+    S::append_names(&mut names);
+    specs.iter().zip(names).map(|(spec, name)| BufferSpec { name, ..*spec }).collect()
+}
+
+/// A struct that [`declare_buffer_set`] declares, with fields of type `T`.
+pub(super) trait BufferSet<T>: Sized {
+    /// Creates a set from the next values of `values`, one for each field.
+    ///
+    /// # Panics
+    ///
+    /// Panics if there are fewer values than fields.
+    fn take_fields(values: &mut impl Iterator<Item = T>) -> Self;
+
+    /// Appends the values of the fields to `values`.
+    fn append_fields(self, values: &mut Vec<T>);
+
+    /// Appends the names of the fields to `names`.
+    fn append_names(names: &mut Vec<&'static str>);
+}
+
+/// Declares a buffer set: a struct with one field of type `T` for each buffer, and its
+/// [`BufferSet`]. The field `with name: Set` after the struct contains the buffers of another set.
+macro_rules! declare_buffer_set {
+    (
+        $(#[$set_attribute:meta])*
+        $visibility:vis struct $set:ident {
+            $($(#[$attribute:meta])* $field:ident,)*
+        }
+        $($(#[$nested_attribute:meta])* with $nested:ident: $nested_set:ident)?
+    ) => {
+        $(#[$set_attribute])*
+        $visibility struct $set<T> {
+            $($(#[$attribute])* $visibility $field: T,)*
+            $($(#[$nested_attribute])* $visibility $nested: $nested_set<T>,)?
+        }
+
+        impl<T> $crate::model::activation_buffers::BufferSet<T> for $set<T> {
+            fn take_fields(values: &mut impl Iterator<Item = T>) -> Self {
+                $set {
+                    $($field: values.next().expect("each field of the set has a value"),)*
+                    $($nested: $crate::model::activation_buffers::BufferSet::take_fields(values),)?
+                }
+            }
+
+            fn append_fields(self, values: &mut Vec<T>) {
+                values.extend([$(self.$field),*]);
+                $($crate::model::activation_buffers::BufferSet::append_fields(self.$nested, values);)?
+            }
+
+            fn append_names(names: &mut Vec<&'static str>) {
+                names.extend([$(stringify!($field)),*]);
+                $(<$nested_set<T> as $crate::model::activation_buffers::BufferSet<T>>::append_names(names);)?
+            }
+        }
+    };
+}
+pub(super) use declare_buffer_set;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Cpu;
+
+    declare_buffer_set! {
+        /// The buffers of an inner set.
+        struct InnerBuffers {
+            third,
+        }
+    }
+
+    declare_buffer_set! {
+        /// The buffers of a set that contains another one.
+        struct OuterBuffers {
+            first,
+            second,
+        }
+        with inner: InnerBuffers
+    }
+
+    #[test]
+    fn buffers_have_the_declared_names_lengths_and_types() {
+        let specs = list_buffers(OuterBuffers {
+            first: BufferSpec::compute(3),
+            second: BufferSpec::f32(4),
+            inner: InnerBuffers { third: BufferSpec::compute(5) },
+        });
+        assert_eq!(specs.iter().map(|s| s.count_bytes(Dtype::Bf16)).collect::<Vec<_>>(), [6, 16, 10]);
+        let mut buffers = ActivationBuffers::new(&Cpu::new(1), &specs, Dtype::Bf16);
+        let describe = |buffer: &Buf| (buffer.len(), buffer.dtype());
+        for (name, expected) in
+            [("first", (3, Dtype::Bf16)), ("second", (4, Dtype::F32)), ("third", (5, Dtype::Bf16))]
+        {
+            assert_eq!(buffers.find_buffer(name).map(describe), Some(expected), "{name}");
+        }
+        assert!(buffers.find_buffer("inner").is_none());
+        let OuterBuffers { first, second, inner } = buffers.borrow_set();
+        assert_eq!([first, second, inner.third].map(Buf::len), [3, 4, 5]);
+        let OuterBuffers { second, .. } = buffers.borrow_set_mut();
+        second.host_mut()[3] = 1.0;
+        assert_eq!(buffers.find_buffer("second").map(|b| b.host()[3]), Some(1.0));
+    }
+}

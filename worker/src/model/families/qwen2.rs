@@ -1,0 +1,26 @@
+//! The model family Qwen 2 and 2.5. The projections of q, k and v have biases, and some layers may
+//! attend to a sliding window.
+use crate::model::{
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder, list_decoder_config_keys},
+    family::ModelFamily,
+};
+use serde_json::json;
+
+/// The model family of `Qwen2ForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
+    name: "qwen2",
+    architecture: "Qwen2ForCausalLM",
+    build: |hf_config, tokens| {
+        build_decoder(hf_config, tokens, |fields| {
+            let mut config = DecoderConfig::from_fields(fields)?;
+            config.has_qkv_bias = true;
+            config.read_sliding_layers(fields)?;
+            fields.require_one_of("use_mrope", &[json!(false)])?;
+            Ok(config)
+        })
+    },
+    list_config_keys: |spec| {
+        list_decoder_config_keys(spec, json!({"use_sliding_window": false, "sliding_window": null}))
+    },
+    key_names: DECODER_KEY_NAMES,
+};

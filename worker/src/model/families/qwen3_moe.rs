@@ -1,0 +1,91 @@
+//! The model family Qwen 3 MoE. `decoder_sparse_step` and `mlp_only_layers` select the layers that
+//! have experts. Either all layers attend to a sliding window or none.
+use crate::model::{
+    decoder::{
+        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNorm, build_decoder,
+        list_decoder_config_keys,
+    },
+    error::{ModelError, Result},
+    family::ModelFamily,
+    hf_config::{HfConfigFields, invalid_value_error},
+};
+use contract::job::ModelSpec;
+use serde_json::{Map, Value, json};
+
+/// The model family of `Qwen3MoeForCausalLM` of transformers.
+pub(super) const FAMILY: ModelFamily = ModelFamily {
+    name: "qwen3_moe",
+    architecture: "Qwen3MoeForCausalLM",
+    build: |hf_config, tokens| build_decoder(hf_config, tokens, read_config),
+    list_config_keys,
+    key_names: DECODER_KEY_NAMES,
+};
+
+/// Reads the config keys of the family.
+fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
+    let mut config = DecoderConfig::from_fields(fields)?;
+    let bias = fields.read_flag("attention_bias")?;
+    (config.has_qkv_bias, config.has_o_bias) = (bias, bias);
+    config.qk_norm = Some(QkNorm::PerHead);
+    let window = fields.read_optional_size("sliding_window")?;
+    let slides = fields.read_flag("use_sliding_window")?;
+    config.sliding_window = window.filter(|_| slides).map(|w| w as usize);
+    config.sliding_layers.fill(config.sliding_window.is_some());
+    // Without effect in this architecture, but present in models of the Hub.
+    fields.read_value("max_window_layers");
+    let names = ExpertTensorNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] };
+    let width = fields.read_size("moe_intermediate_size")? as usize;
+    let experts = ("num_experts", read_expert_count(fields)?);
+    let mut moe = DecoderMoeConfig::from_fields(fields, experts, config.sizes, width, names)?;
+    moe.shape.normalize_weights = fields.read_flag("norm_topk_prob")?;
+    let step = fields.read_optional_size("decoder_sparse_step")?.unwrap_or(1) as usize;
+    let dense_layers = read_mlp_only_layers(fields, config.sizes.layers)?;
+    for (l, is_moe) in moe.moe_layers.iter_mut().enumerate() {
+        *is_moe = !dense_layers.contains(&l) && (l + 1).is_multiple_of(step);
+    }
+    if !moe.moe_layers.contains(&true) {
+        return Err(ModelError::NoMoeLayers);
+    }
+    config.moe = Some(moe);
+    Ok(config)
+}
+
+/// Returns the config.json of a model that job.yaml describes.
+fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
+    let family_keys = json!({
+        "attention_bias": false,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": spec.moe_intermediate_size.unwrap_or(spec.intermediate_size),
+        "norm_topk_prob": true,
+        "num_experts": spec.num_experts.unwrap_or(8),
+        "num_experts_per_tok": spec.num_experts_per_tok.unwrap_or(2),
+        "output_router_logits": false,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": null,
+        "use_sliding_window": false,
+    });
+    list_decoder_config_keys(spec, family_keys)
+}
+
+/// Reads the number of experts of a layer from `num_experts`, or from `num_local_experts` of newer
+/// versions of transformers. Fails if both keys are absent or have different values.
+fn read_expert_count(fields: &HfConfigFields) -> Result<u32> {
+    match (fields.read_optional_size("num_experts")?, fields.read_optional_size("num_local_experts")?) {
+        (Some(a), Some(b)) if a != b => {
+            Err(ModelError::KeysContradict { key: "num_experts", other: "num_local_experts" })
+        }
+        (Some(n), _) | (None, Some(n)) => Ok(n),
+        (None, None) => Err(ModelError::KeyMissing { key: "num_experts".into() }),
+    }
+}
+
+/// Reads `mlp_only_layers`, the numbers of the layers without experts. Each number must be below
+/// `layers`.
+fn read_mlp_only_layers(fields: &HfConfigFields, layers: usize) -> Result<Vec<usize>> {
+    const KEY: &str = "mlp_only_layers";
+    let Some(value) = fields.read_value(KEY) else { return Ok(Vec::new()) };
+    let layer = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&l| l < layers);
+    let list = value.as_array().and_then(|l| l.iter().map(layer).collect::<Option<Vec<usize>>>());
+    list.ok_or_else(|| invalid_value_error(KEY, value, format!("a list of layers below {layers}")))
+}

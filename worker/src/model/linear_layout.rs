@@ -1,0 +1,49 @@
+//! [`LinearLayout`]: the layout of a layer's matrices in the flat vector of the layer's unit.
+use super::{blocks::LayerInput, linear_precision::MatmulSizes};
+use std::ops::Range;
+
+/// The matrices of a layer that one matmul computes together, such as those of q, k and v. They
+/// have a common input, and their outputs are adjacent columns.
+#[derive(Debug)]
+pub(super) struct LinearLayout {
+    /// The range of the matrices in the flat vector.
+    pub(super) weight: Range<usize>,
+    /// The range of the biases in the flat vector.
+    pub(super) bias: Option<Range<usize>>,
+    /// The width of the input.
+    pub(super) inputs: usize,
+    /// The name of each matrix within the layer, and the width of its output.
+    pub(super) modules: Vec<(&'static str, usize)>,
+    /// The index among the matmuls of the layer.
+    pub(super) index: usize,
+}
+
+impl LinearLayout {
+    /// Returns the width of the common output of all matrices.
+    pub(super) fn outputs(&self) -> usize {
+        self.modules.iter().map(|(_, outputs)| outputs).sum()
+    }
+
+    /// Returns the sizes of the matmul for the rows of a micro-batch.
+    pub(super) fn sizes(&self, input: &LayerInput) -> MatmulSizes {
+        (input.batch.rows(), self.inputs, self.outputs())
+    }
+}
+
+/// The matmuls of a layer that can have adapters.
+pub(super) struct LayerLinears {
+    /// The prefix of the matrices' names, with a trailing dot.
+    pub(super) prefix: String,
+    /// The number of elements of the layer's unit without adapters.
+    pub(super) unit_len: usize,
+    /// The matmuls by [`LinearLayout::index`].
+    pub(super) linears: [LinearLayout; 4],
+}
+
+impl LayerLinears {
+    /// Returns the full names of the matrices.
+    pub(super) fn matrix_names(&self) -> impl Iterator<Item = String> {
+        let modules = self.linears.iter().flat_map(|linear| &linear.modules);
+        modules.map(|(name, _)| format!("{}{name}", self.prefix))
+    }
+}

@@ -1,0 +1,111 @@
+//! [`build_model`]: builds the model of a job from a model directory or from `train.model`.
+use super::{
+    error::{ModelError, Result},
+    families::MODEL_FAMILIES,
+    family::ModelFamily,
+    hf_config::{HfConfigFields, read_hf_config, set_dropout_rates, shorten_text},
+    model_interface::Model,
+};
+use contract::job::{ExpertsSpec, ModelSpec};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// Returns the model family of a config.json. Fails if no family has its `architectures`, or
+/// `model_type` contradicts them.
+fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
+    let architectures: Vec<&str> = match config.get("architectures") {
+        Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
+        _ => Vec::new(),
+    };
+    let Some(family) = MODEL_FAMILIES.iter().find(|f| architectures == [f.architecture]) else {
+        return Err(ModelError::ArchitectureUnsupported {
+            architectures: architectures.iter().take(4).map(|name| shorten_text(name)).collect(),
+            supported: MODEL_FAMILIES.iter().map(|f| f.architecture).collect(),
+        });
+    };
+    match config.get("model_type").and_then(Value::as_str) {
+        Some(model_type) if model_type != family.name => Err(ModelError::ModelTypeMismatch {
+            model_type: shorten_text(model_type),
+            architecture: family.architecture,
+            expected: family.name,
+        }),
+        _ => Ok(family),
+    }
+}
+
+/// The values of a model directory's config.json that the preflight compares with the job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelConfigSummary {
+    /// The name of the model family.
+    pub family: &'static str,
+    /// The number of tokens in the vocabulary.
+    pub vocab_size: u32,
+    /// The largest number of tokens of a sequence.
+    pub max_positions: u32,
+}
+
+/// Reads the values of a model directory's config.json that the preflight compares with the job.
+///
+/// # Errors
+///
+/// Fails if the config cannot be read, or if its architecture is not supported.
+pub fn read_model_config_summary(directory: &Path) -> Result<ModelConfigSummary> {
+    let config = read_hf_config(directory)?;
+    let family = find_model_family(&config)?;
+    let fields = HfConfigFields::new(&config);
+    let vocab_size = fields.read_size("vocab_size")?;
+    let max_positions = fields.read_size(family.key_names.max_positions)?;
+    Ok(ModelConfigSummary { family: family.name, vocab_size, max_positions })
+}
+
+/// Builds the model of a job ([`build_model`]), and sets the router losses that `train.experts`
+/// specifies.
+///
+/// # Errors
+///
+/// Fails if the config is unusable or has unsupported keys or values.
+pub fn build_model_with_router_losses(
+    spec: &ModelSpec,
+    experts: &ExpertsSpec,
+    seq_len: u32,
+) -> Result<Box<dyn Model>> {
+    let mut model = build_model(spec, seq_len)?;
+    model.set_router_losses(experts);
+    Ok(model)
+}
+
+/// Builds the model of a job for sequences of at most `seq_len` tokens.
+///
+/// `vocab_size` and `max_position_embeddings` of `spec` must be set, and `from` must be an absolute
+/// path or relative to the current directory.
+///
+/// # Errors
+///
+/// Fails if the config is unusable or has unsupported keys or values.
+pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
+    if let Some(directory) = &spec.from {
+        let mut config = read_hf_config(directory)?;
+        let family = find_model_family(&config)?;
+        set_dropout_rates(&mut config, family.key_names.dropout_rates, spec.dropout);
+        return (family.build)(&config, seq_len as usize);
+    }
+    let family =
+        MODEL_FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| ModelError::FamilyUnknown {
+            family: shorten_text(&spec.family),
+            supported: MODEL_FAMILIES.iter().map(|f| f.name).collect(),
+        })?;
+    let mut config = family.build_hf_config(spec);
+    set_dropout_rates(&mut config, family.key_names.dropout_rates, spec.dropout);
+    // A key of the job has an effect if the family's config has one of these keys.
+    let expert_keys = [
+        ("num_experts", spec.num_experts, ["num_experts", "num_local_experts"]),
+        ("num_experts_per_tok", spec.num_experts_per_tok, ["num_experts_per_tok"; 2]),
+        ("moe_intermediate_size", spec.moe_intermediate_size, ["moe_intermediate_size"; 2]),
+    ];
+    for (key, value, config_keys) in expert_keys {
+        if value.is_some() && !config_keys.iter().any(|key| config.contains_key(*key)) {
+            return Err(ModelError::KeyWithoutEffect { key, family: family.name });
+        }
+    }
+    (family.build)(&config, seq_len as usize)
+}

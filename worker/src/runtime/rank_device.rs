@@ -1,0 +1,139 @@
+//! [`RankDevice`]: the CPU or GPU of a rank, and its communicator.
+use super::session::AgentSession;
+use crate::{
+    error::Result,
+    gpu::{
+        HOST_MEMORY_HELP, collect_library_search_paths, find_kernel_cache_directory,
+        select_attention_backend, to_unusable_gpu_error, to_unusable_nccl_error,
+    },
+};
+use comm::{
+    Comm,
+    nccl::{NcclComm, NcclLibrary},
+    staged::StagedComm,
+};
+use contract::{
+    control::WorkerInit,
+    job::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec},
+};
+use device::{
+    Cuda, Ops,
+    cpu::Cpu,
+    cuda::{CudaLibrary, LibrarySearchPaths},
+};
+use diagnostic::{Category, Diagnostic, codes};
+use std::{sync::Arc, time::Duration};
+
+/// The longest wait until all ranks have joined the NCCL communicator.
+const NCCL_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The device that a rank computes on.
+pub(super) enum RankDevice {
+    Cpu(Arc<Cpu>),
+    Gpu(Arc<Cuda>, LibrarySearchPaths),
+}
+
+impl RankDevice {
+    /// Opens the device that the job selects: the CPUs of the host, or the one GPU that the plan
+    /// makes visible to this rank.
+    pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
+        let cluster = &init.job.cluster;
+        if !cluster.trains_on_gpus() {
+            return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
+        }
+        let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
+        let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;
+        if let Some(train) = &init.job.train {
+            configure_gpu(&cuda, train, &paths)?;
+        }
+        cuda.load_kernels().map_err(to_unusable_gpu_error)?;
+        if let Some(error) = cuda.kernel_cache_error() {
+            println!("compiled kernels are not cached: {error}");
+        }
+        Ok(RankDevice::Gpu(Arc::new(cuda), paths))
+    }
+
+    /// Returns the operations of this device.
+    pub(super) fn ops(&self) -> Arc<dyn Ops> {
+        match self {
+            RankDevice::Cpu(cpu) => cpu.clone(),
+            RankDevice::Gpu(cuda, _) => cuda.clone(),
+        }
+    }
+
+    /// Describes the device in one line, for the worker's log.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            RankDevice::Cpu(cpu) => cpu.describe(),
+            RankDevice::Gpu(cuda, _) => cuda.describe_gpu(),
+        }
+    }
+
+    /// Returns the communicator that the engine uses. `hosts` is the communicator that transfers
+    /// data from and to host memory.
+    ///
+    /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
+    /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
+    /// session also aborts NCCL.
+    ///
+    /// Collective: every rank must call it.
+    pub(super) fn connect_collectives(
+        &self,
+        session: &AgentSession,
+        cluster: &ClusterSpec,
+        hosts: Arc<dyn Comm>,
+    ) -> Result<Arc<dyn Comm>> {
+        let RankDevice::Gpu(cuda, paths) = self else { return Ok(hosts) };
+        let has_own_gpu = hosts.world() > 1 && cluster.workers_per_gpu == 1;
+        match cluster.comm_backend {
+            CommBackend::Nccl => {}
+            CommBackend::Auto if has_own_gpu => {}
+            CommBackend::Auto | CommBackend::Host => {
+                return Ok(Arc::new(StagedComm::new(hosts, cuda.clone())));
+            }
+        }
+        let nccl =
+            NcclLibrary::open(&paths.list_directories(CudaLibrary::Nccl)).map_err(to_unusable_nccl_error)?;
+        if cluster.workers_per_gpu > 1 && !nccl.supports_gpu_sharing() {
+            let message = format!(
+                "{} does not support {} workers on one GPU; NCCL 2.30 or newer is required",
+                nccl.describe(),
+                cluster.workers_per_gpu
+            );
+            return Err(Diagnostic::error(codes::device::DEVICE_LIBRARY_TOO_OLD, message)
+                .with_subject("cluster.workers_per_gpu")
+                .with_field("workers_per_gpu", cluster.workers_per_gpu)
+                .with_help(HOST_MEMORY_HELP)
+                .into());
+        }
+        let comm = Arc::new(
+            NcclComm::connect(&nccl, cuda.clone(), hosts, NCCL_TIMEOUT).map_err(to_unusable_nccl_error)?,
+        );
+        println!("collectives: {}", nccl.describe());
+        let aborted = comm.clone();
+        session.add_abort_handler(move |reason| aborted.abort(reason));
+        Ok(comm)
+    }
+}
+
+/// Applies the keys of the `train` section that concern the GPU to `cuda`.
+fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
+    if train.precision == Precision::Fp8 {
+        cuda.require_fp8()
+            .map_err(|e| Diagnostic::from(e).with_category(Category::Job).with_subject("train.precision"))?;
+    }
+    if !train.deterministic {
+        cuda.enable_matmul_autotuning();
+    }
+    if let Some(error) =
+        cuda.set_attention_backend(select_attention_backend(train), paths).map_err(to_unusable_gpu_error)?
+    {
+        println!("attention runs without cuDNN: {error}");
+    }
+    match train.cuda_graphs {
+        CudaGraphMode::Auto => cuda.start_graph_autotuning(),
+        CudaGraphMode::Always => cuda.set_graphs_enabled(true),
+        CudaGraphMode::Never => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,353 @@
+//! [`AgentSession`]: the control connection of a worker to its agent.
+//!
+//! One thread reads requests (stop, save, reload, abort), and another one sends a heartbeat each
+//! second. Events are sent by the thread in which they happen.
+use crate::error::{Error, Result, build_thread_start_error};
+use contract::{
+    control::{FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit, WorkerPeers},
+    env,
+    event::{Event, WorkerPhase},
+    exit::WorkerExit,
+    frame,
+    job::ReloadValues,
+};
+use diagnostic::{Diagnostic, codes};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::{
+    io::{Read, Write},
+    net::SocketAddr,
+    os::{
+        fd::{AsFd, FromRawFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+/// The time between two heartbeats.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest wait for a message that the agent must send.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The longest wait until all ranks of the job accept connections. Ranks start at about the same
+/// time.
+const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
+/// The reason of the abort that follows when the agent ends.
+const AGENT_ENDED: &str = "the agent closed the control connection";
+
+/// The agent's requests to stop, save or reload, which take effect at the next step boundary.
+#[derive(Default)]
+pub(super) struct AgentRequests {
+    stop: AtomicBool,
+    save: AtomicBool,
+    reload_values: Mutex<Option<ReloadValues>>,
+}
+
+impl AgentRequests {
+    /// Returns whether the agent requested to save and stop.
+    pub(super) fn is_stop_requested(&self) -> bool {
+        self.stop.load(Relaxed)
+    }
+
+    /// Takes the request for a checkpoint. Returns whether there was one since the last call.
+    pub(super) fn take_save_request(&self) -> bool {
+        self.save.swap(false, Relaxed)
+    }
+
+    /// Returns whether values of a changed job file are waiting to be taken.
+    pub(super) fn has_reload(&self) -> bool {
+        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Takes the newest values of a changed job file, or returns `None` if there are none.
+    pub(super) fn take_reload(&self) -> Option<ReloadValues> {
+        self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Stores the values of a changed job file.
+    fn set_reload(&self, values: ReloadValues) {
+        *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
+    }
+}
+
+/// The worker's end of the control connection to its agent.
+pub(super) struct AgentSession {
+    write: Mutex<UnixStream>,
+    /// The requests that the agent sent.
+    pub(super) requests: AgentRequests,
+    phase: Mutex<WorkerPhase>,
+    step: AtomicU64,
+    aborts: Mutex<AbortHandlers>,
+}
+
+/// A function that an abort calls with its reason, to end blocked operations.
+type AbortHandler = Box<dyn Fn(&str) + Send>;
+
+/// The handlers that [`AgentSession::add_abort_handler`] added, and the reason of the abort if it
+/// has happened.
+#[derive(Default)]
+struct AbortHandlers {
+    handlers: Vec<AbortHandler>,
+    /// The reason why the group was aborted, or `None` before an abort.
+    reason: Option<String>,
+}
+
+/// Takes ownership of the open file descriptor whose number is in the environment variable `name`.
+/// Returns `None` if the variable is not set.
+///
+/// The caller must not call this function twice with the same `name`, because two owners would
+/// close one descriptor twice.
+///
+/// # Errors
+///
+/// Fails if the value is not the number of an open, inherited descriptor.
+pub(super) fn take_inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
+    let Some(value) = std::env::var_os(name) else { return Ok(None) };
+    let invalid = |cause: Option<std::io::Error>| {
+        let message = format!("{name}={value:?} is not an open, inherited descriptor");
+        let diagnostic = Diagnostic::error(codes::training::INHERITED_DESCRIPTOR_INVALID, message);
+        let diagnostic = diagnostic.with_subject(name);
+        cause.map_or(diagnostic.clone(), |e| diagnostic.with_cause(&e))
+    };
+    let fd: Option<RawFd> = value.to_str().and_then(|v| v.parse().ok()).filter(|fd| *fd > 2);
+    let fd = fd.ok_or_else(|| invalid(None))?;
+    // SAFETY: fcntl only sets a flag of the descriptor and fails if it is not open.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(invalid(Some(std::io::Error::last_os_error())).into());
+    }
+    // SAFETY: the agent opened this descriptor for this process only; each variable is read once.
+    Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+impl AgentSession {
+    /// Opens the control connection and waits for the agent's first message. Returns the session,
+    /// the stream that [`AgentSession::start_threads`] reads, and the worker's instructions.
+    pub(super) fn connect() -> Result<(Arc<AgentSession>, UnixStream, WorkerInit)> {
+        let fd = take_inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
+            let message = "`launch worker` was started without an agent";
+            Diagnostic::error(codes::training::WORKER_STARTED_DIRECTLY, message)
+                .with_help("run `launch job.yaml`, whose agents start the workers")
+        })?;
+        let mut read = UnixStream::from(fd);
+        let write = read.try_clone().map_err(build_connection_lost_error)?;
+        let session = AgentSession {
+            write: Mutex::new(write),
+            requests: AgentRequests::default(),
+            phase: Mutex::new(WorkerPhase::Starting),
+            step: AtomicU64::new(0),
+            aborts: Mutex::default(),
+        };
+        session.send_message(&FromWorker::Hello { version: PROTOCOL_VERSION, pid: std::process::id() })?;
+        read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
+        let init = match receive_message(&mut read)? {
+            Some(ToWorker::Init(init)) if init.version == PROTOCOL_VERSION => *init,
+            Some(ToWorker::Init(init)) => {
+                let message = format!(
+                    "the agent uses version {} of the control protocol, this worker version {PROTOCOL_VERSION}",
+                    init.version
+                );
+                return Err(Diagnostic::error(codes::run::AGENT_VERSION_MISMATCH, message)
+                    .with_field("agent_version", init.version)
+                    .with_field("worker_version", PROTOCOL_VERSION)
+                    .with_help("install the same version of launch on every host")
+                    .into());
+            }
+            other => {
+                let message = format!("the agent's first message has no instructions: {other:?}");
+                return Err(Error::new(codes::training::AGENT_MESSAGE_INVALID, message));
+            }
+        };
+        read.set_read_timeout(None).map_err(build_connection_lost_error)?;
+        Ok((Arc::new(session), read, init))
+    }
+
+    /// Starts the threads that read requests and send heartbeats. `abort` must end every
+    /// collective. The reading thread calls `abort` when the agent requests an abort or ends.
+    ///
+    /// The process exits when the agent ends.
+    pub(super) fn start_threads(
+        self: &Arc<Self>,
+        mut read: UnixStream,
+        abort: impl Fn(&str) + Send + 'static,
+    ) -> Result<()> {
+        let session = self.clone();
+        let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
+            loop {
+                match receive_message(&mut read) {
+                    Ok(Some(ToWorker::Stop)) => session.requests.stop.store(true, Relaxed),
+                    Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
+                    Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
+                    Ok(Some(ToWorker::Abort { reason })) => {
+                        abort(&reason);
+                        session.call_abort_handlers(&reason);
+                    }
+                    Ok(Some(ToWorker::Init(_) | ToWorker::Peers(_))) => {}
+                    Ok(None) | Err(_) => {
+                        abort(AGENT_ENDED);
+                        session.call_abort_handlers(AGENT_ENDED);
+                        std::process::exit(WorkerExit::Aborted.exit_code().into());
+                    }
+                }
+            }
+        });
+        reader.map_err(|e| build_thread_start_error("session", &e))?;
+        let session = self.clone();
+        let heartbeat = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
+            // The loop ends with the process. A failed send means that the agent ended, which the
+            // reading thread notices.
+            while session.send_progress().is_ok() {
+                std::thread::sleep(HEARTBEAT_INTERVAL);
+            }
+        });
+        heartbeat.map_err(|e| build_thread_start_error("heartbeat", &e))?;
+        Ok(())
+    }
+
+    /// Adds a handler of aborts. If the session was aborted already, calls the handler immediately.
+    pub(super) fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
+        let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reason) = &aborts.reason {
+            abort(reason);
+        }
+        aborts.handlers.push(Box::new(abort));
+    }
+
+    /// Calls all handlers with the reason of an abort, and records the reason.
+    fn call_abort_handlers(&self, reason: &str) {
+        let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
+        aborts.handlers.iter().for_each(|abort| abort(reason));
+        aborts.reason.get_or_insert_with(|| reason.to_owned());
+    }
+
+    /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
+    /// all ranks.
+    ///
+    /// Must be called before [`AgentSession::start_threads`]. No thread sends heartbeats yet, so
+    /// this function sends them while it waits.
+    pub(super) fn exchange_addresses(
+        &self,
+        read: &mut UnixStream,
+        addresses: Vec<SocketAddr>,
+        attempt: u32,
+    ) -> Result<WorkerPeers> {
+        self.send_progress()?;
+        self.send_message(&FromWorker::Listening { addresses })?;
+        let deadline = Instant::now() + PEERS_TIMEOUT;
+        loop {
+            read.set_read_timeout(Some(HEARTBEAT_INTERVAL)).map_err(build_connection_lost_error)?;
+            if !poll_readable(read)? {
+                if Instant::now() >= deadline {
+                    return Err(build_peers_not_listening_error());
+                }
+                self.send_progress()?;
+                continue;
+            }
+            read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
+            match receive_message(read)? {
+                Some(ToWorker::Peers(peers)) if peers.attempt == attempt => {
+                    read.set_read_timeout(None).map_err(build_connection_lost_error)?;
+                    return Ok(peers);
+                }
+                Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
+                Some(ToWorker::Stop) => self.requests.stop.store(true, Relaxed),
+                Some(ToWorker::Save) => self.requests.save.store(true, Relaxed),
+                Some(ToWorker::Reload(values)) => self.requests.set_reload(values),
+                Some(ToWorker::Abort { reason }) => {
+                    return Err(Error::aborted(Diagnostic::error(
+                        codes::collective::COLLECTIVE_ABORTED,
+                        reason,
+                    )));
+                }
+                None => {
+                    let code = codes::training::AGENT_CONNECTION_LOST;
+                    return Err(Error::aborted(Diagnostic::error(code, AGENT_ENDED)));
+                }
+            }
+        }
+    }
+
+    /// Sets the phase of this rank, and reports the phase to the agent.
+    pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
+        tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        self.send_progress()
+    }
+
+    /// Sets the number of optimizer steps done, which the next heartbeat reports.
+    pub(super) fn set_step(&self, step: u64) {
+        self.step.store(step, Relaxed);
+    }
+
+    /// Sends the phase and the step of this rank, which also serves as heartbeat.
+    fn send_progress(&self) -> Result<()> {
+        let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send_message(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
+    }
+
+    /// Reports an event to the controller.
+    pub(super) fn send_event(&self, event: Event) -> Result<()> {
+        self.send_message(&FromWorker::Event(event))
+    }
+
+    /// Reports the error that ends this worker to the agent. If the report is lost, the exit code
+    /// still has the category.
+    pub(super) fn report_failure(&self, e: &Error) {
+        let _ = self.send_message(&FromWorker::Fatal {
+            exit: e.to_worker_exit(),
+            diagnostic: e.diagnostic().clone(),
+        });
+    }
+
+    /// Sends one message to the agent. Blocks while the agent does not read.
+    fn send_message(&self, message: &FromWorker) -> Result<()> {
+        let frame = frame::encode_frame(message).map_err(build_invalid_message_error)?;
+        let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
+        write.write_all(&frame).map_err(build_connection_lost_error)
+    }
+}
+
+/// Waits for data or the end of the stream, at most for the stream's read timeout. Returns false
+/// after the timeout or a signal.
+fn poll_readable(read: &UnixStream) -> Result<bool> {
+    let timeout = read.read_timeout().map_err(build_connection_lost_error)?.unwrap_or(MESSAGE_TIMEOUT);
+    let mut fds = [PollFd::new(read.as_fd(), PollFlags::POLLIN)];
+    match poll(&mut fds, PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX)) {
+        Ok(n) => Ok(n > 0),
+        Err(nix::errno::Errno::EINTR) => Ok(false),
+        Err(e) => Err(build_connection_lost_error(e.into())),
+    }
+}
+
+/// Reads one message. Returns `None` if the agent closed the connection.
+fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
+    let mut header = [0; frame::HEADER_BYTES];
+    match read.read_exact(&mut header) {
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        other => other.map_err(build_connection_lost_error)?,
+    }
+    let mut body = vec![0; frame::decode_body_length(header).map_err(build_invalid_message_error)? as usize];
+    read.read_exact(&mut body).map_err(build_connection_lost_error)?;
+    frame::decode_body(&body).map(Some).map_err(build_invalid_message_error)
+}
+
+/// Builds the error of a job whose ranks did not all accept connections in time.
+fn build_peers_not_listening_error() -> Error {
+    let seconds = PEERS_TIMEOUT.as_secs();
+    let message = format!("not all ranks of the job accepted connections within {seconds} s");
+    let diagnostic = Diagnostic::error(codes::training::PEERS_NOT_LISTENING, message);
+    diagnostic.with_field("timeout_seconds", seconds).into()
+}
+
+/// Builds the error of a message from the agent that is not valid.
+fn build_invalid_message_error(error: frame::FrameError) -> Error {
+    let message = "a message on the control connection to the agent is not valid";
+    Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
+}
+
+/// Builds the error of a failed control connection, which is never a root cause.
+fn build_connection_lost_error(error: std::io::Error) -> Error {
+    let message = "the control connection to the agent failed";
+    Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
+}

@@ -1,0 +1,335 @@
+//! The training loop: steps, and the saves, evaluations and reloads between steps.
+use super::session::AgentSession;
+use crate::{
+    checkpoint::save::CheckpointSaver,
+    consensus::all_gather_results,
+    error::{Error, Result},
+    train::{
+        boundary_flags::{RELOAD, SAVE, STOP, WRITING},
+        generation::GenerationRequest,
+        loss_scale::LossScaleState,
+        running_trainer::RunningTrainer,
+        step::{RankStepReport, SampleSource, StepOutcome},
+    },
+};
+use contract::{
+    event::{Event, WorkerPhase},
+    exit::WorkerExit,
+    job::{JobSpec, ReloadValues, SaveInterval},
+};
+use device::storage::BackendNotice;
+use diagnostic::{Diagnostic, codes};
+use std::time::{Duration, Instant};
+
+/// The evaluation on held-out samples, and the text to generate after each evaluation.
+pub(super) struct HeldOutEval<'a> {
+    /// The held-out samples, in order.
+    pub(super) source: &'a dyn SampleSource,
+    /// The number of micro-batches that an evaluation uses.
+    pub(super) micro_batches: usize,
+    /// The number of steps between evaluations.
+    pub(super) every: u64,
+    /// The text to generate after each evaluation, and the decoder of its tokens.
+    pub(super) generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
+}
+
+/// A function that decodes generated tokens into the prompt and the text of an event.
+pub(super) type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
+
+/// The input of [`train_until_done`] in addition to the trainer: job, session and samples.
+pub(super) struct RunContext<'a> {
+    /// The job of the run.
+    pub(super) job: &'a JobSpec,
+    /// The session with the agent.
+    pub(super) session: &'a AgentSession,
+    /// The training samples.
+    pub(super) source: &'a dyn SampleSource,
+    /// The evaluation, if the job has one.
+    pub(super) held_out: Option<HeldOutEval<'a>>,
+    /// Whether this rank reports events for all ranks.
+    pub(super) is_leader: bool,
+}
+
+/// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads
+/// between steps. Returns whether the run is done or was stopped.
+///
+/// Collective: every rank must call it.
+pub(super) fn train_until_done(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+) -> Result<WorkerExit> {
+    let mut values = ReloadValues::from_job(run.job);
+    saver.allocate_staging(running)?;
+    let mut last_save = Instant::now();
+    // A save that was requested during a skipped step follows the next completed step.
+    let mut deferred_flags = 0;
+    run.session.set_phase(WorkerPhase::Training)?;
+    if running.position.step >= running.train_spec().steps && saver.last_checkpoint().is_none() {
+        // resumed at the last step from an external checkpoint: still write a native one
+        save_checkpoint(running, run, saver, true)?;
+    }
+    while running.position.step < running.train_spec().steps {
+        let began = Instant::now();
+        let mut report = build_step_report(running, run, &values, saver, last_save);
+        report.flags |= deferred_flags;
+        let (outcome, lr) = running.run_step(run.source, report)?;
+        if outcome.skipped {
+            deferred_flags = outcome.report.flags & SAVE;
+            report_overflow(running, run, &outcome)?;
+            continue;
+        }
+        deferred_flags = 0;
+        if !is_finite(&outcome) {
+            // complete the checkpoint in progress before the run ends
+            finish_save(running, run, saver)?;
+            return Err(build_non_finite_error(&outcome, running, saver));
+        }
+        run.session.set_step(running.position.step);
+        let took = began.elapsed();
+        if run.is_leader {
+            run.session.send_event(build_step_event(running, &outcome, lr, took))?;
+        }
+        report_backend_notice(running, run, took)?;
+        let flags = outcome.report.flags;
+        if saver.is_pending() && flags & WRITING == 0 {
+            finish_save(running, run, saver)?;
+        }
+        if flags & RELOAD != 0 {
+            apply_reload(running, run, &mut values)?;
+        }
+        let last = running.position.step >= running.train_spec().steps;
+        evaluate_if_due(running, run, &values)?;
+        let stop = flags & STOP != 0;
+        if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
+            save_checkpoint(running, run, saver, stop || last)?;
+            last_save = Instant::now();
+        }
+        if stop && !last {
+            report_skipped_steps(running, run)?;
+            return Ok(WorkerExit::Stopped);
+        }
+    }
+    finish_save(running, run, saver)?;
+    report_skipped_steps(running, run)?;
+    Ok(WorkerExit::Done)
+}
+
+/// Builds the report that this rank sends with its next losses. On the leader, takes a pending
+/// request to save.
+fn build_step_report(
+    running: &RunningTrainer,
+    run: &RunContext,
+    values: &ReloadValues,
+    saver: &CheckpointSaver,
+    last_save: Instant,
+) -> RankStepReport {
+    let timed = match values.checkpoint_every {
+        SaveInterval::Duration(ms) => last_save.elapsed() >= Duration::from_millis(ms),
+        SaveInterval::Never | SaveInterval::Steps(_) => false,
+    };
+    // a request reaches the ranks at different steps; only the leader acts on it, so that it is
+    // served once
+    let save = run.is_leader && (run.session.requests.take_save_request() || timed);
+    let changed = run.is_leader && run.session.requests.has_reload();
+    let bits = [
+        (STOP, run.session.requests.is_stop_requested()),
+        (SAVE, save),
+        (WRITING, saver.is_writing()),
+        (RELOAD, changed),
+    ];
+    let flags = bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum();
+    RankStepReport {
+        flags,
+        peak_rss: read_peak_rss(),
+        exposed_comm: running.trainer.engine.queue().take_exposed_seconds(),
+    }
+}
+
+/// Applies the reloaded values of rank 0 on every rank. Collective: every rank must call it.
+fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
+    let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
+    let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;
+    let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
+    if let Some(train) = &first.train {
+        running.apply_reloaded_values(train);
+    }
+    *values = first;
+    if run.is_leader {
+        run.session.send_event(Event::Reload { step: running.position.step, values: values.clone() })?;
+    }
+    Ok(())
+}
+
+/// Reports a notice of the backend, such as its choice between CUDA graphs and single launches.
+///
+/// The rank itself reports a notice about its device. The leader reports all other notices.
+fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Duration) -> Result<()> {
+    let rank = Some(running.trainer.engine.rank() as u32);
+    match running.trainer.ops.record_step_duration(took) {
+        Some(BackendNotice::Degraded(warning)) => {
+            run.session.send_event(Event::new_diagnostic_notice(rank, warning.to_string(), &warning))
+        }
+        Some(notice) if run.is_leader => run.session.send_event(Event::new_notice(None, notice.to_string())),
+        _ => Ok(()),
+    }
+}
+
+/// Returns whether `checkpoint.every` requires a checkpoint after this step.
+fn is_save_due(values: &ReloadValues, step: u64) -> bool {
+    matches!(values.checkpoint_every, SaveInterval::Steps(n) if step.is_multiple_of(n))
+}
+
+/// Returns whether the loss and the gradient norm are finite.
+fn is_finite(outcome: &StepOutcome) -> bool {
+    outcome.loss.is_finite() && outcome.grad_norm.is_finite()
+}
+
+/// Reports a step that was skipped because a gradient overflowed fp16.
+fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOutcome) -> Result<()> {
+    match running.trainer.loss_scale.state() {
+        Some(state) if run.is_leader => run.session.send_event(Event::Overflow {
+            step: running.position.step + 1,
+            loss: outcome.loss,
+            loss_scale: state.scale,
+            skipped: state.skipped,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Reports the number of skipped steps at the end of the run.
+fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()> {
+    match running.trainer.loss_scale.state() {
+        Some(LossScaleState { skipped, scale, .. }) if run.is_leader && skipped > 0 => {
+            let steps = if skipped == 1 { "step" } else { "steps" };
+            let message = format!(
+                "skipped {skipped} {steps} since step 0 because gradients overflowed fp16; loss scale {scale}"
+            );
+            run.session.send_event(Event::new_notice(None, message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the advice for a loss or gradient that is not finite.
+fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
+    match running.trainer.loss_scale.state() {
+        Some(state) => {
+            let scale = state.scale;
+            format!(
+                "the largest fp16 value is 65504 (loss scale {scale}): use `train.precision: bf16`, lower \
+                 `train.optimizer.lr`, or examine the samples of that step"
+            )
+        }
+        None => {
+            "lower `train.optimizer.lr`, set `train.clip_norm`, or examine the samples of that step".into()
+        }
+    }
+}
+
+/// Builds the error that ends a run whose loss or gradient norm is not finite.
+fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &CheckpointSaver) -> Error {
+    let (step, advice) = (running.position.step + 1, describe_non_finite_remedy(running));
+    let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
+    let value = if outcome.loss.is_finite() { outcome.grad_norm } else { outcome.loss };
+    let checkpoint = match saver.last_checkpoint() {
+        Some(path) => format!("the last complete checkpoint is {}", path.display()),
+        None => "no checkpoint has been written".into(),
+    };
+    let code = match outcome.loss.is_finite() {
+        true => codes::training::GRADIENT_NOT_FINITE,
+        false => codes::training::LOSS_NOT_FINITE,
+    };
+    let message = format!("the {what} is {value} at step {step}; the step was not applied; {checkpoint}");
+    let checkpoint = saver.last_checkpoint().map(|path| path.display().to_string());
+    Diagnostic::error(code, message)
+        .with_field("step", step)
+        .with_field("checkpoint", checkpoint)
+        .with_help(advice)
+        .into()
+}
+
+/// Builds the event that reports a completed step, which took `took`.
+fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
+    let tokens_per_step = running.trainer.global_batch() * u64::from(running.train_spec().data.seq_len);
+    Event::Step {
+        step: running.position.step,
+        loss: outcome.loss,
+        grad_norm: outcome.grad_norm,
+        lr,
+        tokens: running.position.tokens,
+        tokens_per_s: tokens_per_step as f64 / took.as_secs_f64(),
+        peak_rss: outcome.report.peak_rss,
+        exposed_comm_s: outcome.report.exposed_comm,
+    }
+}
+
+/// Evaluates and generates text if the job requires it after this step, and reports the results.
+/// Collective: every rank must call it.
+fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValues) -> Result<()> {
+    let Some(held_out) = &run.held_out else { return Ok(()) };
+    let step = running.position.step;
+    let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(held_out.every);
+    if !step.is_multiple_of(every) && step < running.train_spec().steps {
+        return Ok(());
+    }
+    run.session.set_phase(WorkerPhase::Evaluating)?;
+    let outcome = running.trainer.evaluate(held_out.source, 0, held_out.micro_batches)?;
+    if run.is_leader {
+        let (loss, tokens) = (outcome.loss, outcome.targets);
+        run.session.send_event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;
+    }
+    if let Some((request, decode)) = &held_out.generation {
+        let tokens = running.trainer.generate(request, step)?;
+        if run.is_leader {
+            let (prompt, text) = decode(&tokens)?;
+            run.session.send_event(Event::Sample { step, prompt, text })?;
+        }
+    }
+    run.session.set_phase(WorkerPhase::Training)
+}
+
+/// Begins a checkpoint. If `wait` is set or saves do not run in the background, returns only when
+/// the checkpoint is complete. Collective: every rank must call it.
+fn save_checkpoint(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    saver: &mut CheckpointSaver,
+    wait: bool,
+) -> Result<()> {
+    run.session.set_phase(WorkerPhase::Saving)?;
+    finish_save(running, run, saver)?;
+    saver.begin_save(running)?;
+    if let Some(message) = saver.take_notice() {
+        run.session.send_event(Event::new_notice(Some(running.trainer.engine.rank() as u32), message))?;
+    }
+    if wait || !run.job.checkpoint.r#async {
+        finish_save(running, run, saver)?;
+    }
+    run.session.set_phase(WorkerPhase::Training)
+}
+
+/// Completes the checkpoint in progress and reports it. Does nothing if no checkpoint is in
+/// progress. Collective: every rank must call it.
+fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+    match saver.finish_save(running)? {
+        Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {
+            step: done.step,
+            path: done.path,
+            bytes: done.bytes,
+            seconds: done.seconds,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Reads the largest resident set of this process so far, in bytes. Returns 0 if the size is
+/// unknown.
+pub fn read_peak_rss() -> u64 {
+    // VmHWM counts this program only; the figure of getrusage survives exec and includes the
+    // parent's
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
+}

@@ -1,0 +1,79 @@
+//! Completes the `train` section with the sizes and settings of the directories that it names.
+use crate::{model, param_groups::LORA_FROM_KEY};
+use ckpt::peft::AdapterConfig;
+use contract::job::{LoraSpec, LoraTargets, ModelSpec};
+use diagnostic::{Diagnostic, codes};
+
+/// Completes the `train.model` section with the sizes of the model directory, or with those that
+/// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
+///
+/// # Errors
+///
+/// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
+/// samples. The subject of the error is the key `train.model.from`.
+pub(crate) fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
+    const FROM: &str = "train.model.from";
+    let mut resolved = spec.clone();
+    if let Some(directory) = &spec.from {
+        let config = model::read_model_config_summary(directory)
+            .map_err(|e| Diagnostic::from(e).with_subject(FROM))?;
+        resolved.family = config.family.into();
+        (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
+    }
+    // A size is a key of the job or, with a model directory, of the directory's config.json.
+    let too_small = |code, name: &str, why: String| match &spec.from {
+        Some(directory) => {
+            let message = format!("{name} in {} {why}", directory.join("config.json").display());
+            Diagnostic::error(code, message).with_subject(FROM)
+        }
+        None => {
+            let key = format!("train.model.{name}");
+            Diagnostic::error(code, format!("`{key}` {why}")).with_subject(key)
+        }
+    };
+    if resolved.vocab_size == 0 {
+        resolved.vocab_size = vocab;
+    }
+    if resolved.vocab_size < vocab {
+        let why = format!("is {}, but the tokenizer has {vocab} tokens", resolved.vocab_size);
+        let help = match spec.from {
+            Some(_) => "use the tokenizer of the model directory".to_owned(),
+            None => format!("remove `train.model.vocab_size`, or set it to at least {vocab}"),
+        };
+        let error = too_small(codes::training::VOCAB_SIZE_TOO_SMALL, "vocab_size", why);
+        return Err(error
+            .with_field("vocab_size", resolved.vocab_size)
+            .with_field("tokens", vocab)
+            .with_help(help));
+    }
+    if resolved.max_position_embeddings == 0 {
+        resolved.max_position_embeddings = seq_len;
+    }
+    if resolved.max_position_embeddings < seq_len {
+        let limit = resolved.max_position_embeddings;
+        let why = format!("is {limit}, but `train.data.seq_len` is {seq_len}");
+        let error = too_small(codes::training::SEQUENCE_TOO_LONG, "max_position_embeddings", why);
+        return Err(error
+            .with_field("max_position_embeddings", limit)
+            .with_field("seq_len", seq_len)
+            .with_help(format!("lower `train.data.seq_len` to at most {limit}")));
+    }
+    Ok(resolved)
+}
+
+/// Completes the `train.lora` section with the configuration in the directory that
+/// `train.lora.from` names.
+///
+/// # Errors
+///
+/// Fails if the configuration cannot be read. The subject of the error is `train.lora.from`.
+pub(crate) fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
+    let Some(spec) = spec else { return Ok(None) };
+    let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
+    let AdapterConfig { rank, alpha, use_rslora: rslora, dropout, targets, .. } =
+        AdapterConfig::read(directory)
+            .map_err(|e| crate::error::to_unreadable_adapters_error(e, LORA_FROM_KEY))?;
+    let targets = LoraTargets::Names(targets);
+    let dropout = spec.dropout.or(Some(dropout));
+    Ok(Some(LoraSpec { from: spec.from.clone(), rank, alpha, dropout, rslora, targets }))
+}

@@ -1,0 +1,43 @@
+//! [`MoeLayerPlan`]: the distribution of a layer's experts over the ranks of a group.
+use crate::{expert_layout::ExpertLayout, model::moe::MoeModel, zero::engine::ZeroEngine};
+
+/// The distribution of the experts of one layer over the ranks of an expert-parallel group.
+#[derive(Clone)]
+pub(in crate::train) struct MoeLayerPlan {
+    /// The number of MoE layers before this layer.
+    pub(super) index: usize,
+    /// The parameter unit of this rank's experts.
+    pub(super) unit: usize,
+    /// The experts in the order in which their rows are sent.
+    pub(super) order: Vec<usize>,
+    /// The number of experts on each rank of the group.
+    pub(in crate::train) per_rank: Vec<usize>,
+}
+
+/// Plans every layer for the rank with index `number` in its expert-parallel group. The plan of a
+/// dense layer is `None`.
+///
+/// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
+/// group.
+pub(super) fn plan_moe_layers(
+    moe: &dyn MoeModel,
+    p: &ExpertLayout,
+    engine: &ZeroEngine,
+    number: usize,
+) -> Vec<Option<MoeLayerPlan>> {
+    let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
+    let mut index = 0;
+    let layer = |l: usize| {
+        moe.is_moe_layer(l).then(|| {
+            let first = layers + 2 + index * p.parallel;
+            index += 1;
+            MoeLayerPlan {
+                index: index - 1,
+                unit: first + number,
+                order: p.list_experts_in_dispatch_order(l),
+                per_rank: (0..p.parallel).map(|r| p.list_experts_on(l, r).len()).collect(),
+            }
+        })
+    };
+    (0..layers).map(layer).collect()
+}

@@ -1,0 +1,77 @@
+//! [`RunningTrainer`]: a trainer at a position of the run. Runs the steps and counts them.
+use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
+use crate::{error::Result, optim::schedule::compute_learning_rate};
+use contract::job::{ReloadTrain, TrainSpec};
+
+/// A trainer with parameters and a position, which runs steps.
+pub struct RunningTrainer {
+    /// The state that computes the steps.
+    pub trainer: Trainer,
+    train: TrainSpec,
+    /// The progress of the run.
+    pub position: Cursor,
+}
+
+/// The progress of a run, as checkpoints store it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Cursor {
+    /// The number of optimizer steps done.
+    pub step: u64,
+    /// The number of samples consumed, which is also the number of the next step's first sample.
+    pub consumed_samples: u64,
+    /// The number of tokens trained on.
+    pub tokens: u64,
+}
+
+impl RunningTrainer {
+    /// Creates a trainer for the resolved `train` section that continues at `position`.
+    pub fn new(trainer: Trainer, train: TrainSpec, position: Cursor) -> Self {
+        RunningTrainer { trainer, train, position }
+    }
+
+    /// Runs one step. Returns its outcome and learning rate. Collective: every rank must call it.
+    ///
+    /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
+    /// counted. If the step was skipped because fp16 gradients overflowed, its samples still count
+    /// as consumed, so that the next step uses other samples.
+    pub fn run_step(
+        &mut self,
+        source: &dyn SampleSource,
+        report: RankStepReport,
+    ) -> Result<(StepOutcome, f64)> {
+        let lr = compute_learning_rate(
+            &self.train.schedule,
+            self.train.optimizer.lr,
+            self.train.steps,
+            self.position.step,
+        );
+        let outcome = self.trainer.accumulate_gradients(source, self.position.consumed_samples, report)?;
+        let outcome = self.trainer.update_parameters(outcome, lr, self.position.step)?;
+        let samples = self.trainer.global_batch();
+        // At the smallest loss scale the step is not skipped. The overflowed gradient norm is then
+        // an error, as in every other precision.
+        let skipped = outcome.skipped && self.trainer.loss_scale.record_overflow();
+        let outcome = StepOutcome { skipped, ..outcome };
+        if skipped {
+            self.position.consumed_samples += samples;
+        } else if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
+            self.trainer.loss_scale.record_step();
+            self.position.step += 1;
+            self.position.consumed_samples += samples;
+            self.position.tokens += samples * u64::from(self.train.data.seq_len);
+        }
+        Ok((outcome, lr))
+    }
+
+    /// Applies new values of the keys that may change while a job runs.
+    pub fn apply_reloaded_values(&mut self, values: &ReloadTrain) {
+        self.train.steps = values.steps;
+        self.train.schedule.min_lr = values.min_lr;
+        self.train.schedule.decay_steps = values.decay_steps;
+    }
+
+    /// Returns the resolved `train` section, with reloaded values.
+    pub fn train_spec(&self) -> &TrainSpec {
+        &self.train
+    }
+}

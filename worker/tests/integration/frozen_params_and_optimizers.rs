@@ -1,0 +1,384 @@
+//! Tests of frozen parameters, parameter groups and the optimizers Lion and Muon. Results match
+//! PyTorch (tests/golden/tuned/README.md), and losses have the same bits for any number of workers
+//! and after a resume.
+use crate::common::{
+    golden::{self, GoldenCase, parse_golden_case, read_json},
+    *,
+};
+use ckpt::{Checkpoint, TensorRole};
+use contract::job::*;
+use serde_json::Value;
+use std::{collections::BTreeMap, path::Path, sync::Arc};
+use worker::{
+    stages::ResolvedSpec,
+    train::{running_trainer::RunningTrainer, step::RankStepReport},
+};
+
+/// The directories of the golden cases.
+const TUNED_CASES: [&str; 8] =
+    ["frozen_prefix", "frozen_tied", "train_only", "head_alone", "groups", "lion", "muon", "muon_gpt2"];
+
+/// Parses a JSON list of strings.
+fn parse_strings(v: &Value) -> Vec<String> {
+    v.as_array().unwrap().iter().map(|t| t.as_str().unwrap().to_owned()).collect()
+}
+
+/// Parses a parameter group of a golden case.
+fn parse_param_group(v: &Value) -> ParamGroupSpec {
+    let betas = v["betas"].as_array().map(|b| (b[0].as_f64().unwrap(), b[1].as_f64().unwrap()));
+    ParamGroupSpec {
+        r#match: parse_strings(&v["match"]),
+        lr: v["lr"].as_f64(),
+        lr_scale: v["lr_scale"].as_f64(),
+        weight_decay: v["weight_decay"].as_f64(),
+        betas,
+        ..ParamGroupSpec::default()
+    }
+}
+
+/// Reads the golden case `name`.
+fn load_tuned_case(name: &str) -> GoldenCase {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/tuned").join(name);
+    let about = read_json(&dir.join("case.json"));
+    let model = families::create_pretrained_model_spec(&families::golden_model_directory(
+        about["family"].as_str().unwrap(),
+    ));
+    let mut case = parse_golden_case(&about, model, &std::fs::read(dir.join("answers.safetensors")).unwrap());
+    case.spec.freeze = parse_strings(&about["freeze"]);
+    case.spec.train_only = parse_strings(&about["train_only"]);
+    case.spec.optimizer.groups = about["groups"].as_array().unwrap().iter().map(parse_param_group).collect();
+    case
+}
+
+#[test]
+fn logits_gradients_and_steps_match_pytorch() {
+    for name in TUNED_CASES {
+        println!("{name}");
+        golden::assert_golden_case(&load_tuned_case(name), |case| {
+            families::start_from_pretrained(&case.spec, create_single_rank_comm())
+        });
+    }
+}
+
+/// Creates the `train` section of a model with about half of its parameters frozen: a whole unit,
+/// parts of other units, and some of the matrices that one matmul computes together. These are q of
+/// the matmul for q, k and v, and up of the matmul for gate and up.
+fn create_half_frozen_spec(stage: u8) -> TrainSpec {
+    let mut s = create_train_spec(create_odd_sized_model(), stage, 8, 1, 11);
+    s.freeze = ["model.embed_tokens.*", "*.0.*", "*.q_proj.*", "*.2.mlp.up_proj.*", "*post_attention*"]
+        .map(Into::into)
+        .into();
+    s.optimizer.groups = vec![ParamGroupSpec {
+        r#match: vec!["*.1.*".into()],
+        lr_scale: Some(0.5),
+        ..ParamGroupSpec::default()
+    }];
+    s
+}
+
+#[test]
+fn losses_with_frozen_parts_do_not_depend_on_world_size_stage_and_recomputation() {
+    let expected = train_new_run(&create_half_frozen_spec(0), 1, 1, 3);
+    assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
+    for stage in 0..=3 {
+        for world in [1, 2, 3, 4, 8] {
+            let mut spec = create_half_frozen_spec(stage);
+            if (stage as usize + world).is_multiple_of(2) {
+                spec.recompute = RecomputeMode::Block;
+            }
+            assert_eq!(train_new_run(&spec, world, 1, 3), expected, "world {world}, stage {stage}");
+        }
+    }
+    for only in ["lm_head.*", "model.embed_tokens.*", "*.2.self_attn.o_proj.*"] {
+        let spec = |stage| TrainSpec {
+            train_only: vec![only.into()],
+            freeze: Vec::new(),
+            optimizer: OptimizerSpec { groups: Vec::new(), ..create_half_frozen_spec(0).optimizer },
+            ..create_half_frozen_spec(stage)
+        };
+        let expected = train_new_run(&spec(0), 1, 1, 3);
+        for (stage, world) in [(0, 3), (1, 2), (2, 4), (3, 3)] {
+            assert_eq!(
+                train_new_run(&spec(stage), world, 1, 3),
+                expected,
+                "{only}: world {world}, stage {stage}"
+            );
+        }
+    }
+}
+
+/// Computes the gradients of the first step on one rank. Returns their bits by parameter name.
+fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
+    let mut running = families::start_from_pretrained(spec, create_single_rank_comm());
+    running
+        .trainer
+        .accumulate_gradients(&SyntheticSamples { vocab: 61 }, 0, RankStepReport::default())
+        .unwrap();
+    let mut gradients = BTreeMap::new();
+    for u in 0..running.trainer.engine.shards.len() {
+        let sum = running.trainer.engine.finish_gradient(u).unwrap();
+        let mut rest = sum.host();
+        for p in running.trainer.engine.shards[u].unit.list_trained_params() {
+            let (gradient, after) = rest.split_at(p.len());
+            rest = after;
+            gradients.insert(p.name.clone(), gradient.iter().map(|x| x.to_bits()).collect());
+        }
+    }
+    gradients
+}
+
+/// Freezing some parameters of GPT-2, which has separate layer code, does not change the gradients
+/// of others.
+#[test]
+fn freezing_parts_of_gpt2_keeps_the_gradients_of_the_others() {
+    for name in ["gpt2", "gpt2_packed"] {
+        let model = families::create_pretrained_model_spec(&families::golden_model_directory(name));
+        let whole = create_train_spec(model, 3, 4, 1, 13);
+        let expected = compute_first_gradients(&whole);
+        for freeze in [
+            &["*.c_attn.weight", "*.0.mlp.c_fc.weight"][..],
+            &["*.c_proj.weight", "transformer.wpe.*"],
+            &["*.wte.*", "lm_head.*", "*.1.*"],
+            &["transformer.h.*.weight", "*.ln_f.*"],
+        ] {
+            // A tied head has no separate parameter.
+            let freeze: Vec<String> = freeze
+                .iter()
+                .filter(|p| **p != "lm_head.*" || expected.contains_key("lm_head.weight"))
+                .map(|p| (*p).into())
+                .collect();
+            let spec = TrainSpec { freeze: freeze.clone(), ..whole.clone() };
+            let gradients = compute_first_gradients(&spec);
+            assert!(!gradients.is_empty() && gradients.len() < expected.len());
+            for (key, bits) in &gradients {
+                assert!(*bits == expected[key], "{name}, {freeze:?}: {key}");
+            }
+        }
+    }
+}
+
+/// Trains with frozen parts and parameter groups in bf16 and fp16, for several world sizes and
+/// stages and after a resume.
+#[test]
+fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() {
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        let make = |stage| TrainSpec { precision, ..create_half_frozen_spec(stage) };
+        let expected = train_new_run(&make(0), 1, 1, 4);
+        assert_ne!(
+            expected,
+            train_new_run(&create_half_frozen_spec(0), 1, 1, 4),
+            "{precision:?} and fp32 differ"
+        );
+        for (stage, world) in [(0, 3), (1, 2), (2, 4), (3, 3), (3, 8)] {
+            let mut spec = make(stage);
+            spec.recompute = if world % 2 == 0 { RecomputeMode::Block } else { RecomputeMode::None };
+            assert_eq!(
+                train_new_run(&spec, world, 1, 4),
+                expected,
+                "{precision:?}: world {world}, stage {stage}"
+            );
+        }
+        let dir = tempfile::tempdir().unwrap();
+        run_on_ranks(3, |c| {
+            let mut running = build_trainer(&make(1), c, 1).start_fresh();
+            train_steps(&mut running, 2);
+            save_checkpoint(&mut running, &make(1), dir.path());
+        });
+        for (stage, world) in [(3, 2), (0, 1)] {
+            let after = run_on_ranks(world, |c| {
+                let (mut running, notices) = resume_newest_checkpoint(&make(stage), c, dir.path());
+                assert!(notices.is_empty(), "{notices:?}");
+                train_steps(&mut running, 2)
+            });
+            assert!(after.iter().all(|a| *a == expected[2..]), "to {world} at stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn muon_updates_do_not_depend_on_world_size_and_stage() {
+    for family in ["llama", "mixtral"] {
+        let spec = |stage| {
+            let mut spec = create_half_frozen_spec(stage);
+            spec.model.family = family.into();
+            (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+            spec.freeze.retain(|p| family == "llama" || !p.contains("mlp"));
+            spec
+        };
+        let expected = train_new_run(&spec(0), 1, 1, 3);
+        assert!(expected.windows(2).all(|w| w[0] != w[1]), "the steps must change something");
+        for (stage, world, parallel) in [
+            (0, 2, 1),
+            (0, 3, 1),
+            (1, 3, 1),
+            (1, 4, 2),
+            (2, 2, 2),
+            (2, 8, 1),
+            (3, 3, 1),
+            (3, 4, 4),
+            (3, 8, 2),
+        ] {
+            let mut spec = spec(stage);
+            if family == "mixtral" {
+                spec.experts.expert_parallel_size = parallel;
+            }
+            assert_eq!(train_new_run(&spec, world, 1, 3), expected, "{family}: world {world}, stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn a_muon_run_resumes_with_the_same_bits() {
+    let muon = |stage| {
+        let mut spec = create_half_frozen_spec(stage);
+        (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+        spec
+    };
+    let expected = train_new_run(&muon(0), 1, 1, 5).split_off(3);
+    for (from, n, to, m) in [(3, 3, 0, 2), (0, 2, 3, 4)] {
+        let dir = tempfile::tempdir().unwrap();
+        run_on_ranks(n, |c| {
+            let mut running = build_trainer(&muon(from), c, 1).start_fresh();
+            train_steps(&mut running, 3);
+            save_checkpoint(&mut running, &muon(from), dir.path());
+        });
+        let after =
+            run_on_ranks(m, |c| train_steps(&mut resume_newest_checkpoint(&muon(to), c, dir.path()).0, 2));
+        assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
+    }
+}
+
+#[test]
+fn a_run_with_frozen_parts_resumes_with_the_same_bits() {
+    let expected = train_new_run(&create_half_frozen_spec(0), 1, 1, 5).split_off(3);
+    for (from, n, to, m) in [(3, 3, 1, 2), (0, 2, 3, 4), (2, 4, 0, 1), (1, 1, 2, 3)] {
+        let dir = tempfile::tempdir().unwrap();
+        run_on_ranks(n, |c| {
+            let mut running = build_trainer(&create_half_frozen_spec(from), c, 1).start_fresh();
+            train_steps(&mut running, 3);
+            save_checkpoint(&mut running, &create_half_frozen_spec(from), dir.path());
+        });
+        let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
+        let frozen = &checkpoint.facts().model.frozen;
+        assert!(frozen.contains(&"model.layers.0.mlp.down_proj.weight".to_owned()), "{frozen:?}");
+        let states = checkpoint.tensors().filter(|t| t.role == TensorRole::ExpAvg).count();
+        let weights = checkpoint.tensors().filter(|t| t.role == TensorRole::Weight).count();
+        assert_eq!(states + frozen.len(), weights);
+        let after = run_on_ranks(m, |c| {
+            let (mut running, notices) =
+                resume_newest_checkpoint(&create_half_frozen_spec(to), c, dir.path());
+            assert!(notices.is_empty(), "{notices:?}");
+            train_steps(&mut running, 2)
+        });
+        assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
+    }
+}
+
+/// Returns the parameters of a run of one rank by name.
+fn collect_params_by_name(running: &RunningTrainer) -> BTreeMap<String, Vec<f32>> {
+    let mut params = BTreeMap::new();
+    golden::visit_params(running, |name, v| drop(params.insert(name.to_owned(), v.to_vec())));
+    params
+}
+
+/// Freezing a parameter between runs keeps the optimizer states of the others. Unfreezing the
+/// parameter resets its states and its update count.
+#[test]
+fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
+    const FROZEN: &str = "model.layers.1.mlp.gate_proj.weight";
+    let whole = |stage| {
+        let mut spec = create_train_spec(create_odd_sized_model(), stage, 8, 1, 11);
+        spec.clip_norm = None;
+        spec.optimizer.weight_decay = 0.0;
+        spec.schedule.name = ScheduleName::Constant;
+        spec.schedule.warmup_steps = 0;
+        spec
+    };
+    let frozen = |stage| TrainSpec { freeze: vec![FROZEN.into()], ..whole(stage) };
+    let dir = tempfile::tempdir().unwrap();
+    run_on_ranks(2, |c| {
+        let mut running = build_trainer(&whole(3), c, 1).start_fresh();
+        train_steps(&mut running, 3);
+        save_checkpoint(&mut running, &whole(3), dir.path());
+    });
+    // Frozen: the states of the other parameters are those of the checkpoint.
+    let (running, notices) = resume_newest_checkpoint(&frozen(0), create_single_rank_comm(), dir.path());
+    assert_notices_match_snapshot("tuned_newly_frozen_parameter", &notices, dir.path());
+    let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
+    for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
+        let mut rest = running.trainer.optimizer.states(u).first.view().host();
+        for p in shard.unit.list_trained_params() {
+            let mut stored = vec![0.0; p.len()];
+            checkpoint.read_f32(&p.name, TensorRole::ExpAvg, 0..p.len() as u64, &mut stored).unwrap();
+            let (ours, after) = rest.split_at(p.len());
+            rest = after;
+            assert_eq!(ours, stored, "{}", p.name);
+        }
+        assert!(rest.is_empty());
+    }
+    let before = collect_params_by_name(&running);
+    expect_equal_on_all_ranks(run_on_ranks(3, |c| {
+        let (mut running, _) = resume_newest_checkpoint(&frozen(2), c, dir.path());
+        let losses = train_steps(&mut running, 2);
+        save_checkpoint(&mut running, &frozen(2), dir.path());
+        losses
+    }));
+    // The newest checkpoint is now the one of step 5.
+    let (mut still_frozen, _) = resume_newest_checkpoint(&frozen(1), create_single_rank_comm(), dir.path());
+    assert_eq!(collect_params_by_name(&still_frozen)[FROZEN], before[FROZEN], "frozen weights are unchanged");
+    let expected = train_steps(&mut still_frozen, 1);
+    // Unfrozen: the first update is that of Adam's first step, ±lr in every element with a
+    // gradient.
+    let (mut running, notices) = resume_newest_checkpoint(&whole(0), create_single_rank_comm(), dir.path());
+    assert_notices_match_snapshot("tuned_unfrozen_parameter", &notices, dir.path());
+    let before = collect_params_by_name(&running);
+    assert_eq!(train_steps(&mut running, 1)[0].0, expected[0].0, "equal weights have an equal loss");
+    let (after, lr) = (collect_params_by_name(&running), running.train_spec().optimizer.lr as f32);
+    let updates: Vec<f32> = after[FROZEN].iter().zip(&before[FROZEN]).map(|(a, b)| (a - b).abs()).collect();
+    assert!(updates.iter().all(|update| *update <= lr * 1.001), "more than a first step");
+    let firsts = updates.iter().filter(|update| **update >= lr * 0.98).count();
+    assert!(firsts * 10 >= updates.len() * 9, "{firsts} of {} updates are ±lr", updates.len());
+    // The checkpoint records that the parameter is five updates behind.
+    save_checkpoint(&mut running, &whole(0), dir.path());
+    let checkpoint = Checkpoint::open(&dir.path().join("step-00000006")).unwrap();
+    assert_eq!(checkpoint.facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
+}
+
+/// Returns code and key of the error of building a trainer, or `None` if the trainer can be built.
+/// `change` modifies the spec.
+fn find_build_error(change: impl Fn(&mut TrainSpec)) -> Option<(&'static str, String)> {
+    let mut spec = create_train_spec(create_odd_sized_model(), 3, 2, 1, 11);
+    change(&mut spec);
+    let ops: Arc<dyn device::Ops> = Arc::new(device::Cpu::new(1));
+    let model = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model();
+    let error =
+        model.and_then(|m| m.shard_model(create_single_rank_comm(), ops)?.create_optimizer()).err()?;
+    Some((error.code().name(), error.diagnostic().subject().unwrap_or_default().to_owned()))
+}
+
+#[test]
+fn patterns_that_match_nothing_are_rejected_by_their_key() {
+    let list = |p: &str| vec![p.to_owned()];
+    let groups = |p: &str| vec![ParamGroupSpec { r#match: list(p), ..ParamGroupSpec::default() }];
+    let (unmatched, invalid) = ("parameter-pattern-unmatched", "parameter-pattern-invalid");
+    for (error, code, key) in [
+        (find_build_error(|s| s.freeze = list("*.9.*")), unmatched, "train.freeze"),
+        (find_build_error(|s| s.freeze = list("*")), "no-trained-parameters", "train.freeze"),
+        (find_build_error(|s| s.freeze = list("[")), invalid, "train.freeze"),
+        (find_build_error(|s| s.train_only = list("transformer.*")), unmatched, "train.train_only"),
+        (find_build_error(|s| s.optimizer.groups = groups("*.bias")), unmatched, "train.optimizer.groups"),
+        (find_build_error(|s| s.optimizer.no_decay = list("{")), invalid, "train.optimizer.no_decay"),
+    ] {
+        assert_eq!(error, Some((code, key.to_owned())));
+    }
+    let frozen =
+        find_build_error(|s| (s.freeze, s.optimizer.groups) = (list("*.0.*"), groups("*.layers.0.*")));
+    let expected = Some((unmatched, "train.optimizer.groups".to_owned()));
+    assert_eq!(frozen, expected, "the pattern matches only frozen parameters");
+    // A pattern may name a tied matrix by its second name.
+    let tied = find_build_error(|s| {
+        s.model.tie_word_embeddings = true;
+        s.freeze = list("lm_head.weight");
+    });
+    assert_eq!(tied, None);
+}

@@ -1,0 +1,31 @@
+//! Integration tests of the crate `worker`, in one binary, because each binary takes long to link.
+#![allow(clippy::unwrap_used)] // a test that panics has failed
+
+#[path = "../../device/tests/emulated_gpu/call_counts.rs"]
+mod call_counts;
+mod common;
+mod cuda;
+mod cuda_graphs;
+mod cuda_streams;
+mod deterministic_training;
+mod dropout;
+mod emulated;
+#[path = "../../device/tests/emulated_gpu/mod.rs"]
+mod emulated_gpu;
+#[path = "../../comm/tests/emulated_nccl/mod.rs"]
+mod emulated_nccl;
+mod experts;
+mod fp8;
+mod frozen_experts;
+mod frozen_params_and_optimizers;
+mod generation;
+mod golden_families;
+mod golden_llama;
+mod host_local;
+mod lora;
+mod master_weights;
+mod offload;
+#[path = "../../../tests/support/own_process.rs"]
+mod own_process;
+mod precision;
+mod resume;
