@@ -1,10 +1,10 @@
 //! Records and lists the runs of this user, and determines which runs are active and how the others
 //! ended.
 //!
-//! Each controller writes a [`RunRecord`] as `run.json` into its run directory, and creates a link
-//! to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`). The record
-//! identifies the controller by pid and start time. A later process with the controller's pid is
-//! therefore not mistaken for the controller.
+//! Each controller writes a [run record](registry::RunRecord) as `run.json` into its run directory,
+//! and creates a link to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`).
+//! The record identifies the controller by pid and start time. A later process with the
+//! controller's pid is therefore not mistaken for the controller.
 mod atomic_file;
 mod process_identity;
 mod registry;

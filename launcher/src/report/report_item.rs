@@ -28,7 +28,7 @@ pub(crate) struct ReportConfig {
     pub(crate) hosts: usize,
 }
 
-/// The result of a run, which [`Reporter::finish`] shows in the final messages.
+/// The result of a run, which the reporter shows in the final messages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,

@@ -4,7 +4,7 @@
 const MAX_EXCERPT: usize = 60;
 
 /// A part of a text: the bytes `start..end` of the text with the index `source` in the
-/// [`SourceMap`].
+/// `SourceMap`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceSpan {
     pub(crate) source: u32,
