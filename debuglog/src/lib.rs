@@ -11,15 +11,12 @@ mod sink;
 mod variant_name;
 
 pub use filter::{DEFAULT_FILTER, Filter, InvalidFilter};
-pub use sink::MAX_FILE_BYTES;
+pub use sink::{MAX_FILE_BYTES, PrintLine};
 pub use variant_name::variant_name;
 
 use sink::{LineSink, TerminalWriter};
 use std::{io, path::Path, sync::OnceLock};
 use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
-
-/// Prints a line of the debug log on the terminal.
-pub type PrintLine = fn(&str);
 
 /// The debug log of this process; empty before [`start`].
 static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();

@@ -1,5 +1,4 @@
 //! [`LineSink`]: collects log lines, and writes them to a file on a separate thread.
-use super::PrintLine;
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
@@ -176,6 +175,9 @@ impl<'a> MakeWriter<'a> for LineSink {
         LineWriter(self)
     }
 }
+
+/// Prints a line of the debug log on the terminal.
+pub type PrintLine = fn(&str);
 
 /// Prints log lines on the terminal.
 #[derive(Clone, Copy)]

@@ -1,5 +1,5 @@
 //! [`Code`]: the stable name of one kind of error, with its explanation and exit code.
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 
 /// The kind of failure that a diagnostic reports. The category decides the exit code of `launch`
@@ -48,7 +48,7 @@ pub struct CodeInfo {
 }
 
 /// The stable name of one kind of error. Two codes are equal if their names are equal. A code is
-/// serialized as its name.
+/// serialized as its name; module `codes` finds the code of a name.
 #[derive(Clone, Copy)]
 pub struct Code(&'static CodeInfo);
 
@@ -57,12 +57,6 @@ impl Code {
     /// so that every code has an explanation.
     pub(crate) const fn new(info: &'static CodeInfo) -> Self {
         Code(info)
-    }
-
-    /// Returns the code with the kebab-case name `name`. Returns `None` if the tables in
-    /// [`crate::codes`] contain no such code.
-    pub fn from_name(name: &str) -> Option<Self> {
-        crate::codes::all_codes().find(|code| code.name() == name)
     }
 
     /// Returns the name of the code in kebab-case, such as `ssh-host-key-unknown`.
@@ -117,12 +111,5 @@ impl fmt::Display for Code {
 impl Serialize for Code {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.0.name)
-    }
-}
-
-impl<'de> Deserialize<'de> for Code {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let name = String::deserialize(deserializer)?;
-        Code::from_name(&name).ok_or_else(|| de::Error::custom(format!("unknown diagnostic code {name:?}")))
     }
 }

@@ -2,27 +2,11 @@
 //!
 //! A released code keeps its name. The texts are sentences in plain text, from which
 //! `LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic` generates `docs/errors.md`.
-use crate::Code;
+use crate::code::Code;
+use serde::{Deserialize, Deserializer, de};
 
-/// Declares the codes of one area: a constant for each code, and the list `ALL` of these codes.
-macro_rules! codes {
-    ($($constant:ident: $category:ident = $name:literal {
-        summary: $summary:literal, cause: $cause:literal, remedy: $remedy:literal $(,)?
-    })*) => {
-        $(
-            #[doc = $summary]
-            pub const $constant: $crate::Code = $crate::Code::new(&$crate::CodeInfo {
-                name: $name,
-                category: $crate::Category::$category,
-                summary: $summary,
-                cause: $cause,
-                remedy: $remedy,
-            });
-        )*
-        /// The codes that this module declares, in the order of docs/errors.md.
-        pub(crate) const ALL: &[$crate::Code] = &[$($constant),*];
-    };
-}
+#[macro_use]
+mod declaration;
 
 pub mod checkpoint;
 pub mod collective;
@@ -56,4 +40,19 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
 /// Returns an iterator over every code, in the order of docs/errors.md.
 pub fn all_codes() -> impl Iterator<Item = Code> {
     AREAS.iter().flat_map(|(_, list)| list.iter().copied())
+}
+
+impl Code {
+    /// Returns the code with the kebab-case name `name`. Returns `None` if no table
+    /// contains such a code.
+    pub fn from_name(name: &str) -> Option<Self> {
+        all_codes().find(|code| code.name() == name)
+    }
+}
+
+impl<'de> Deserialize<'de> for Code {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        Code::from_name(&name).ok_or_else(|| de::Error::custom(format!("unknown diagnostic code {name:?}")))
+    }
 }

@@ -1,6 +1,9 @@
 //! Renders diagnostics as text for the terminal: the code, the message, the source line with a
 //! caret, the causes and the help.
-use crate::{Diagnostic, Location, Severity};
+use crate::{
+    diagnostic::{Diagnostic, Severity},
+    location::Location,
+};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt::Write;
 

@@ -85,7 +85,6 @@ fn only_the_workspace_manifest_declares_dependency_versions() {
 /// Checks that no files of a crate use each other in a cycle. For each cycle the message shows
 /// edges without which the files form no cycle.
 #[test]
-#[ignore = "the crates have cycles, which are being removed"]
 fn module_cycles_do_not_exist() {
     let mut cycles = Vec::new();
     for (name, graph) in MODULE_GRAPHS.iter() {

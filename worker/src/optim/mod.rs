@@ -4,9 +4,11 @@ pub mod schedule;
 mod state_staging;
 mod state_storage;
 mod stochastic_bf16;
+mod unit_states;
 
 pub use state_storage::StateVector;
 pub use stochastic_bf16::compute_update_chunk_len;
+pub use unit_states::UnitStates;
 
 use crate::{
     model::TiedWeight,
@@ -73,20 +75,6 @@ pub struct Optimizer {
     /// Device memory for offloaded states. Declared after `units`, because dropping a state vector
     /// waits for its copies to these buffers.
     staging: StateStagingBuffers,
-}
-
-/// The optimizer states of one unit on this rank. The vectors contain trained elements only.
-pub struct UnitStates {
-    /// The range of the unit's flat vector that this rank updates.
-    pub range: Range<usize>,
-    /// The range of the unit's trained vector that corresponds to `range`.
-    pub trained: Range<usize>,
-    /// The first moment of AdamW and Lion, or the momentum of SGD and Muon. Empty for SGD without
-    /// momentum.
-    pub first: StateVector,
-    /// The second moment of AdamW; empty for other optimizers. For matrices that Muon updates, its
-    /// elements stay zero.
-    pub second: StateVector,
 }
 
 impl Optimizer {

@@ -1,7 +1,7 @@
 //! [`StateStagingBuffers`]: device memory in which offloaded optimizer states are updated. While
 //! the states of one unit are updated, the states of the next unit are copied in and the states of
 //! the previous unit are copied out.
-use super::UnitStates;
+use super::unit_states::UnitStates;
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
 /// Two staging buffers for optimizer states, used alternately.

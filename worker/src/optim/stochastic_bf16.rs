@@ -1,6 +1,6 @@
 //! [`StochasticUpdate`]: updates of bf16 weights without master weights. Updates are computed in
 //! fp32 and rounded stochastically, so that updates smaller than half a bf16 step are not lost.
-use super::UnitStates;
+use super::unit_states::UnitStates;
 use crate::{
     params::{ParamUnit, Segment},
     rng::{Purpose, RandomStream},

@@ -1,8 +1,8 @@
 //! The JSON form of events: schema 2, and schema 1 with the names of earlier releases.
-use super::{Event, FailureReport};
+use super::run_event::{Event, FailureReport};
 use diagnostic::Code;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::{path::PathBuf, str::FromStr};
 
 /// The events that schema 2 renamed, as pairs of the name in schema 1 and the name in schema 2.
@@ -252,62 +252,5 @@ impl<'a> From<&'a Event> for EventV1<'a> {
             }
             unchanged => return EventV1::Unchanged(unchanged),
         })
-    }
-}
-
-/// Serializes lists of diagnostics in the form of [`diagnostic::Diagnostic::to_json`] and
-/// deserializes them, for `#[serde(with)]`.
-pub(super) mod diagnostics {
-    use super::{Map, Value, json};
-    use diagnostic::{Code, Diagnostic};
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
-
-    pub(in crate::event) fn serialize<S: Serializer>(
-        diagnostics: &[Diagnostic],
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        diagnostics.iter().map(Diagnostic::to_json).collect::<Vec<_>>().serialize(serializer)
-    }
-
-    pub(in crate::event) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Vec<Diagnostic>, D::Error> {
-        let objects = Vec::<Map<String, Value>>::deserialize(deserializer)?;
-        let diagnostic =
-            |object| serde_json::from_value(restore_omitted_fields(object)).map_err(D::Error::custom);
-        objects.into_iter().map(diagnostic).collect()
-    }
-
-    /// Converts the JSON of [`diagnostic::Diagnostic::to_json`] to the serialized form of
-    /// [`Diagnostic`], by adding the fields that `to_json` omits. The source line of a location is
-    /// lost.
-    fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
-        let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
-        if let Some(code) = code {
-            object.insert("category".into(), json!(code.category()));
-        }
-        if let Some(location) = object.get_mut("location") {
-            let line = location.get("line").and_then(Value::as_u64).unwrap_or(0);
-            *location = match (line, &location["file"], &location["column"]) {
-                (0, file, _) => json!({ "File": { "file": file } }),
-                (_, file, column) => {
-                    json!({ "Line": { "file": file, "line": line, "column": column, "width": 1, "text": "" } })
-                }
-            };
-        }
-        object.entry("fields").or_insert_with(|| json!({}));
-        for list in ["help", "causes"] {
-            object.entry(list).or_insert_with(|| json!([]));
-        }
-        let details = match object.remove("details") {
-            Some(Value::Array(details)) => details,
-            _ => Vec::new(),
-        };
-        let stored = details.into_iter().filter_map(|detail| match detail {
-            Value::Object(detail) => Some(restore_omitted_fields(detail)),
-            _ => None,
-        });
-        object.insert("details".into(), stored.collect());
-        Value::Object(object)
     }
 }

@@ -1,0 +1,21 @@
+//! The macro that declares the codes of one area.
+
+/// Declares the codes of one area: a constant for each code, and the list `ALL` of these codes.
+macro_rules! codes {
+    ($($constant:ident: $category:ident = $name:literal {
+        summary: $summary:literal, cause: $cause:literal, remedy: $remedy:literal $(,)?
+    })*) => {
+        $(
+            #[doc = $summary]
+            pub const $constant: $crate::code::Code = $crate::code::Code::new(&$crate::code::CodeInfo {
+                name: $name,
+                category: $crate::code::Category::$category,
+                summary: $summary,
+                cause: $cause,
+                remedy: $remedy,
+            });
+        )*
+        /// The codes that this module declares, in the order of docs/errors.md.
+        pub(crate) const ALL: &[$crate::code::Code] = &[$($constant),*];
+    };
+}

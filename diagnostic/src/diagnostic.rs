@@ -1,0 +1,261 @@
+//! [`Diagnostic`]: an error, a warning or a note as a value, with its JSON form.
+use crate::{
+    code::{Category, Code},
+    location::Location,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::{error::Error, fmt};
+
+/// How serious a diagnostic is for the operation that reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// The request is rejected, or the operation failed.
+    Error,
+    /// The operation continues, but the result may not be what the user expects.
+    Warning,
+    /// Information about a decision of `launch` that the user may want to know.
+    Note,
+}
+
+/// An error, a warning or a note: what is wrong, with which object, why, and what to do about it.
+///
+/// The data are boxed, so that `Result<T, Diagnostic>` stays small.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Diagnostic(Box<DiagnosticData>);
+
+/// The data of a [`Diagnostic`]. The serialized form has the names of these fields.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct DiagnosticData {
+    code: Code,
+    severity: Severity,
+    category: Category,
+    message: String,
+    subject: Option<String>,
+    location: Option<Location>,
+    fields: Map<String, Value>,
+    help: Vec<String>,
+    causes: Vec<String>,
+    details: Vec<Diagnostic>,
+}
+
+/// The result of an operation whose error is a [`Diagnostic`].
+pub type Result<T> = std::result::Result<T, Diagnostic>;
+
+impl Diagnostic {
+    /// Creates an error with this code and message.
+    ///
+    /// `message` is one line in lower case without a full stop. The message states what failed, the
+    /// object, the observed value and the expected value.
+    pub fn error(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Error, message.into())
+    }
+
+    /// Creates a warning with this code and message. [`Diagnostic::error`] documents the form of
+    /// `message`.
+    pub fn warning(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Warning, message.into())
+    }
+
+    /// Creates a note about a decision, such as the choice of the checkpoint that a job resumes
+    /// from. [`Diagnostic::error`] documents the form of `message`.
+    pub fn note(code: Code, message: impl Into<String>) -> Self {
+        Self::new(code, Severity::Note, message.into())
+    }
+
+    fn new(code: Code, severity: Severity, message: String) -> Self {
+        Diagnostic(Box::new(DiagnosticData {
+            code,
+            severity,
+            category: code.category(),
+            message,
+            subject: None,
+            location: None,
+            fields: Map::new(),
+            help: Vec::new(),
+            causes: Vec::new(),
+            details: Vec::new(),
+        }))
+    }
+
+    /// Sets the subject: the job key (`train.batch.global`), host or path that the diagnostic is
+    /// about.
+    pub fn with_subject(mut self, subject: impl Into<String>) -> Self {
+        self.0.subject = Some(subject.into());
+        self
+    }
+
+    /// Sets the place in a file or a `--set` argument where the mistake was written.
+    pub fn with_location(mut self, location: Location) -> Self {
+        self.0.location = Some(location);
+        self
+    }
+
+    /// Sets the field `name`, a value that programs can read. `name` is in snake_case, and ends
+    /// with the unit if the value has one. An earlier value of the field is replaced.
+    pub fn with_field(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.0.fields.insert(name.to_owned(), value.into());
+        self
+    }
+
+    /// Adds advice for the user: the next command to run or the edit to make.
+    pub fn with_help(mut self, help: impl Into<String>) -> Self {
+        self.0.help.push(help.into());
+        self
+    }
+
+    /// Adds the remedy of the code as advice for the user. The remedy loses its full stop, and
+    /// begins in lower case.
+    pub fn with_remedy(self) -> Self {
+        let remedy = self.0.code.info().remedy.trim_end_matches('.');
+        let mut chars = remedy.chars();
+        let help = match (chars.next(), chars.next()) {
+            // The first word is not an abbreviation such as NCCL.
+            (Some(first), Some(second)) if second.is_lowercase() => {
+                first.to_lowercase().chain(remedy.chars().skip(1)).collect()
+            }
+            _ => remedy.to_owned(),
+        };
+        self.with_help(help)
+    }
+
+    /// Adds the messages of `error`, which caused this diagnostic, and of all its sources,
+    /// outermost first.
+    pub fn with_cause(mut self, error: &dyn Error) -> Self {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            self.0.causes.push(error.to_string());
+            next = error.source();
+        }
+        self
+    }
+
+    /// Adds a detail, which is one of the diagnostics that this diagnostic summarizes. For example,
+    /// each mistake in a job file is a detail of the error that rejects the file.
+    pub fn with_detail(mut self, detail: Diagnostic) -> Self {
+        self.0.details.push(detail);
+        self
+    }
+
+    /// Sets the category, which decides the exit code. The default is the category of the code.
+    pub fn with_category(mut self, category: Category) -> Self {
+        self.0.category = category;
+        self
+    }
+
+    /// Replaces the message, and keeps the code, the fields and all other parts.
+    pub fn with_message(mut self, message: impl Into<String>) -> Self {
+        self.0.message = message.into();
+        self
+    }
+
+    /// Returns the code, which names the kind of error and is stable between releases.
+    pub fn code(&self) -> Code {
+        self.0.code
+    }
+
+    /// Returns whether the diagnostic is an error, a warning or a note.
+    pub fn severity(&self) -> Severity {
+        self.0.severity
+    }
+
+    /// Returns the category, which decides the exit code of `launch`.
+    pub fn category(&self) -> Category {
+        self.0.category
+    }
+
+    /// Returns the message: what happened, on one line in lower case.
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// Returns the job key, path, host or rank that the diagnostic is about; `None` if no subject
+    /// was set.
+    pub fn subject(&self) -> Option<&str> {
+        self.0.subject.as_deref()
+    }
+
+    /// Returns the place in a file or a `--set` argument where the mistake was written; `None` if
+    /// unknown.
+    pub fn location(&self) -> Option<&Location> {
+        self.0.location.as_ref()
+    }
+
+    /// Returns the value of the field `name`; `None` if the diagnostic has no such field.
+    pub fn field(&self, name: &str) -> Option<&Value> {
+        self.0.fields.get(name)
+    }
+
+    /// Returns all fields by name. Fields are values that programs can read.
+    pub fn fields(&self) -> &Map<String, Value> {
+        &self.0.fields
+    }
+
+    /// Returns the advice for the user, one item per suggestion.
+    pub fn help(&self) -> &[String] {
+        &self.0.help
+    }
+
+    /// Returns the messages of the errors that caused this diagnostic, outermost first.
+    pub fn causes(&self) -> &[String] {
+        &self.0.causes
+    }
+
+    /// Returns the diagnostics that this diagnostic summarizes; empty for a single error.
+    pub fn details(&self) -> &[Diagnostic] {
+        &self.0.details
+    }
+
+    /// Returns the JSON object that `--json` prints for the diagnostic. Empty parts, such as a
+    /// diagnostic without help, have no key in the object.
+    pub fn to_json(&self) -> Value {
+        let inner = &*self.0;
+        let mut object = Map::new();
+        object.insert("code".into(), json!(inner.code.name()));
+        object.insert("severity".into(), json!(inner.severity));
+        object.insert("message".into(), json!(inner.message));
+        if let Some(subject) = &inner.subject {
+            object.insert("subject".into(), json!(subject));
+        }
+        if let Some(location) = &inner.location {
+            object.insert("location".into(), location.to_json());
+        }
+        if !inner.fields.is_empty() {
+            object.insert("fields".into(), Value::Object(inner.fields.clone()));
+        }
+        for (name, list) in [("help", &inner.help), ("causes", &inner.causes)] {
+            if !list.is_empty() {
+                object.insert(name.into(), json!(list));
+            }
+        }
+        if !inner.details.is_empty() {
+            let details = inner.details.iter().map(Diagnostic::to_json).collect();
+            object.insert("details".into(), Value::Array(details));
+        }
+        Value::Object(object)
+    }
+}
+
+/// Writes the diagnostic on one line: location, message and causes. A diagnostic with details shows
+/// the details in place of the location and the message.
+impl fmt::Display for Diagnostic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, detail) in self.0.details.iter().enumerate() {
+            write!(f, "{}{detail}", if i > 0 { "; " } else { "" })?;
+        }
+        if self.0.details.is_empty() {
+            if let Some(location) = &self.0.location {
+                write!(f, "{location}: ")?;
+            }
+            f.write_str(&self.0.message)?;
+        }
+        for cause in &self.0.causes {
+            write!(f, "; {cause}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Error for Diagnostic {}
