@@ -5,7 +5,7 @@
 //! variables set by hand any other store is measured, such as torch's; `scripts/bench/store`
 //! compares the two. Prints one JSON object; `server_cpu_s` is the CPU time of the process that
 //! listens at the port.
-use contract::env;
+use jobspec::env;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::{error::Error, fs, path::PathBuf, time::Instant};
 use tokio::{

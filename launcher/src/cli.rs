@@ -4,8 +4,8 @@ use clap::{
     ArgAction, CommandFactory, Parser,
     error::{ContextKind, ContextValue, ErrorKind},
 };
-use contract::event::EventSchema;
 use diagnostic::{Diagnostic, codes::command};
+use protocol::event::EventSchema;
 use std::ffi::{OsStr, OsString};
 
 /// Run a training job from a job.yaml, and inspect its runs and checkpoints.

@@ -20,8 +20,8 @@ pub(crate) use transport::{
     AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, Transport,
 };
 
-use contract::JobSpec;
 use diagnostic::{Diagnostic, codes::run};
+use jobspec::JobSpec;
 use std::time::Duration;
 
 /// The providers, in the order in which a job is offered to them. The last one accepts every job.

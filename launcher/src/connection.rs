@@ -1,8 +1,8 @@
 //! Control connections: framed messages over any byte stream.
 //!
 //! Each connection has one task that reads and one that writes. A frame is a little-endian u32
-//! length and a MessagePack body. `contract::control` declares the messages. Reading untrusted
-//! input allocates at most `contract::control::MAX_FRAME_BYTES` bytes and never panics.
+//! length and a MessagePack body. `protocol::control` declares the messages. Reading untrusted
+//! input allocates at most `protocol::control::MAX_FRAME_BYTES` bytes and never panics.
 mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;

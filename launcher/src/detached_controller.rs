@@ -1,10 +1,10 @@
 //! Starts a detached controller, which outlives the terminal: this executable runs again in a
 //! separate session, with its output in a file.
-use contract::control::ExitStatus;
 use nix::{
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
     unistd::{pipe2, setsid},
 };
+use protocol::control::ExitStatus;
 use std::{
     ffi::OsString,
     fs::File,

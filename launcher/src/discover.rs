@@ -10,9 +10,9 @@ pub(crate) mod topology;
 pub(crate) use cgroup::read_oom_kill_count;
 pub(crate) use host_name::read_host_name;
 
-use contract::{
+use jobspec::env::VISIBLE_DEVICES;
+use protocol::{
     control::{HostInventory, InterfaceAddress},
-    env::VISIBLE_DEVICES,
     hardware::{CpuTopology, GpuDevice},
 };
 
@@ -38,7 +38,7 @@ pub struct Inventory {
     pub topology: CpuTopology,
     /// The GPUs of the machine, ordered by their device number.
     pub gpus: Vec<GpuDevice>,
-    /// The variables of [`contract::env::USER_OVERRIDABLE`] that the user has set, and the
+    /// The variables of [`jobspec::env::USER_OVERRIDABLE`] that the user has set, and the
     /// variables of [`VISIBLE_DEVICES`] that are set on this machine. Each has its value.
     pub inherited_env: Vec<(String, String)>,
 }
@@ -116,7 +116,7 @@ pub(crate) fn is_device_variable(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::hardware::{CpuCore, GpuVendor};
+    use protocol::hardware::{CpuCore, GpuVendor};
 
     #[test]
     fn an_inventory_round_trips_and_visible_gpus_are_those_of_the_host() {

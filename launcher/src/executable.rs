@@ -20,10 +20,10 @@ pub(crate) fn print_executable_hash() -> u8 {
         hash_file(&mut file)
     });
     match hash.and_then(|hash| writeln!(io::stdout(), "{hash}")) {
-        Ok(()) => contract::exit::DONE,
+        Ok(()) => protocol::exit::DONE,
         Err(error) => {
             _ = writeln!(io::stderr(), "launch agent: cannot read the executable back: {error}");
-            contract::exit::FAILED
+            protocol::exit::FAILED
         }
     }
 }

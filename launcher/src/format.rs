@@ -1,6 +1,7 @@
 //! Formats numbers, durations, ranks, hosts and phases as text.
-use contract::{event::WorkerPhase, ids::Rank};
 use diagnostic::{Diagnostic, Severity};
+use jobspec::ids::Rank;
+use protocol::event::WorkerPhase;
 use std::collections::BTreeMap;
 
 /// Formats a number with three digits and the suffix `k`, `M` or `G`: `12.3k`, `4.56M`.

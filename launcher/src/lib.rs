@@ -37,9 +37,10 @@ use cmd::{
     context::CommandContext,
     output::{self, OutputFormat},
 };
-use contract::{env, event::EventSchema, preflight::Preflight};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes::command};
+use jobspec::env;
+use protocol::{event::EventSchema, preflight::Preflight};
 use report::command_output;
 use std::ffi::OsString;
 

@@ -13,14 +13,14 @@ mod worker_env;
 pub use job_host::JobHost;
 
 use crate::{discover::Inventory, format::format_count};
-use contract::{
-    control::{HostPlan, WorkerPlan},
-    ids::{Rank, RunId},
-    job::{CpuBind, DeviceSelection, HostSelection, JobSpec, MasterPort, ResumeFrom, WorkersPerHost},
-};
 use core::net::IpAddr;
 use diagnostic::{Diagnostic, codes::host as codes};
+use jobspec::{
+    CpuBind, DeviceSelection, HostSelection, JobSpec, MasterPort, ResumeFrom, WorkersPerHost,
+    ids::{Rank, RunId},
+};
 use key_error::key_error;
+use protocol::control::{HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
 /// The plan of one attempt: all workers, host by host, with their CPUs, GPUs and environment.

@@ -8,8 +8,8 @@ mod store;
 
 pub(crate) use store::{StoreServer, untrusted::serve_untrusted_clients};
 
-use contract::control::RendezvousRequest;
 use diagnostic::{Diagnostic, codes::run};
+use protocol::control::RendezvousRequest;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, TcpListener},

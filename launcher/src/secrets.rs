@@ -4,15 +4,16 @@
 //! `run.pass_env` selects. Their values are read once and passed to the workers. They are never
 //! printed or stored.
 use crate::discover::is_device_variable;
-use contract::{
-    env::{USER_OVERRIDABLE, looks_secret},
-    job::{EnvSource, JobSpec, RunSpec, is_reserved_variable},
-};
 use diagnostic::{
     Diagnostic,
     codes::{host, job},
 };
 use globset::{Glob, GlobMatcher};
+use jobspec::{
+    EnvSource, JobSpec, RunSpec,
+    env::{USER_OVERRIDABLE, looks_secret},
+    is_reserved_variable,
+};
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
 
 /// The text that is printed and stored in place of a secret value.

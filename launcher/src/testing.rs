@@ -1,5 +1,5 @@
 //! A sample job for unit tests.
-use contract::job::{
+use jobspec::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, KnownHosts,
     LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction,
     Signals, SshConfig, SshSpec, StoreHost, VisibleDevices, WorkersPerHost,
@@ -31,7 +31,7 @@ pub(crate) fn sample_job() -> JobSpec {
             cuda_library_paths: Vec::new(),
             master_port: MasterPort::Auto,
             store: StoreHost::Agent,
-            interface: contract::job::InterfaceSelector::Auto,
+            interface: jobspec::InterfaceSelector::Auto,
         },
         run: RunSpec {
             command: Some(vec!["true".into()]),
@@ -70,6 +70,6 @@ pub(crate) fn sample_job() -> JobSpec {
             gather_16bit_weights_on_model_save: false,
         },
         resume: ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile },
-        slurm: contract::job::SlurmSpec::default(),
+        slurm: jobspec::SlurmSpec::default(),
     }
 }

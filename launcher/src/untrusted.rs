@@ -3,11 +3,10 @@
 //!
 //! Each function runs one parser and returns the parser's first error. No parser may panic, loop
 //! forever, or use more memory than the parser's limits allow.
-use contract::{
+use jobspec::hosts::{self, HostSlots};
+use protocol::{
     control::{FromAgent, FromWorker, ToAgent, ToWorker},
     frame::{self, FrameError, HEADER_BYTES},
-    hosts::{self, HostSlots},
-    job,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::error::Error;
@@ -79,8 +78,8 @@ pub fn parse_allocation_variables(bytes: &[u8]) -> ParseResult {
 /// the two jobs differ.
 pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
-        let source = job::JobSource::Text { name: "job.yaml".to_owned(), text };
-        job::load_job(source, &[]).map_err(take_first_error)
+        let source = jobspec::JobSource::Text { name: "job.yaml".to_owned(), text };
+        jobspec::load_job(source, &[]).map_err(take_first_error)
     };
     let (spec, ..) = load(str::from_utf8(bytes)?.to_owned())?;
     let (again, ..) =

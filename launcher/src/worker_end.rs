@@ -1,6 +1,7 @@
 //! [`WorkerEnd`]: how a worker ended, and its description for the user.
-use contract::{control::ExitStatus, exit::WorkerExit, ids::Rank};
+use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
+use protocol::{control::ExitStatus, exit::WorkerExit};
 use std::fmt;
 
 /// The exit code of a Rust process that panicked.

@@ -25,7 +25,8 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 /// Dependencies (from, to) that are allowed only as dev-dependencies.
 const ALLOWED_TEST_DEPENDENCIES: &[(&str, &str)] = &[
-    ("launch", "contract"), // end-to-end tests read events
+    ("launch", "jobspec"),  // end-to-end tests edit jobs
+    ("launch", "protocol"), // end-to-end tests read events
 ];
 
 #[test]

@@ -61,7 +61,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
     NameRestriction {
         description: "a model does not know sharding, communication or training",
         searched_paths: &["worker/src/model/", "worker/src/model.rs"],
-        names: &["comm::", "zero::", "train::", "session::", "contract::control"],
+        names: &["comm::", "zero::", "train::", "session::", "protocol::control"],
         allowed_paths: &[],
     },
     NameRestriction {
@@ -78,7 +78,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
     },
     NameRestriction {
         description: "the launcher and the worker do not know each other",
-        searched_paths: &["launcher/src/", "launcher/contract/", "launcher/jobspec/"],
+        searched_paths: &["launcher/src/", "launcher/protocol/", "launcher/jobspec/"],
         names: &["worker::", "comm::", "device::"],
         allowed_paths: &[],
     },

@@ -1,15 +1,8 @@
 //! Tests built-in training on several simulated hosts with real worker processes. The test itself
 //! acts as the agents. The hosts share no memory and connect over the loopback interface.
 use crate::support::{self, JobDirectory, TINY_JOB};
-use contract::{
-    control::{FromWorker, JobKey, PROTOCOL_VERSION, ToWorker, WorkerAddresses, WorkerInit, WorkerPeers},
-    env,
-    event::Event,
-    exit::WorkerExit,
-    frame,
-    job::{InterfaceSelector, JobSource, JobSpec, load_job},
-};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{InterfaceSelector, JobSource, JobSpec, env, load_job};
 use nix::{
     fcntl::{FcntlArg, FdFlag, fcntl},
     sys::{
@@ -17,6 +10,12 @@ use nix::{
         signal::{Signal, kill},
     },
     unistd::Pid,
+};
+use protocol::{
+    control::{FromWorker, JobKey, PROTOCOL_VERSION, ToWorker, WorkerAddresses, WorkerInit, WorkerPeers},
+    event::Event,
+    exit::WorkerExit,
+    frame,
 };
 use std::{
     collections::BTreeMap,
@@ -365,7 +364,7 @@ fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
         let train_60_steps = |host: u32, job: &mut JobSpec| {
             use_host_local_storage(host, job);
             job.checkpoint.r#async = n % 2 == 1;
-            job.checkpoint.every = contract::job::SaveInterval::Steps(15);
+            job.checkpoint.every = jobspec::SaveInterval::Steps(15);
             job.train.as_mut().unwrap().steps = 60;
         };
         let last = n + 1 == runs.len();

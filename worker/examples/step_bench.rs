@@ -6,7 +6,7 @@
 #[path = "../tests/integration/common/mod.rs"]
 mod common;
 use common::*;
-use contract::job::{ModelSpec, RecomputeMode};
+use jobspec::{ModelSpec, RecomputeMode};
 use std::time::Instant;
 
 fn main() {

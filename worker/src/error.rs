@@ -1,9 +1,9 @@
 //! [`Error`]: the reason why a rank of the training runtime ended.
 use ckpt::CkptError;
 use comm::CommError;
-use contract::exit::WorkerExit;
 use device::storage::DeviceError;
 use diagnostic::{Category, Code, Diagnostic, codes};
+use protocol::exit::WorkerExit;
 use serde::{Deserialize, Serialize};
 
 /// The reason why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.

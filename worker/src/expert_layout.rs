@@ -9,8 +9,8 @@ use crate::{
     model::{Model, moe::MoeModel},
     params::{OwnerRanks, ParamUnit},
 };
-use contract::job::{ExpertPlacement, ExpertsSpec};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{ExpertPlacement, ExpertsSpec};
 use std::{collections::BTreeMap, ops::Range};
 
 /// The key of the job's section about experts.

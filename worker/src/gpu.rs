@@ -1,13 +1,10 @@
 //! CUDA libraries: the directories that are searched for them, the cache of compiled kernels, and
 //! the errors of a GPU that cannot be used.
 use comm::nccl::{NcclError, NcclLibrary};
-use contract::{
-    env,
-    job::{AttentionKernels, TrainSpec},
-    probe::LibraryReport,
-};
 use device::cuda::{AttentionBackend, CudaError, CudaLibrary, LibrarySearchPaths};
 use diagnostic::{Category, Diagnostic};
+use jobspec::{AttentionKernels, TrainSpec, env};
+use protocol::probe::LibraryReport;
 use std::path::{Path, PathBuf};
 
 /// Collects the paths in which CUDA libraries are searched for: the directories that the job

@@ -9,9 +9,9 @@ use crate::{
     params::ParamUnit,
 };
 use ckpt::peft::is_lora_matrix;
-use contract::job::{OptimizerSpec, Precision, TrainSpec};
 use diagnostic::{Diagnostic, codes};
 use globset::{Glob, GlobMatcher};
+use jobspec::{OptimizerSpec, Precision, TrainSpec};
 
 /// The key of the patterns that freeze parameters.
 const FREEZE_KEY: &str = "train.freeze";

@@ -10,13 +10,13 @@ use crate::{
     params::ParamUnit,
     stages::{resolve_lora, resolve_model},
 };
-use contract::{
-    job::{JobSpec, TrainSpec},
+use diagnostic::{Diagnostic, codes};
+use jobspec::{JobSpec, TrainSpec};
+use memory::MemoryPlan;
+use protocol::{
     preflight::{Preflight, PreflightReport},
     probe::LibraryReport,
 };
-use diagnostic::{Diagnostic, codes};
-use memory::MemoryPlan;
 use std::path::{Path, PathBuf};
 
 mod collectives;

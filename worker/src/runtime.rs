@@ -28,17 +28,16 @@ use crate::{
 };
 use ckpt::{StagingDir, TextFile};
 use comm::Comm;
-use contract::{
-    control::WorkerInit,
-    env,
-    event::{Event, WorkerPhase},
-    exit::WorkerExit,
-    job::{OffloadTarget, TrainSpec, ZeroSpec},
-};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
 use fault_injection::{arm_fault_point, record_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
+use jobspec::{OffloadTarget, TrainSpec, ZeroSpec, env};
+use protocol::{
+    control::WorkerInit,
+    event::{Event, WorkerPhase},
+    exit::WorkerExit,
+};
 use rank_connection::connect_to_other_ranks;
 use rank_device::RankDevice;
 use samples::SampleSets;

@@ -26,10 +26,10 @@ use crate::{
     },
 };
 use comm::Comm;
-use contract::job::{Precision, TrainSpec};
 use device::{Ops, storage::Event};
 use diagnostic::Diagnostic;
 use initial_values::initialise_unit;
+use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
 
 /// Build stage 1: the `train` section, completed by the tokenizer and the directories that the

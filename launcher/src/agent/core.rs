@@ -7,17 +7,16 @@ pub(crate) use actions::{AgentAction, AgentInput, GroupSignal};
 
 use super::progress::WorkerProgress;
 use crate::leases::{CONTROLLER_LEASE, HEARTBEAT_INTERVAL};
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::{ReloadValues, ids::Rank};
+use protocol::{
     control::{
         ExitStatus, FromAgent, HostInventory, HostPlan, PROTOCOL_VERSION, ToAgent, ToWorker, WorkerInit,
         WorkerPeers,
     },
     exit::WorkerExit,
     failure::GpuFault,
-    ids::Rank,
-    job::ReloadValues,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::{
     collections::{BTreeMap, VecDeque},
     rc::Rc,
@@ -204,7 +203,7 @@ impl AgentCore {
             }
             AgentInput::Swept { left } => self.on_swept(&left),
             AgentInput::Warning { rank, message } => {
-                let event = contract::event::Event::new_notice(Some(rank), message);
+                let event = protocol::event::Event::new_notice(Some(rank), message);
                 self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
             }
             AgentInput::Tick => {}

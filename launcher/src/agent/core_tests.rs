@@ -1,7 +1,7 @@
 use super::*;
-use contract::control::{FromWorker, WorkerPlan};
-use contract::event::WorkerPhase;
 use proptest::prelude::*;
+use protocol::control::{FromWorker, WorkerPlan};
+use protocol::event::WorkerPhase;
 
 /// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a
 /// built-in worker, `false` for a program.
@@ -539,7 +539,7 @@ proptest! {
 
 #[test]
 fn workers_get_the_addresses_of_their_attempt_only() {
-    use contract::control::{JobKey, WorkerAddresses};
+    use protocol::control::{JobKey, WorkerAddresses};
     let mut agent = TestAgent::start(&[true, false]);
     let addresses = vec!["192.0.2.1:4000".parse().unwrap()];
     let actions = agent.feed_input(AgentInput::Worker {
@@ -573,7 +573,7 @@ fn workers_get_the_addresses_of_their_attempt_only() {
 
 #[test]
 fn a_changed_job_file_reaches_the_console_and_rank_0() {
-    let values = contract::job::ReloadValues::from_job(&crate::testing::sample_job());
+    let values = jobspec::ReloadValues::from_job(&crate::testing::sample_job());
     let shows = |commands: &[AgentAction]| {
         commands.iter().filter(|c| matches!(c, AgentAction::ShowOutput(_))).count()
     };

@@ -1,7 +1,7 @@
 //! The debug log of the agent: the file, and the inputs and actions of the agent's core.
 use super::core::{AgentAction, AgentInput};
-use contract::control::{FromAgent, HostPlan, ToAgent};
 use debuglog::{Filter, variant_name};
+use protocol::control::{FromAgent, HostPlan, ToAgent};
 use std::io;
 use tracing::{debug, info, trace, warn};
 

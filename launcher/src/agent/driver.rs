@@ -17,14 +17,13 @@ use crate::{
     processes::{kill_descendants, reap_children},
     rendezvous::{BoundRendezvous, StoreServer},
 };
-use contract::{
-    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
-    env,
-    event::Event,
-    ids::Rank,
-};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{env, ids::Rank};
 use nix::sys::signal::Signal;
+use protocol::{
+    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
+    event::Event,
+};
 use std::{
     collections::{HashMap, VecDeque},
     hash::{BuildHasher, BuildHasherDefault, DefaultHasher},

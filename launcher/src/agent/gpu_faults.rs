@@ -1,7 +1,7 @@
 //! Finds GPU errors (Xid) in the kernel log, where NVIDIA's driver reports them, in some cases with
 //! the pid of the affected process.
 use super::kernel_log::KernelLog;
-use contract::failure::GpuFault;
+use protocol::failure::GpuFault;
 use std::{collections::VecDeque, time::Duration};
 
 /// The largest number of faults that a [`GpuFaultWatch`] keeps. A new fault replaces the oldest

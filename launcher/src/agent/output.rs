@@ -5,13 +5,14 @@
 //! the controller reads slowly, lines are not forwarded, so that the worker is never blocked.
 use super::log_times::LogTimesWriter;
 use crate::connection::{MessagePriority, Outbox};
-use contract::{control::FromAgent, ids::Rank};
 use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
+use jobspec::ids::Rank;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::eventfd::{EfdFlags, EventFd},
 };
+use protocol::control::FromAgent;
 use std::{
     collections::VecDeque,
     fs::{File, OpenOptions},

@@ -3,11 +3,11 @@ mod gpu;
 mod inspection;
 mod nvml;
 
-use contract::{
+use diagnostic::{Diagnostic, codes::host};
+use protocol::{
     preflight::Preflight,
     probe::{MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
 };
-use diagnostic::{Diagnostic, codes::host};
 use std::{
     fs,
     io::{self, Read, Write},
@@ -206,7 +206,8 @@ fn read_greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::{job::JobSpec, preflight::PreflightReport, probe::LibraryReport};
+    use jobspec::JobSpec;
+    use protocol::{preflight::PreflightReport, probe::LibraryReport};
 
     /// A fake of the preflight checks that reports one missing library.
     struct FakePreflight;
@@ -233,7 +234,7 @@ mod tests {
         nonce: &str,
         dirs: Vec<PathBuf>,
         cuda: Option<Vec<PathBuf>>,
-    ) -> Box<contract::probe::HostInspection> {
+    ) -> Box<protocol::probe::HostInspection> {
         match prober.answer_probe(ProbeRequest::Inspect { nonce: nonce.into(), dirs, cuda }) {
             ProbeAnswer::Inspect(report) => report,
             other => panic!("{other:?}"),

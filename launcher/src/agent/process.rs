@@ -5,11 +5,11 @@
 //! from its main thread.
 use super::core::GroupSignal;
 use crate::discover::topology::find_common_numa_node;
-use contract::{control::WorkerPlan, env};
 use diagnostic::{
     Diagnostic,
     codes::{host, run},
 };
+use jobspec::env;
 use nix::{
     errno::Errno,
     sys::{
@@ -20,6 +20,7 @@ use nix::{
     },
     unistd::Pid,
 };
+use protocol::control::WorkerPlan;
 use std::{
     io,
     os::{

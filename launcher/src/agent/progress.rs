@@ -1,6 +1,6 @@
 //! [`WorkerProgress`]: decides whether a worker makes progress, from its reports, its output and
 //! its CPU time. This module does no I/O.
-use contract::event::WorkerPhase;
+use protocol::event::WorkerPhase;
 use std::time::Duration;
 
 /// The least change of a worker's CPU time between two measurements that counts as progress, in

@@ -9,9 +9,9 @@ use crate::{
     connection::{Outbox, read_frames, write_frames},
     processes::become_subreaper,
 };
-use contract::preflight::Preflight;
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::signal::{SigHandler, Signal, signal};
+use protocol::preflight::Preflight;
 use std::{
     fs::OpenOptions,
     io::{self, Write},

@@ -1,5 +1,5 @@
 //! [`BatchJob`]: a job of a scheduler, and requests to submit one.
-use contract::JobSpec;
+use jobspec::JobSpec;
 use std::path::Path;
 
 /// The batch job in which launch runs, which may be requeued after the run.

@@ -1,13 +1,13 @@
 //! [`resolve_hosts`]: the hosts that `cluster.hosts` names and the filters `include` and `exclude`
 //! leave.
-use contract::{
+use diagnostic::{Diagnostic, codes::job as codes};
+use jobspec::{
+    ClusterSpec, HostSelection,
     hosts::{
         HostAddress, HostSlots, HostfileEntry, HostfileError, MAX_HOSTFILE, MAX_HOSTS, filter_hosts,
         parse_hostfile, parse_hosts,
     },
-    job::{ClusterSpec, HostSelection},
 };
-use diagnostic::{Diagnostic, codes::job as codes};
 use std::{fs::File, io::Read, path::Path};
 
 /// A host of the job, with its slots.
@@ -140,11 +140,11 @@ mod tests {
     /// Loads a job with the text `cluster` as its section, and formats its hosts as `HOST=SLOTS`.
     /// Returns `local` if the job names no hosts.
     fn format_hosts(cluster: &str, base: &Path) -> Result<String, Vec<Diagnostic>> {
-        let source = contract::JobSource::Text {
+        let source = jobspec::JobSource::Text {
             name: "job.yaml".into(),
             text: format!("run: {{command: [a]}}\ncluster: {cluster}"),
         };
-        let (job, ..) = contract::load_job(source, &[]).expect("a job");
+        let (job, ..) = jobspec::load_job(source, &[]).expect("a job");
         let hosts = resolve_hosts(&job.cluster, base)?;
         let text = |h: &ClusterHost| format!("{}={:?}", h.host, h.slots);
         Ok(hosts.map_or("local".to_owned(), |hosts| hosts.iter().map(text).collect::<Vec<_>>().join(" ")))

@@ -1,6 +1,6 @@
 //! [`HostTarget`]: a host of a job, by the name under which the transport reaches the host.
 use super::host_list::ClusterHost;
-use contract::hosts::HostSlots;
+use jobspec::hosts::HostSlots;
 
 /// A host of a job, with the name under which the transport reaches the host.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use super::{
     provider::{Cluster, ClusterError},
     transport::{AgentHandle, AgentProcess, Transport},
 };
-use contract::{env, job::JobSpec};
 use diagnostic::{Diagnostic, codes::host};
+use jobspec::{JobSpec, env};
 use std::{
     io,
     os::{fd::OwnedFd, unix::process::CommandExt},

@@ -4,8 +4,8 @@ use super::{
     host_target::HostTarget,
     transport::{ConnectionStage, Transport},
 };
-use contract::JobSpec;
 use diagnostic::Diagnostic;
+use jobspec::JobSpec;
 use std::time::Duration;
 
 /// A provider of hosts. A provider has no state: it reads the job and the environment of the

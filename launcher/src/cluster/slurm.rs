@@ -17,11 +17,8 @@ use super::{
     transport::Transport,
 };
 use allocation::{SlurmAllocation, SlurmNode, read_allocation};
-use contract::{
-    env,
-    job::{DeviceSelection, HostSelection, JobSpec, WorkersPerHost},
-};
 use diagnostic::{Diagnostic, codes::slurm as codes};
+use jobspec::{DeviceSelection, HostSelection, JobSpec, WorkersPerHost, env};
 use slurm_transport::SlurmTransport;
 use std::time::Duration;
 

@@ -17,7 +17,7 @@ use super::{
     provider::{Cluster, ClusterError, ClusterPreflight},
     transport::{ConnectionStage, Transport},
 };
-use contract::{hosts::HostAddress, job::JobSpec};
+use jobspec::{JobSpec, hosts::HostAddress};
 use ssh_transport::SshTransport;
 
 /// The provider of the hosts that a job names.

@@ -2,8 +2,9 @@
 //!
 //! For each agent, a transport returns an [`AgentProcess`]: the byte streams of the control
 //! connection, and a handle of the agent's process.
-use contract::{control::ExitStatus, hosts::HostAddress};
 use diagnostic::Diagnostic;
+use jobspec::hosts::HostAddress;
+use protocol::control::ExitStatus;
 use std::fmt;
 use tokio::io::{AsyncRead, AsyncWrite};
 

@@ -17,8 +17,9 @@ use crate::{
     discover::read_host_name,
 };
 use check_report::CheckReport;
-use contract::{JobSource, JobSpec, exit};
 use diagnostic::{Diagnostic, codes::command};
+use jobspec::{JobSource, JobSpec};
+use protocol::exit;
 use std::{
     path::PathBuf,
     time::{SystemTime, UNIX_EPOCH},
@@ -42,7 +43,7 @@ pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result
 /// the hosts cannot be determined.
 fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     let file = args.job.display().to_string();
-    let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
+    let loaded = jobspec::load_job(JobSource::File(args.job.clone()), &args.set);
     let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
     let located = |error| match error {
         ClusterError::Job(mistakes) => {

@@ -1,6 +1,6 @@
 //! [`CommandContext`]: what a command gets in addition to its arguments.
 use super::{gpu_check::args::RunGpuCheck, output::OutputFormat};
-use contract::preflight::Preflight;
+use protocol::preflight::Preflight;
 
 /// The output format of a command and the inputs that do not come from its arguments.
 pub(crate) struct CommandContext {

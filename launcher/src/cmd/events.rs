@@ -11,8 +11,8 @@ use crate::{
     runs::{Run, RunFilter},
 };
 use clap::Args;
-use contract::event::TimedEvent;
 use diagnostic::{Diagnostic, codes::command};
+use protocol::event::TimedEvent;
 use serde::Deserialize;
 
 /// Arguments of `launch events`.
@@ -31,7 +31,7 @@ pub(crate) struct EventsArgs {
 pub(crate) fn run(args: EventsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     print_journal(&run, args.follow, context.format)?;
-    Ok(contract::exit::DONE)
+    Ok(protocol::exit::DONE)
 }
 
 /// Prints the journal of a run. With `follow`, also prints new events until the controller has
@@ -110,7 +110,7 @@ fn format_event_line(line: &str, began_ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::event::EventSchema;
+    use protocol::event::EventSchema;
 
     #[test]
     fn journal_lines_are_converted_between_schemas() {

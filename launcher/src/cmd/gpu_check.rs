@@ -3,7 +3,7 @@ pub(crate) mod args;
 
 use super::context::CommandContext;
 use args::GpuCheckArgs;
-use contract::exit;
+use protocol::exit;
 
 /// Runs `launch gpu-check`.
 pub(crate) fn run(args: GpuCheckArgs, context: &CommandContext) -> diagnostic::Result<u8> {

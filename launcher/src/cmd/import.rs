@@ -7,8 +7,8 @@ use crate::{
     report::command_output,
 };
 use clap::{Args, Subcommand};
-use contract::job::{Document, DocumentSyntax};
 use diagnostic::{Category, Diagnostic, codes::command};
+use jobspec::{Document, DocumentSyntax};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

@@ -9,8 +9,8 @@ use crate::{
     runs::{Run, RunFilter},
 };
 use clap::Args;
-use contract::ids::Rank;
 use diagnostic::{Diagnostic, codes::command};
+use jobspec::ids::Rank;
 use regex::bytes::Regex;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -63,14 +63,14 @@ fn parse_ranks(text: &str) -> Result<Vec<u32>, OptionValueError> {
 
 /// Parses a duration with a unit, such as `30s`. Returns the duration in milliseconds.
 fn parse_duration_ms(text: &str) -> Result<u64, OptionValueError> {
-    contract::job::parse_duration(text).ok_or(OptionValueError::Duration)
+    jobspec::parse_duration(text).ok_or(OptionValueError::Duration)
 }
 
 /// Runs `launch logs`: prints the logs of a run and returns the exit code.
 pub(crate) fn run(args: LogsArgs, _context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     LogViewer::new(&run, &args)?.show_logs()?;
-    Ok(contract::exit::DONE)
+    Ok(protocol::exit::DONE)
 }
 
 /// Prints log files of a run, filtered and optionally followed.

@@ -35,7 +35,7 @@ pub(crate) fn run(args: ManArgs, context: &CommandContext) -> diagnostic::Result
             .with_subject(dir)
             .with_cause(&error)
     })?;
-    Ok(contract::exit::DONE)
+    Ok(protocol::exit::DONE)
 }
 
 /// Writes the man pages `launch.1`, `launch-run.1` and so on to `dir`. Creates `dir` if it does not

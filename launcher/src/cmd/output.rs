@@ -1,10 +1,10 @@
 //! The output of commands: results, warnings, errors and exit codes.
 use crate::report::command_output;
-use contract::event::EventSchema;
 use diagnostic::{
     Diagnostic,
     codes::{command, job},
 };
+use protocol::event::EventSchema;
 use serde_json::{Value, json};
 
 /// The format in which a command prints its results.
@@ -50,7 +50,7 @@ pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
 /// Writes the output of a command to stdout and returns the exit code 0. Fails if the write fails.
 pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
     command_output::write_data(text).map_err(|error| output_error(&error))?;
-    Ok(contract::exit::DONE)
+    Ok(protocol::exit::DONE)
 }
 
 /// Returns the error that a command reports after a failed write to stdout.
@@ -93,6 +93,6 @@ mod tests {
         let mistake = |text: &str| Diagnostic::error(job::JOB_VALUE_TYPE, text);
         let error = invalid_job_error("a.yaml", vec![mistake("one"), mistake("two")]);
         assert_eq!((error.code(), error.details().len()), (job::JOB_INVALID, 2));
-        assert_eq!(error.category().exit_code(), contract::exit::USAGE);
+        assert_eq!(error.category().exit_code(), protocol::exit::USAGE);
     }
 }

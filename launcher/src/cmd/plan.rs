@@ -9,13 +9,12 @@ use crate::{
     format::{format_binary_bytes, quote_shell_words},
     secrets::{REDACTED, redact_job},
 };
-use contract::{
+use diagnostic::{Diagnostic, Location};
+use jobspec::{EnvSource, ids::RunId};
+use protocol::{
     control::{HostPlan, WorkerPlan},
-    ids::RunId,
-    job::EnvSource,
     preflight::{MemoryEstimate, Preflight},
 };
-use diagnostic::{Diagnostic, Location};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -242,7 +241,7 @@ fn complete_env(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
 /// Returns the value of an environment variable, or a placeholder if the name of the variable looks
 /// secret.
 fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
-    if contract::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
+    if jobspec::env::looks_secret(name) && !value.is_empty() { REDACTED } else { value }
 }
 
 /// Formats the memory estimate of the rank that needs the most memory, with one line for each
@@ -303,14 +302,14 @@ fn group_digits(n: u64) -> String {
 mod tests {
     use super::*;
 
-    fn prepare_sample_job(text: &str, report: Option<contract::preflight::PreflightReport>) -> PreparedJob {
-        let source = contract::JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
-        let (job, _, warnings) = contract::load_job(source, &[]).expect("a job");
+    fn prepare_sample_job(text: &str, report: Option<protocol::preflight::PreflightReport>) -> PreparedJob {
+        let source = jobspec::JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
+        let (job, _, warnings) = jobspec::load_job(source, &[]).expect("a job");
         let inventory = crate::discover::Inventory {
             host: "node".to_owned(),
             cpus: (0..8).collect(),
             memory: 8 << 30,
-            topology: contract::hardware::CpuTopology::with_one_core_per_cpu(&(0..8).collect::<Vec<_>>()),
+            topology: protocol::hardware::CpuTopology::with_one_core_per_cpu(&(0..8).collect::<Vec<_>>()),
             ..Default::default()
         };
         let hosts =
@@ -324,13 +323,13 @@ mod tests {
         PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings }
     }
 
-    fn make_preflight_report() -> contract::preflight::PreflightReport {
+    fn make_preflight_report() -> protocol::preflight::PreflightReport {
         let estimate = |rank, total| MemoryEstimate {
             rank,
             parts: vec![("activations".to_owned(), total - 1024), ("process".to_owned(), 1024)],
             total,
         };
-        contract::preflight::PreflightReport {
+        protocol::preflight::PreflightReport {
             parameters: 1_234_567,
             memory: vec![estimate(0, 3 << 20), estimate(1, 2 << 20)],
             ..Default::default()

@@ -9,16 +9,12 @@ use crate::{
     secrets::{self, SecretVariables},
 };
 use clap::Args;
-use contract::{
-    JobSource, JobSpec, SourceMap,
-    ids::RunId,
-    job::MinHosts,
-    preflight::{Preflight, PreflightReport},
-};
 use diagnostic::{
     Category, Diagnostic,
     codes::{host, job as job_codes},
 };
+use jobspec::{JobSource, JobSpec, MinHosts, SourceMap, ids::RunId};
+use protocol::preflight::{Preflight, PreflightReport};
 use std::path::PathBuf;
 
 /// The job and the overrides of commands that only read a job.
@@ -77,7 +73,7 @@ pub(crate) fn prepare_job(
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<PreparedJob> {
     let file = request.source.name();
-    let loaded = contract::load_job(request.source.clone(), &request.set);
+    let loaded = jobspec::load_job(request.source.clone(), &request.set);
     let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
     let invalid = |mistakes: Vec<Diagnostic>| invalid_job_error(&file, locate_diagnostics(&map, &mistakes));
     if !job.run.workdir.is_dir() {

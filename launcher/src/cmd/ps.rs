@@ -36,7 +36,7 @@ pub(crate) fn run(args: PsArgs, context: &CommandContext) -> diagnostic::Result<
     }
     if runs.is_empty() {
         crate::report::command_output::write_message("there are no runs\n");
-        return Ok(contract::exit::DONE);
+        return Ok(protocol::exit::DONE);
     }
     print_output(&format_run_table(&runs, read_unix_time_ms()))
 }

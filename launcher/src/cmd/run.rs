@@ -11,17 +11,15 @@ use crate::{
     report::command_output,
 };
 use clap::Args;
-use contract::{
-    JobSource, JobSpec,
-    control::ExitStatus,
-    event::{Event, FailureReport},
-    failure::FailureReason,
-    ids::RunId,
-    job::JobArgument,
-};
 use diagnostic::{
     Category, Diagnostic,
     codes::{command, run as run_codes},
+};
+use jobspec::{JobArgument, JobSource, JobSpec, ids::RunId};
+use protocol::{
+    control::ExitStatus,
+    event::{Event, FailureReport},
+    failure::FailureReason,
 };
 use std::{
     ffi::OsString,
@@ -197,7 +195,7 @@ fn start_detached(args: &RunArgs, request: &JobRequest, context: &CommandContext
             command_output::write_message(&fs::read_to_string(&console).unwrap_or_default());
             Ok(match status {
                 ExitStatus::Code(code) => code,
-                ExitStatus::Signal(..) => contract::exit::FAILED,
+                ExitStatus::Signal(..) => protocol::exit::FAILED,
             })
         }
     }
@@ -325,9 +323,9 @@ mod tests {
     use proptest::prelude::*;
 
     /// Loads the job that runs the command `words`. Panics if the job is invalid.
-    fn load_program_job(words: &[&str], workers: u32) -> contract::JobSpec {
+    fn load_program_job(words: &[&str], workers: u32) -> jobspec::JobSpec {
         let source = build_program_job(words, Some(workers));
-        match contract::load_job(source.clone(), &[]) {
+        match jobspec::load_job(source.clone(), &[]) {
             Ok((job, _, _)) => job,
             Err(mistakes) => panic!("{source:?}: {mistakes:?}"),
         }
@@ -336,7 +334,7 @@ mod tests {
     #[test]
     fn mistakes_on_the_command_line_are_located_at_its_arguments() {
         let source = build_program_job(&["./prog", "x"], Some(64));
-        let (_, map, _) = contract::load_job(source, &["run.restarts=2".to_owned()]).expect("a job");
+        let (_, map, _) = jobspec::load_job(source, &["run.restarts=2".to_owned()]).expect("a job");
         let locations = [
             ("cluster.workers_per_host", "--workers 64"),
             ("run.command", "-- ./prog"),
@@ -348,7 +346,7 @@ mod tests {
         for (key, expected) in locations {
             assert_eq!(map.locate_key(key).to_string(), expected, "{key}");
         }
-        let mistakes = contract::load_job(build_program_job(&[""], None), &[]).expect_err("no program");
+        let mistakes = jobspec::load_job(build_program_job(&[""], None), &[]).expect_err("no program");
         assert_eq!(mistakes[0].location().map(ToString::to_string).as_deref(), Some("-- ''"));
     }
 
@@ -373,7 +371,7 @@ mod tests {
             let words: Vec<&str> = std::iter::once("program").chain(words.iter().map(String::as_str)).collect();
             let job = load_program_job(&words, workers);
             prop_assert_eq!(job.run.command, Some(words.iter().map(|w| (*w).to_owned()).collect()));
-            prop_assert_eq!(job.cluster.workers_per_host, contract::job::WorkersPerHost::Exactly(workers));
+            prop_assert_eq!(job.cluster.workers_per_host, jobspec::WorkersPerHost::Exactly(workers));
         }
     }
 

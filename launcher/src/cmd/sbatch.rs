@@ -8,7 +8,7 @@ use crate::{
     report::command_output,
 };
 use clap::Args;
-use contract::JobSource;
+use jobspec::JobSource;
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -34,7 +34,7 @@ pub(crate) struct SbatchArgs {
 /// Prints the ID of the batch job or, with `--json`, an object with the ID and the output file.
 pub(crate) fn run(args: SbatchArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let file = args.job.display().to_string();
-    let loaded = contract::load_job(JobSource::File(args.job.clone()), &args.set);
+    let loaded = jobspec::load_job(JobSource::File(args.job.clone()), &args.set);
     let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
     let name = job.name.clone();
     let request =

@@ -51,7 +51,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
             _ => "",
         };
         command_output::write_message(&format!("run {name} is not active{reason}\n"));
-        return Ok(contract::exit::DONE);
+        return Ok(protocol::exit::DONE);
     };
     let (signal, action) = match args.now {
         true => (Signal::SIGQUIT, "killing run"),
@@ -60,7 +60,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
     handle.send_signal(signal).map_err(|e| cannot_signal(&e))?;
     command_output::write_message(&format!("{action} {name}\n"));
     if args.no_wait {
-        return Ok(contract::exit::DONE);
+        return Ok(protocol::exit::DONE);
     }
     wait_for_controller(name, &handle, Duration::from_secs(args.wait))?;
     let ended = match runs::load_run(run.record.clone()).state {
@@ -68,7 +68,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
         _ => "ended".to_owned(),
     };
     command_output::write_message(&format!("run {name} {ended}\n"));
-    Ok(contract::exit::DONE)
+    Ok(protocol::exit::DONE)
 }
 
 /// Returns the error of a run that cannot be stopped here because the controller is on host `host`.

@@ -1,6 +1,6 @@
 //! Reads the frames of a control connection from an asynchronous stream.
-pub(crate) use contract::frame::{FrameError, encode_frame};
-use contract::frame::{HEADER_BYTES, decode_body, decode_body_length};
+pub(crate) use protocol::frame::{FrameError, encode_frame};
+use protocol::frame::{HEADER_BYTES, decode_body, decode_body_length};
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
@@ -35,8 +35,8 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::control::{FromAgent, FromWorker, MAX_FRAME_BYTES, ToAgent, ToWorker};
     use proptest::prelude::*;
+    use protocol::control::{FromAgent, FromWorker, MAX_FRAME_BYTES, ToAgent, ToWorker};
 
     /// Runs a future to its end on this thread and returns its result.
     fn block_on<F: Future>(future: F) -> F::Output {
@@ -131,7 +131,7 @@ mod tests {
         #[test]
         fn damaged_messages_never_panic(offset in 0usize..4000, flipped_bits in any::<u8>()) {
             let tail = (0..20).map(|i| format!("line {i}")).collect();
-            let status = contract::control::ExitStatus::Signal(11, true);
+            let status = protocol::control::ExitStatus::Signal(11, true);
             let exited = FromAgent::Exited {
                 attempt: 0, rank: 1, pid: 2, status, oom: false, tail, error: None, gpu: None,
             };

@@ -148,7 +148,7 @@ impl<T> Outbox<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::control::FromAgent;
+    use protocol::control::FromAgent;
 
     /// Builds a message with the output line `x` of rank 0.
     fn build_line() -> FromAgent {

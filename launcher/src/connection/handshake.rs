@@ -7,8 +7,8 @@
 //!
 //! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
 //! connection relies on a network in which no one modifies traffic.
-use contract::control::MAX_ADDRESSES;
 use diagnostic::{Code, Diagnostic, codes};
+use protocol::control::MAX_ADDRESSES;
 use std::{fmt, io, net::SocketAddr, time::Duration};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 

@@ -18,17 +18,16 @@ use super::{
     root_cause::{AgentEnd, RootCause},
 };
 use crate::{leases::HEARTBEAT_INTERVAL, worker_end::PeerEnd};
-use contract::{
+use diagnostic::Diagnostic;
+pub(crate) use host_state::HostIndex;
+use host_state::{AgentConnectionState, HostState, LeaseQueue};
+use jobspec::{JobSpec, MinHosts, ReloadValues, ids::Rank};
+use protocol::{
     control::{ExitStatus, FromAgent, HostInventory, ToAgent, WorkerAddresses},
     event::{Event, WorkerPhase},
     exit::{self, WorkerExit},
     failure::FailureReason,
-    ids::Rank,
-    job::{JobSpec, MinHosts, ReloadValues},
 };
-use diagnostic::Diagnostic;
-pub(crate) use host_state::HostIndex;
-use host_state::{AgentConnectionState, HostState, LeaseQueue};
 use std::{path::PathBuf, time::Duration};
 
 /// The time limit for planning an attempt and binding its rendezvous.

@@ -30,15 +30,15 @@ use crate::{
     runs,
     secrets::SecretVariables,
 };
-use contract::{
+use diagnostic::{Diagnostic, codes};
+use jobspec::JobSpec;
+use nix::sys::signal::{SigHandler, Signal};
+use protocol::{
     control::{ExitStatus, FromAgent, ToAgent},
     event::{Event, FailureReport},
     exit,
     failure::FailureReason,
-    job::JobSpec,
 };
-use diagnostic::{Diagnostic, codes};
-use nix::sys::signal::{SigHandler, Signal};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     hash::{BuildHasher, RandomState},

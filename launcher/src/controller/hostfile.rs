@@ -5,11 +5,11 @@ use crate::{
     cluster::{ClusterHost, HostTarget, resolve_hostfile_text},
     format::format_first_error,
 };
-use contract::{
-    hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
-    job::{ClusterSpec, HostSelection, JobSpec},
-};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{
+    ClusterSpec, HostSelection, JobSpec,
+    hosts::{HostAddress, MAX_HOSTFILE, MAX_HOSTS},
+};
 use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
@@ -234,8 +234,8 @@ mod tests {
     /// the `cluster` section of the job file.
     fn create_watch(cluster: &str, text: &str) -> (HostfileWatch, Vec<HostTarget>) {
         let job = format!("run: {{command: [a]}}\ncluster: {cluster}");
-        let source = contract::JobSource::Text { name: "job.yaml".into(), text: job };
-        let job = contract::load_job(source, &[]).expect("a job").0;
+        let source = jobspec::JobSource::Text { name: "job.yaml".into(), text: job };
+        let job = jobspec::load_job(source, &[]).expect("a job").0;
         let file = FilteredHostfile::from_job(&job).expect("a hostfile");
         let hosts: Vec<HostTarget> =
             file.parse_hosts(text).expect("hosts").iter().map(HostTarget::from_cluster_host).collect();

@@ -1,11 +1,8 @@
 //! [`JobFileWatch`]: finds out, while a job runs, which changes of its job file take effect.
 use super::file_watch::{WatchedFileContent, watch_file};
 use crate::format::format_first_error;
-use contract::{
-    JobSource, JobSpec, SourceMap,
-    job::{MAX_JOB, ReloadValues, compare_jobs, load_job},
-};
 use diagnostic::Diagnostic;
+use jobspec::{JobSource, JobSpec, MAX_JOB, ReloadValues, SourceMap, compare_jobs, load_job};
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
 
@@ -112,7 +109,7 @@ fn load_job_text(file: &JobFile, text: &str) -> Result<LoadedJob, Vec<Diagnostic
 mod tests {
     use super::*;
     use crate::controller::file_watch::FileReadError;
-    use contract::job::SaveInterval;
+    use jobspec::SaveInterval;
 
     /// Creates the watch of a job file to which the overrides `set` apply (arguments of `--set`).
     fn create_watch_with_overrides(set: &[&str]) -> JobFileWatch {

@@ -4,10 +4,8 @@
 //! Events are appended line by line, so that a crash loses at most the last line.
 use super::tensorboard::TensorboardFile;
 use crate::{clock::read_unix_time_ms, plan::Plan, runs::write_atomically};
-use contract::{
-    event::{Event, EventSchema},
-    job::JobSpec,
-};
+use jobspec::JobSpec;
+use protocol::event::{Event, EventSchema};
 use serde::Serialize;
 use std::{
     fs::{self, File, OpenOptions},
@@ -104,7 +102,8 @@ fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
 mod tests {
     use super::*;
     use crate::testing;
-    use contract::{control::HostPlan, ids::RunId};
+    use jobspec::ids::RunId;
+    use protocol::control::HostPlan;
     use std::path::Path;
 
     /// Builds a plan of one host without workers.

@@ -1,9 +1,7 @@
 //! [`PeerExchange`]: collects the addresses of the built-in workers of an attempt, without I/O.
 use super::core::host_state::HostIndex;
-use contract::{
-    control::{MAX_ADDRESSES, WorkerAddresses},
-    ids::Rank,
-};
+use jobspec::ids::Rank;
+use protocol::control::{MAX_ADDRESSES, WorkerAddresses};
 use std::{collections::BTreeMap, net::SocketAddr};
 
 /// The addresses that the workers of one attempt have reported.

@@ -1,6 +1,6 @@
 //! The restart policy: decides whether a failed job is restarted, and after which pause. No I/O and
 //! no clock.
-use contract::exit;
+use protocol::exit;
 use std::{fmt, time::Duration};
 
 /// The pause before the first restart, and before a restart that follows progress.

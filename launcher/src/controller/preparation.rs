@@ -7,10 +7,8 @@ use crate::{
     plan::{JobHost, Plan},
     rendezvous::BoundRendezvous,
 };
-use contract::{
-    control::{HostInventory, HostPlan, RendezvousRequest},
-    job::{JobSpec, MasterPort, StoreHost},
-};
+use jobspec::{JobSpec, MasterPort, StoreHost};
+use protocol::control::{HostInventory, HostPlan, RendezvousRequest};
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 

@@ -1,13 +1,13 @@
 //! [`RootCause`]: the first failure of an attempt, from which the others follow.
 use super::core::host_state::HostIndex;
 use crate::worker_end::{PANIC_EXIT, WorkerEnd, describe_process_end, format_signal_name};
-use contract::{
+use diagnostic::Diagnostic;
+use jobspec::ids::Rank;
+use protocol::{
     control::ExitStatus,
     exit::{self, WorkerExit},
     failure::{FailureReason, GpuFault},
-    ids::Rank,
 };
-use diagnostic::Diagnostic;
 use std::fmt;
 
 /// The root cause of a failed attempt, or a candidate for it.

@@ -7,7 +7,8 @@ use crate::{
     plan::Plan,
     secrets::SecretVariables,
 };
-use contract::{event::EventSchema, job::JobSpec};
+use jobspec::JobSpec;
+use protocol::event::EventSchema;
 
 /// A job that is ready to run, with its hosts and the transport that reaches them.
 pub(crate) struct RunRequest {

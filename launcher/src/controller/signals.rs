@@ -1,7 +1,7 @@
 //! [`SignalReceiver`]: catches the signals that are sent to the controller, and translates each
 //! signal into a request to the core.
 use super::core::{ControllerInput, StopRequest};
-use contract::job::{SignalAction, Signals as SignalActions};
+use jobspec::{SignalAction, Signals as SignalActions};
 use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};

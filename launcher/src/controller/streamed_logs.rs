@@ -2,7 +2,7 @@
 //!
 //! If the hosts do not share the run directory, the complete logs are on the hosts of the ranks.
 //! The controller then stores the lines that were streamed to the console in `streamed-rank-N.log`.
-use contract::ids::Rank;
+use jobspec::ids::Rank;
 use std::{
     collections::HashMap,
     fs::{File, OpenOptions},

@@ -4,7 +4,7 @@
 //! of the data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol
 //! Buffers encoding. Each attempt writes a session mark with its first step, so that TensorBoard
 //! drops the points of steps that are repeated.
-use contract::event::Event;
+use protocol::event::Event;
 use std::{
     fs::{self, File},
     io::{self, Write},

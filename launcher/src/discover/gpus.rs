@@ -1,6 +1,6 @@
 //! [`detect_gpus`]: detects the GPUs of this machine from files of the GPU drivers, without loading
 //! a GPU library.
-use contract::hardware::{GpuDevice, GpuVendor};
+use protocol::hardware::{GpuDevice, GpuVendor};
 use std::{fs, path::Path};
 
 /// The largest number of GPUs of a machine.

@@ -1,7 +1,8 @@
 //! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
 //! environment.
 use super::{Inventory, cgroup, cpu_list::parse_cpu_list, gpus, host_name::read_host_name_below, topology};
-use contract::{control::InterfaceAddress, env};
+use jobspec::env;
+use protocol::control::InterfaceAddress;
 use std::{fs, io, net::IpAddr, path::Path};
 
 /// The largest number of network addresses in an inventory. Further addresses are left out.
@@ -78,7 +79,7 @@ fn parse_total_memory(meminfo: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::hardware::{CpuTopology, GpuDevice, GpuVendor};
+    use protocol::hardware::{CpuTopology, GpuDevice, GpuVendor};
 
     #[test]
     fn lists_of_cpus_are_parsed() {

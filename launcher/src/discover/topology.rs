@@ -1,6 +1,6 @@
 //! Reads the CPU cores and NUMA nodes of this machine from /sys.
 use super::cpu_list::parse_cpu_list;
-use contract::hardware::{CpuCore, CpuTopology};
+use protocol::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 
 /// The largest number of CPUs in a topology. Further CPUs are ignored.

@@ -10,9 +10,9 @@ use super::{
     import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_command, set_hostfile},
     remaining_keys::RemainingKeys,
 };
-use contract::job::Document;
 use diagnostic::{Diagnostic, Location, codes::command};
 use distributed_type::DistributedType;
+use jobspec::Document;
 use std::path::Path;
 
 /// The values of `distributed_type` in a configuration, and what they mean.
@@ -251,7 +251,7 @@ fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };
         let has_no_effect = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")
-            && !matches!(&item.value, contract::job::DocumentValue::List(list) if !list.is_empty());
+            && !matches!(&item.value, jobspec::DocumentValue::List(list) if !list.is_empty());
         if !has_no_effect {
             draft.add_not_converted_note(key, "launch doesn't run on TPUs", "");
         }

@@ -12,8 +12,8 @@ use super::{
     remaining_keys::RemainingKeys,
     value_text,
 };
-use contract::job::{Document, DocumentValue};
 use diagnostic::Diagnostic;
+use jobspec::{Document, DocumentValue};
 use std::path::Path;
 use unsupported_keys::{AUTO, UNSUPPORTED_KEYS};
 

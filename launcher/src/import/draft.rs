@@ -1,9 +1,6 @@
 //! [`JobDraft`]: a job.yaml that an import builds, with notes about keys that were not converted.
-use contract::{
-    JobSource,
-    job::{self, KEYS},
-};
 use diagnostic::{Diagnostic, Location, codes};
+use jobspec::{self, JobSource, KEYS};
 use std::fmt::{self, Write};
 
 /// The largest number of attempts to load the job. Each failed attempt removes at least one
@@ -83,7 +80,7 @@ impl JobDraft {
     /// Sets the variable `name` in the workers' environment to a value that comes from the imported
     /// key `from`.
     pub(super) fn set_env(&mut self, from: &str, name: &str, value: &str) {
-        let yaml = if value.is_empty() { "\"\"".to_owned() } else { job::quote_yaml(value) };
+        let yaml = if value.is_empty() { "\"\"".to_owned() } else { jobspec::quote_yaml(value) };
         self.set_imported(from, &format!("run.env.{name}"), yaml);
     }
 
@@ -121,7 +118,7 @@ impl JobDraft {
             attempts += 1;
             let text = self.to_yaml(origin);
             let source = JobSource::Text { name: "job.yaml".to_owned(), text: text.clone() };
-            let errors = match contract::load_job(source, &[]) {
+            let errors = match jobspec::load_job(source, &[]) {
                 Ok((.., warnings)) => {
                     // An imported key without effect is not worth a warning in the new job.
                     let unused = |w: &Diagnostic| w.code() == codes::job::JOB_KEY_HAS_NO_EFFECT;

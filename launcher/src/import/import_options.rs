@@ -1,8 +1,8 @@
 //! [`ImportOptions`]: the options of an import, and the hosts and the program that follow from
 //! them.
 use super::{draft::JobDraft, value_text};
-use contract::hosts::{self, HostfileError};
 use diagnostic::Diagnostic;
+use jobspec::hosts::{self, HostfileError};
 use std::path::Path;
 
 /// The options of `launch import`, except the configuration to import.
@@ -62,5 +62,5 @@ pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
 /// hostfile.
 pub(super) fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
-    draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", contract::job::quote_yaml(&path)));
+    draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", jobspec::quote_yaml(&path)));
 }

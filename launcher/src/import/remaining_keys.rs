@@ -1,8 +1,8 @@
 //! [`RemainingKeys`]: a mapping of an imported file whose keys are taken one by one. The keys that
 //! remain at the end were not converted, so no key is overlooked.
 use super::value_text::format_for_note;
-use contract::job::{Document, DocumentItem, DocumentValue};
 use diagnostic::{Diagnostic, codes::command};
+use jobspec::{Document, DocumentItem, DocumentValue};
 
 /// The keys of a mapping that have not been taken yet, with their values.
 #[derive(Debug)]

@@ -1,11 +1,8 @@
 //! Golden tests of imports. Each input in tests/import is converted, and the job and the notes are
 //! compared with golden files. `UPDATE_EXPECTED=1` rewrites the golden files.
 use super::{draft::NoteKind, import_options::ImportErrors, *};
-use contract::{
-    JobSource, JobSpec,
-    job::{Document, DocumentSyntax},
-};
 use diagnostic::{Diagnostic, codes::command};
+use jobspec::{Document, DocumentSyntax, JobSource, JobSpec};
 use std::{
     collections::BTreeMap,
     fs,
@@ -48,7 +45,7 @@ fn parse_document(path: &Path, syntax: DocumentSyntax) -> Document {
 /// Loads an imported job. Panics if the job is rejected.
 fn load_imported(text: &str) -> JobSpec {
     let source = JobSource::Text { name: "job.yaml".to_owned(), text: text.to_owned() };
-    contract::load_job(source, &[]).expect("an imported job loads").0
+    jobspec::load_job(source, &[]).expect("an imported job loads").0
 }
 
 /// Returns whether a line of a job or note depends on the features of this version of the built-in
@@ -105,7 +102,7 @@ fn offloading_to_files_is_converted_and_other_devices_are_noted() {
     let (offload, notes) = import_zero(&format!(
         r#""offload_optimizer": {{"device": "nvme", "nvme_path": "{path}", "buffer_count": 4}}"#
     ));
-    assert_eq!(offload, Some(contract::job::OffloadTarget::Files(path.into())));
+    assert_eq!(offload, Some(jobspec::OffloadTarget::Files(path.into())));
     assert_eq!(notes, ["zero_optimization.offload_optimizer.buffer_count"]);
     for (zero, key) in [
         (r#""offload_optimizer": {"device": "nvme"}"#, "offload_optimizer.device"),
@@ -298,13 +295,13 @@ fn programs_and_hostfiles_are_converted() {
     let job = load_imported(
         &convert_deepspeed_config(&document, Some("a slots=2\n"), &context).expect("a job").job,
     );
-    assert_eq!(job.cluster.hosts, contract::job::HostSelection::File("hosts".into()));
+    assert_eq!(job.cluster.hosts, jobspec::HostSelection::File("hosts".into()));
     assert!(job.train.is_none() && job.run.local_rank_argument);
     assert_eq!(job.run.command.expect("a command"), ["python", "train.py", "--deepspeed_config", "ds.json"]);
     let args: Vec<String> = ["--nnodes=2:3", "--nproc-per-node", "2", "a.py"].map(str::to_owned).to_vec();
     let context = ImportOptions { hostfile: Some(Path::new("hosts")), program: &[] };
     let job = load_imported(&convert_torchrun_args(&args, &context).expect("a job").job);
-    assert_eq!(job.run.min_hosts, contract::job::MinHosts::AtLeast(2));
+    assert_eq!(job.run.min_hosts, jobspec::MinHosts::AtLeast(2));
 }
 
 proptest::proptest! {

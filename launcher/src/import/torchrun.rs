@@ -7,8 +7,8 @@ use super::{
     value_text,
 };
 use arguments::{TorchrunArgs, TorchrunArgsError, parse_torchrun_args};
-use contract::job::quote_yaml;
 use diagnostic::Diagnostic;
+use jobspec::quote_yaml;
 
 /// The default value of torchrun's option `--signals-to-handle`.
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";

@@ -1,5 +1,5 @@
 //! Formats values of imported files as text for a job.yaml, for a variable or for a note.
-use contract::job::{DocumentItem, DocumentValue, quote_yaml};
+use jobspec::{DocumentItem, DocumentValue, quote_yaml};
 
 /// Formats texts as a YAML list on one line, such as `[a, "b c"]`.
 pub(super) fn format_yaml_list(texts: &[String]) -> String {

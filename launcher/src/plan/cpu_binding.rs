@@ -1,6 +1,7 @@
 //! [`assign_cpus`]: assigns the CPUs of a host to its workers, by `run.cpu_bind`.
 use crate::{discover::Inventory, format::format_count};
-use contract::{hardware::CpuCore, job::CpuBind};
+use jobspec::CpuBind;
+use protocol::hardware::CpuCore;
 use std::collections::BTreeMap;
 
 /// The CPUs that one worker is bound to, and its number of threads.

@@ -1,6 +1,6 @@
 use super::*;
-use contract::hardware::CpuTopology;
 use proptest::prelude::*;
+use protocol::hardware::CpuTopology;
 
 /// Returns the inventory of a machine with `nodes` NUMA nodes. Each node has `cores` cores of
 /// `threads` hardware threads. CPUs are numbered as Linux numbers them: the first threads of all

@@ -1,12 +1,12 @@
 //! [`GpuSelection`]: the GPUs that the workers of a host can use.
 use super::{job_host::JobHost, key_error::key_error};
 use crate::{discover::Inventory, format::format_count};
-use contract::{
-    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
-    hardware::GpuVendor,
-    job::{DeviceSelection, JobSpec, VisibleDevices},
-};
 use diagnostic::{Diagnostic, codes::host as codes};
+use jobspec::{
+    DeviceSelection, JobSpec, VisibleDevices,
+    env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
+};
+use protocol::hardware::GpuVendor;
 
 /// The GPUs that a job uses on one host, in the order in which a program numbers them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -265,7 +265,7 @@ fn describe_gpus(inventory: &Inventory) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::hardware::GpuDevice;
+    use protocol::hardware::GpuDevice;
 
     /// Returns an inventory with one GPU on each of the NUMA nodes `nodes`. `inherited` contains
     /// the environment variables of the host.

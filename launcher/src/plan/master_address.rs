@@ -1,9 +1,10 @@
 //! [`choose_master_address`]: chooses `MASTER_ADDR` as an IP address, so that no worker has to
 //! resolve a hostname.
 use super::{job_host::JobHost, key_error::key_error};
-use contract::{control::InterfaceAddress, job::InterfaceSelector};
 use core::net::{IpAddr, Ipv4Addr};
 use diagnostic::{Diagnostic, codes::host};
+use jobspec::InterfaceSelector;
+use protocol::control::InterfaceAddress;
 
 /// Chooses the address at which every worker reaches the host of rank 0. The address is the
 /// loopback if all hosts are the controller's machine. Returns `None` if the addresses of the host

@@ -1,15 +1,14 @@
 use super::*;
-use contract::{
-    JobSource,
+use jobspec::{InterfaceSelector, JobSource};
+use proptest::prelude::*;
+use protocol::{
     control::InterfaceAddress,
     hardware::{CpuTopology, GpuDevice, GpuVendor},
-    job::InterfaceSelector,
 };
-use proptest::prelude::*;
 
 fn load_job_text(text: &str) -> JobSpec {
     let source = JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
-    contract::load_job(source, &[]).expect("a job").0
+    jobspec::load_job(source, &[]).expect("a job").0
 }
 
 /// Returns an inventory with these CPUs, each of which is a core. `quota` is the limit on CPU time,

@@ -1,5 +1,5 @@
 //! [`build_worker_command`]: builds the command line of a worker that runs a program.
-use contract::{ids::Rank, job::RunSpec};
+use jobspec::{RunSpec, ids::Rank};
 
 /// Builds the command line of a worker. If `run.local_rank_argument` is set, `--local_rank=N`
 /// follows the script. Returns `None` for the built-in runtime.

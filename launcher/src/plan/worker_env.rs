@@ -1,12 +1,12 @@
 //! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
 use super::{gpu_selection::GpuSelection, key_error::key_error};
 use crate::discover::Inventory;
-use contract::{
+use diagnostic::codes;
+use jobspec::{
+    CommBackend, JobSpec, StoreHost, VisibleDevices,
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
-    job::{CommBackend, JobSpec, StoreHost, VisibleDevices},
 };
-use diagnostic::codes;
 use std::path::Path;
 
 /// The largest number of threads of one worker.

@@ -1,5 +1,4 @@
 //! Reaps child processes and decodes how they ended.
-use contract::control::ExitStatus;
 use nix::{
     errno::Errno,
     sys::{
@@ -8,6 +7,7 @@ use nix::{
     },
     unistd::Pid,
 };
+use protocol::control::ExitStatus;
 use std::{io, os::unix::process::ExitStatusExt};
 
 /// Makes this process the subreaper of its descendants. Orphaned descendants then become children

@@ -33,7 +33,7 @@ pub(crate) fn write_message(text: &str) {
 /// Returns whether messages on stderr may have color: stderr is a terminal, and `NO_COLOR` is not
 /// set.
 pub(crate) fn is_color_enabled() -> bool {
-    let wanted = std::env::var_os(contract::env::NO_COLOR).is_none_or(|v| v.is_empty());
+    let wanted = std::env::var_os(jobspec::env::NO_COLOR).is_none_or(|v| v.is_empty());
     wanted && stderr_is_terminal()
 }
 

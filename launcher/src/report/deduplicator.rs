@@ -3,7 +3,7 @@
 //!
 //! A line waits until all shown ranks have printed it, but no longer than [`MERGE_WINDOW`]. The
 //! lines of each rank keep their order.
-use contract::ids::Rank;
+use jobspec::ids::Rank;
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
     time::Duration,

@@ -1,6 +1,6 @@
 //! Formats events as one line of text for people.
 use crate::format::{format_binary_bytes, format_count, format_duration, format_hosts, format_number};
-use contract::event::{Event, FailureReport};
+use protocol::event::{Event, FailureReport};
 
 /// Formats an event as one line of text. Omits the output lines and the help of a failure.
 pub(crate) fn format_event(event: &Event) -> String {
@@ -84,7 +84,7 @@ pub(super) fn format_restart(restart: u32, restarts_left: u32, pause_s: f64) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::failure::FailureReason;
+    use protocol::failure::FailureReason;
 
     fn sample_failure() -> Box<FailureReport> {
         Box::new(FailureReport {

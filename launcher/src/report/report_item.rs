@@ -1,9 +1,7 @@
 //! [`ReportItem`]: what the reporting thread shows, and the configuration and the summary of a run.
 use crate::worker_end::PeerEnd;
-use contract::{
-    event::{Event, EventSchema, WorkerPhase},
-    ids::Rank,
-};
+use jobspec::ids::Rank;
+use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
 
 /// The options and sizes of a run that determine how the run is shown to the user.

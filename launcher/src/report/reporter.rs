@@ -4,10 +4,8 @@ use super::{
     view::RunView,
 };
 use crate::format::format_count;
-use contract::{
-    event::{Event, WorkerPhase},
-    ids::Rank,
-};
+use jobspec::ids::Rank;
+use protocol::event::{Event, WorkerPhase};
 use std::{
     sync::{
         Arc,

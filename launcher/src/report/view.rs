@@ -15,10 +15,8 @@ use crate::{
     },
     worker_end::PeerEnd,
 };
-use contract::{
-    event::{Event, FailureReport, WorkerPhase},
-    ids::Rank,
-};
+use jobspec::ids::Rank;
+use protocol::event::{Event, FailureReport, WorkerPhase};
 use std::{
     collections::BTreeMap,
     io::{self, IsTerminal},

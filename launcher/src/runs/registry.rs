@@ -1,7 +1,8 @@
 //! Records the runs of this user, and determines which runs are active and how the others ended.
 use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
 use crate::{clock::read_unix_time_ms, plan::Plan};
-use contract::{env, event::Event};
+use jobspec::env;
+use protocol::event::Event;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,

@@ -1,11 +1,11 @@
 //! Untrusted input: random mutations of a corpus never make a parser of the launcher panic or use
 //! more memory than a fixed limit, whatever sizes the bytes claim.
 use crate::mutated_input::{self, MemoryMeter, SeededNumbers};
-use contract::{
+use launcher::untrusted::ParseResult;
+use protocol::{
     control::{ExitStatus, FromAgent, HostInventory, PROTOCOL_VERSION, ToAgent},
     frame,
 };
-use launcher::untrusted::ParseResult;
 use std::path::Path;
 
 /// The limit on the memory for parsing a few kilobytes, bytes.

@@ -160,7 +160,7 @@ impl HostLocalCheckpoint {
     ///
     /// # Errors
     ///
-    /// Fails on all ranks with exit [`contract::exit::WorkerExit::Checkpoint`] if no host has the
+    /// Fails on all ranks with exit [`protocol::exit::WorkerExit::Checkpoint`] if no host has the
     /// checkpoint, or if a shard is stored on a host that is not part of the job.
     pub(crate) fn open(
         queue: &Arc<CollectiveQueue>,

@@ -12,9 +12,9 @@ use ckpt::{
     Checkpoint, CkptError, ReadRequest, TensorInfo, TensorRole, TensorSource, TiedWeight, WeightShape,
     peft::AdapterConfig,
 };
-use contract::job::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
 use serde_json::Value;
 use std::{
     collections::{BTreeSet, HashMap, HashSet},

@@ -19,13 +19,11 @@ use crate::{
     stages::UninitializedTrainer,
 };
 use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
-use contract::{
-    event::Event,
-    job::{JobSpec, ResumeFrom},
-};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external;
+use jobspec::{JobSpec, ResumeFrom};
 use native::{LoadError, load_native};
+use protocol::event::Event;
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
 

@@ -16,12 +16,12 @@ use ckpt::{
     CkptError, ModelSpec, ParityFileReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
     TensorRole, TextFile,
 };
-use contract::job::{CheckpointSpec, JobSpec};
 use device::{
     Buf, Dtype, Ops, View,
     storage::{DeviceError, Event, extract_panic_message},
 };
 use diagnostic::codes;
+use jobspec::{CheckpointSpec, JobSpec};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},

@@ -9,8 +9,8 @@ use super::{
     token_cache::NO_LOSS_BIT,
     *,
 };
-use contract::job::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use diagnostic::{Code, Diagnostic, codes::data as codes};
+use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use minijinja::{ErrorKind, Value};
 use std::path::{Path, PathBuf};
 

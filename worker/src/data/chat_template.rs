@@ -14,7 +14,7 @@ use super::{
     loss_masked_text::LossMaskedText,
     tokenizer::{TextTokenizer, read_text_file},
 };
-use contract::job::LossTargets;
+use jobspec::LossTargets;
 use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};
 use regex::Regex;
 use std::{collections::BTreeMap, path::Path};

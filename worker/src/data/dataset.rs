@@ -13,8 +13,8 @@ use super::{
     token_cache_builder::{self, TokenCacheInputs},
     tokenizer::TextTokenizer,
 };
-use contract::job::{DataSource, DataSpec, RecordFormat};
 use diagnostic::Diagnostic;
+use jobspec::{DataSource, DataSpec, RecordFormat};
 use std::{path::Path, time::SystemTime};
 
 /// The training or evaluation samples of a job, read from token caches.

@@ -1,7 +1,7 @@
 //! Tests of data sets, from files to samples.
 use super::{dataset::Dataset, *};
-use contract::job::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use diagnostic::{Code, Diagnostic, codes::data as codes};
+use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use proptest::prelude::*;
 use std::{collections::HashSet, fs, path::Path};
 

@@ -3,7 +3,7 @@ use super::{
     dataset, document_reader::has_record, error::DataError, file_patterns, record::RecordReadOptions,
     tokenizer::TextTokenizer,
 };
-use contract::job::{DataSource, DataSpec, RecordFormat, TokenizerSpec};
+use jobspec::{DataSource, DataSpec, RecordFormat, TokenizerSpec};
 use std::path::Path;
 
 /// Average number of bytes of English text per token, roughly.

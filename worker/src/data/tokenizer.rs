@@ -10,7 +10,7 @@ use super::{
     loss_masked_text::LossMaskedText,
     token_cache::NO_LOSS_BIT,
 };
-use contract::job::TokenizerSpec;
+use jobspec::TokenizerSpec;
 use serde_json::Value;
 use std::{
     fs::File,

@@ -10,9 +10,9 @@ use crate::{
     },
 };
 use comm::Comm;
-use contract::job::{JobSpec, TrainSpec};
 use device::{Cuda, Ops, storage::extract_panic_message};
 use diagnostic::{Category, Diagnostic, codes};
+use jobspec::{JobSpec, TrainSpec};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -43,7 +43,7 @@ impl SampleSource for GeneratedSamples {
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
-    let loaded = contract::load_job(contract::JobSource::Text { name: "gpu-check".into(), text }, &set);
+    let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "gpu-check".into(), text }, &set);
     let (mut job, ..) = loaded.map_err(|mistakes| {
         let summary = Diagnostic::error(codes::run::INTERNAL, "the job of the check is not valid");
         mistakes.into_iter().fold(summary, Diagnostic::with_detail)

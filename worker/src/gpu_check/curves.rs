@@ -9,9 +9,9 @@ use comm::{
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
 };
-use contract::{env, job::TrainSpec};
 use device::{Cpu, Ops};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{TrainSpec, env};
 use std::{panic::resume_unwind, sync::Arc, time::Duration};
 
 /// The longest wait until the ranks of a training check have joined the NCCL communicator.

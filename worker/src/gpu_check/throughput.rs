@@ -15,9 +15,9 @@ use crate::{
     train::running_trainer::RunningTrainer,
 };
 use comm::{Comm, local, staged::StagedComm};
-use contract::job::{CudaGraphMode, JobSpec, Precision, TrainSpec};
 use device::{Cuda, Storage};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{CudaGraphMode, JobSpec, Precision, TrainSpec};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},

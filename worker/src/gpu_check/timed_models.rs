@@ -1,8 +1,8 @@
 //! [`TimedModel`]: the models whose training `launch gpu-check` times.
 use super::check_job::{build_check_job, require_train_section};
 use crate::{model, stages::resolve_model};
-use contract::job::{JobSpec, OffloadTarget, RecomputeMode, TrainSpec, ZeroSpec};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{JobSpec, OffloadTarget, RecomputeMode, TrainSpec, ZeroSpec};
 use serde_json::{Value, json};
 use std::time::Duration;
 

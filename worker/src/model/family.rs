@@ -1,6 +1,6 @@
 //! [`ModelFamily`]: the names of a model family, and the functions that build its models.
 use super::{error::Result, model_interface::Model};
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// A function that builds a model from its config.json, for sequences of at most the given number

@@ -19,11 +19,11 @@ use crate::{
     params::{ParamInit, ParamSpec, ParamUnit},
     rng::{Purpose, RandomStream},
 };
-use contract::job::{LoraSpec, LoraTargets};
 use device::{
     Buf, Ops, View, ViewMut,
     ops::{SampleDropout, WriteMode},
 };
+use jobspec::{LoraSpec, LoraTargets};
 use std::ops::Range;
 
 /// The configuration of the LoRA adapters of a model.

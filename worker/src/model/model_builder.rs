@@ -6,7 +6,7 @@ use super::{
     hf_config::{HfConfigFields, read_hf_config, set_dropout_rates, shorten_text},
     model_interface::Model,
 };
-use contract::job::{ExpertsSpec, ModelSpec};
+use jobspec::{ExpertsSpec, ModelSpec};
 use serde_json::{Map, Value};
 use std::path::Path;
 

@@ -6,11 +6,11 @@
 //! first and the last part; the functions of this module compute the experts.
 use super::{activation_buffers::ActivationBuffers, blocks::LayerInput};
 use crate::params::ParamSpec;
-use contract::job::ExpertsSpec;
 use device::{
     Buf, Dtype, Ops, View, ViewMut,
     ops::{RouterShape, RowGroup},
 };
+use jobspec::ExpertsSpec;
 use std::ops::Range;
 
 /// The sizes of the experts of a layer, equal in all layers with experts.

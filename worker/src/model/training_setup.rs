@@ -2,7 +2,7 @@
 //! trained parameters, router losses.
 use super::{error::Result, lora::LoraConfig};
 use crate::params::ParamUnit;
-use contract::job::ExpertsSpec;
+use jobspec::ExpertsSpec;
 
 /// The options of a model that a job selects before training.
 pub trait TrainingSetup {

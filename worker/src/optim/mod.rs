@@ -15,12 +15,12 @@ use crate::{
     param_groups::{self, GroupHyperparams, ParamGroups},
     params::{ParamUnit, list_tensors_in_canonical_order},
 };
-use contract::job::{OffloadTarget, OptimizerName, OptimizerSpec};
 use device::{
     Ops, View, ViewMut,
     ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams},
 };
 use diagnostic::Diagnostic;
+use jobspec::{OffloadTarget, OptimizerName, OptimizerSpec};
 use state_staging::StateStagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};

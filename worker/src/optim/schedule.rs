@@ -16,7 +16,7 @@
 //! The first step of a schedule with warm-up therefore has learning rate 0 (wsd: `min_lr`). From
 //! step `T` the rate stays at `min_lr` (constant: `lr`). When warm-up and decay of wsd overlap, the
 //! rest of the decay follows the warm-up.
-use contract::job::{ScheduleName, ScheduleSpec};
+use jobspec::{ScheduleName, ScheduleSpec};
 
 /// Computes the learning rate of step `step` of `total_steps`. Steps are counted from 0.
 pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {

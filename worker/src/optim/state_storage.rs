@@ -3,8 +3,8 @@
 //! A mapped file is unlinked directly after its creation. So no file remains however a run ends,
 //! and no other process can truncate the file. The disk space is reserved on creation, so a full
 //! disk is found before the first step.
-use contract::job::OffloadTarget;
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
+use jobspec::OffloadTarget;
 use memmap2::{Advice, MmapMut, UncheckedAdvice};
 use nix::fcntl::posix_fallocate;
 use std::{

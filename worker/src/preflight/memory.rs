@@ -7,15 +7,13 @@ use crate::{
     train::{activations::MicroBatchActivations, moe},
     zero::{MicroBatchSchedule, ShardingPolicy, engine::ParamDtypes, partition::Partition},
 };
-use contract::{
-    job::{JobSpec, Precision, TrainSpec},
-    preflight::MemoryEstimate,
-};
 use device::{
     Dtype,
     cuda::AttentionBackend,
     ops::{AttentionShape, FP8_COLUMN_MULTIPLE},
 };
+use jobspec::{JobSpec, Precision, TrainSpec};
+use protocol::preflight::MemoryEstimate;
 
 /// The memory of executable, allocator, thread stacks and tokenizer, in bytes.
 ///

@@ -10,7 +10,7 @@ use crate::{
         gather_retention::{self, PlannedFetch},
     },
 };
-use contract::job::{HostSelection, WorkersPerHost};
+use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryPlan<'_> {

@@ -1,7 +1,8 @@
 //! Fault points for tests: kills a worker at a chosen point, and counts the points that it passed.
 use crate::error::Result;
-use contract::{control::WorkerInit, env};
 use diagnostic::{Diagnostic, codes};
+use jobspec::env;
+use protocol::control::WorkerInit;
 
 /// For tests: kills the worker of the rank at its N-th fault point if `LAUNCH_FAULT=RANK:N` is set.
 pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {

@@ -7,7 +7,7 @@ use crate::{
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{Checkpoint, GatherOptions};
-use contract::event::Event;
+use protocol::event::Event;
 use std::{path::Path, sync::Arc};
 
 /// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. Collective:

@@ -6,13 +6,10 @@ use comm::{
     Comm,
     tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpLimits},
 };
-use contract::{
-    control::{MAX_ADDRESSES, WorkerAddresses, WorkerInit, WorkerPeers},
-    env,
-    job::InterfaceSelector,
-};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{InterfaceSelector, env};
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags, sys::resource};
+use protocol::control::{MAX_ADDRESSES, WorkerAddresses, WorkerInit, WorkerPeers};
 use std::{
     net::IpAddr,
     os::{fd::OwnedFd, unix::net::UnixStream},

@@ -8,8 +8,9 @@ use comm::{
     Comm, local,
     shm::{ShmComm, ShmLimits},
 };
-use contract::{control::WorkerInit, env};
 use diagnostic::{Diagnostic, codes};
+use jobspec::env;
+use protocol::control::WorkerInit;
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
     sync::Arc,

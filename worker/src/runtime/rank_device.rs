@@ -12,16 +12,14 @@ use comm::{
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
 };
-use contract::{
-    control::WorkerInit,
-    job::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec},
-};
 use device::{
     Cuda, Ops,
     cpu::Cpu,
     cuda::{CudaLibrary, LibrarySearchPaths},
 };
 use diagnostic::{Category, Diagnostic, codes};
+use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec};
+use protocol::control::WorkerInit;
 use std::{sync::Arc, time::Duration};
 
 /// The longest wait until all ranks have joined the NCCL communicator.

@@ -11,12 +11,9 @@ use crate::{
     train::{generation::GenerationRequest, step::SampleSource},
 };
 use comm::Comm;
-use contract::{
-    control::WorkerInit,
-    event::Event,
-    job::{GenerationSpec, TrainSpec},
-};
 use diagnostic::{Diagnostic, codes};
+use jobspec::{GenerationSpec, TrainSpec};
+use protocol::{control::WorkerInit, event::Event};
 
 /// A data set and the order in which the run uses its samples.
 pub(super) struct OrderedSamples {

@@ -3,16 +3,15 @@
 //! One thread reads requests (stop, save, reload, abort), and another one sends a heartbeat each
 //! second. Events are sent by the thread in which they happen.
 use crate::error::{Error, Result, build_thread_start_error};
-use contract::{
+use diagnostic::{Diagnostic, codes};
+use jobspec::{ReloadValues, env};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use protocol::{
     control::{FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit, WorkerPeers},
-    env,
     event::{Event, WorkerPhase},
     exit::WorkerExit,
     frame,
-    job::ReloadValues,
 };
-use diagnostic::{Diagnostic, codes};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::{
     io::{Read, Write},
     net::SocketAddr,

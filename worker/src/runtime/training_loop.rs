@@ -12,13 +12,13 @@ use crate::{
         step::{RankStepReport, SampleSource, StepOutcome},
     },
 };
-use contract::{
-    event::{Event, WorkerPhase},
-    exit::WorkerExit,
-    job::{JobSpec, ReloadValues, SaveInterval},
-};
 use device::storage::BackendNotice;
 use diagnostic::{Diagnostic, codes};
+use jobspec::{JobSpec, ReloadValues, SaveInterval};
+use protocol::{
+    event::{Event, WorkerPhase},
+    exit::WorkerExit,
+};
 use std::time::{Duration, Instant};
 
 /// The evaluation on held-out samples, and the text to generate after each evaluation.

@@ -1,8 +1,8 @@
 //! [`MicroBatchActivations`]: the activation buffers of one micro-batch, allocated once and used by
 //! every step.
 use crate::model::{ActivationBuffers, BufferSpec, Model};
-use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops};
+use jobspec::RecomputeMode;
 
 /// The activation buffers of one micro-batch, between the tokens and the loss.
 pub struct MicroBatchActivations {

@@ -2,8 +2,8 @@
 //! gradients do not underflow. The scale is halved when a gradient overflows, which skips the step,
 //! and doubled after many steps without overflow. Every rank computes the same gradient norm and so
 //! the same scale.
-use contract::job::LossScaleSpec;
 use diagnostic::{Diagnostic, codes};
+use jobspec::LossScaleSpec;
 use serde::{Deserialize, Serialize};
 
 /// The largest loss scale, which is finite in `f32`.

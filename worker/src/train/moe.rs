@@ -13,8 +13,8 @@ use crate::{
     params::ParamUnit,
     zero::engine::ZeroEngine,
 };
-use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops};
+use jobspec::RecomputeMode;
 use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! [`RunningTrainer`]: a trainer at a position of the run. Runs the steps and counts them.
 use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
-use contract::job::{ReloadTrain, TrainSpec};
+use jobspec::{ReloadTrain, TrainSpec};
 
 /// A trainer with parameters and a position, which runs steps.
 pub struct RunningTrainer {

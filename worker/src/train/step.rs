@@ -13,9 +13,9 @@ use crate::{
         micro_batch_sums::sum_in_fixed_order,
     },
 };
-use contract::job::RecomputeMode;
 use device::{Buf, Dtype, Ops, storage::Event};
 use diagnostic::codes;
+use jobspec::RecomputeMode;
 use std::sync::Arc;
 
 /// A source of samples. The number of a sample in the run alone determines its contents.

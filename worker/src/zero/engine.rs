@@ -17,8 +17,8 @@ use super::{
 };
 use crate::params::ParamUnit;
 use comm::{Comm, Result, SharedView};
-use contract::job::{Precision, TrainSpec};
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
+use jobspec::{Precision, TrainSpec};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,

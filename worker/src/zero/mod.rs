@@ -10,7 +10,7 @@ pub mod micro_batch_sums;
 pub mod owner_groups;
 pub mod partition;
 
-use contract::job::TrainSpec;
+use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;
 
 /// The sharded state, as three independent choices, and the order in which gradients are summed.

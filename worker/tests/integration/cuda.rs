@@ -8,8 +8,9 @@ use comm::{
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
 };
-use contract::{job::*, preflight::Preflight};
 use device::{Dtype, Storage};
+use jobspec::*;
+use protocol::preflight::Preflight;
 use std::{sync::Arc, time::Duration};
 
 #[test]
@@ -274,7 +275,7 @@ fn the_planned_gpu_memory_is_within_5_percent_of_the_peak() {
              model: {{hidden_size: 96, intermediate_size: 256, num_hidden_layers: 3}}\n",
             dir.path()
         );
-        let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
+        let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "test".into(), text }, &[]);
         let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
         let report = worker::TrainPreflight.check_job(&job, 1, 1);
         assert!(report.errors.is_empty(), "{:?}", report.errors);

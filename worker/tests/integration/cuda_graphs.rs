@@ -6,8 +6,8 @@ use crate::call_counts::call_count;
 use crate::common::*;
 use crate::emulated::*;
 use crate::own_process::is_own_process;
-use contract::job::*;
 use device::Cuda;
+use jobspec::*;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 

@@ -9,8 +9,8 @@ use comm::{
     Comm,
     nccl::{NcclComm, NcclLibrary},
 };
-use contract::job::*;
 use device::{Dtype, Ops, Storage};
+use jobspec::*;
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed, mpsc},
     time::Duration,

@@ -1,7 +1,7 @@
 //! Tests of deterministic training (docs/numerics.md): losses and gradient norms have the same bits
 //! for any number of workers, ZeRO stage and number of threads, with and without recomputation.
 use crate::common::*;
-use contract::job::{Precision, RecomputeMode, TrainSpec};
+use jobspec::{Precision, RecomputeMode, TrainSpec};
 
 /// Number of steps of each compared run.
 const STEPS: u64 = 4;
@@ -58,7 +58,7 @@ fn losses_are_equal_with_more_ranks_than_samples_and_deep_prefetch() {
 fn losses_are_equal_with_sgd_and_without_prefetch() {
     assert_bits_equal_for_worlds_and_stages(|s| {
         s.zero.prefetch = 0;
-        s.optimizer.name = contract::job::OptimizerName::Sgd;
+        s.optimizer.name = jobspec::OptimizerName::Sgd;
         s.optimizer.momentum = 0.9;
         s.clip_norm = None;
     });
@@ -197,7 +197,7 @@ fn losses_do_not_depend_on_the_distribution_over_hosts() {
 fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
     let mut spec = create_train_spec(create_odd_sized_model(), 3, 4, 1, 11);
     spec.optimizer.lr = 1e30;
-    spec.schedule.name = contract::job::ScheduleName::Constant;
+    spec.schedule.name = jobspec::ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;
     spec.clip_norm = None;
     run_on_ranks(2, |c| {

@@ -5,7 +5,7 @@ use crate::common::{
     golden::read_json,
     *,
 };
-use contract::job::*;
+use jobspec::*;
 use serde_json::json;
 
 /// Number of steps of each compared run.

@@ -2,7 +2,7 @@
 //! number of workers, ZeRO stage, expert-parallel size, placement and routing. A resume with
 //! another placement redistributes weights and optimizer states.
 use crate::common::*;
-use contract::job::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, RecomputeMode, TrainSpec};
+use jobspec::{ExpertPlacement, ExpertsSpec, ModelSpec, Precision, RecomputeMode, TrainSpec};
 use std::collections::BTreeMap;
 use worker::{
     expert_layout::ExpertLayout,

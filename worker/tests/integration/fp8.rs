@@ -1,9 +1,9 @@
 //! Tests of FP8 training: losses are close to those of bf16, and have the same bits for every
 //! number of workers, stage, thread count and recomputation. Unsupported models are rejected.
 use crate::common::*;
-use contract::job::{LoraSpec, LoraTargets, ModelSpec, Precision, RecomputeMode, TrainSpec};
-use contract::preflight::Preflight;
 use diagnostic::codes;
+use jobspec::{LoraSpec, LoraTargets, ModelSpec, Precision, RecomputeMode, TrainSpec};
+use protocol::preflight::Preflight;
 use worker::{stages::ResolvedSpec, train::step::RankStepReport};
 
 /// Creates the `train.model` section of a tiny Llama. The dimensions of its layers' matrices are
@@ -135,7 +135,7 @@ fn preflight_checks_and_memory_plan_consider_fp8() {
              model: {{hidden_size: 96, intermediate_size: {intermediate}, num_hidden_layers: 3}}\n",
             dir.path()
         );
-        let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
+        let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "test".into(), text }, &[]);
         worker::TrainPreflight.check_job(&loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0, 1, 1)
     };
     let errors = check("fp8", 250).errors;

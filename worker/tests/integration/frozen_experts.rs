@@ -3,7 +3,7 @@
 //! placement, and runs resume with another placement.
 use crate::common::*;
 use ckpt::{Checkpoint, TensorRole};
-use contract::job::*;
+use jobspec::*;
 use std::collections::BTreeMap;
 use worker::{stages::ResolvedSpec, train::step::RankStepReport};
 

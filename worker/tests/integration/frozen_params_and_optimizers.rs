@@ -6,7 +6,7 @@ use crate::common::{
     *,
 };
 use ckpt::{Checkpoint, TensorRole};
-use contract::job::*;
+use jobspec::*;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 use worker::{

@@ -1,7 +1,7 @@
 //! Tests of text generation: the tokens do not depend on the number of workers and the ZeRO stage,
 //! and greedy sampling takes the most likely token.
 use crate::common::*;
-use contract::job::*;
+use jobspec::*;
 use worker::{
     model::MicroBatch,
     train::{generation::GenerationRequest, step::SampleSource},

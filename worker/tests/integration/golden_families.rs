@@ -10,11 +10,12 @@ use crate::common::{
     *,
 };
 use ckpt::{Checkpoint, Dtype, GatherOptions};
-use contract::{event::Event, job::ModelSpec};
 use diagnostic::{
     Diagnostic,
     codes::{model as codes, training::RESUME_MODEL_MISMATCH},
 };
+use jobspec::ModelSpec;
+use protocol::event::Event;
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
 use worker::{
@@ -64,7 +65,7 @@ fn every_family_has_the_same_bits_for_every_world_size_and_stage() {
         };
         let expected = run(0, 1);
         let mut recompute = spec(3);
-        recompute.recompute = contract::job::RecomputeMode::Block;
+        recompute.recompute = jobspec::RecomputeMode::Block;
         let recomputed =
             run_on_ranks(2, |c| train_steps(&mut start_from_pretrained(&recompute, c), 3)).remove(0);
         assert_eq!(recomputed, expected, "{name}: recomputation");

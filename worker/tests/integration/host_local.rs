@@ -1,7 +1,7 @@
 //! Tests of host-local checkpoint directories: a run resumes on other hosts with the same bits, and
 //! an error names a host whose shards are missing.
 use crate::common::*;
-use contract::job::*;
+use jobspec::*;
 use std::path::{Path, PathBuf};
 use worker::{
     checkpoint::{
@@ -16,7 +16,7 @@ use worker::{
 /// Creates a job that trains `train` and keeps one checkpoint.
 fn create_job_with_one_checkpoint(train: &TrainSpec, dir: &Path) -> JobSpec {
     let text = format!("name: test\nrun: {{command: [none], workdir: {dir:?}}}\n");
-    let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
+    let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "test".into(), text }, &[]);
     let mut job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
     job.run.command = None;
     job.checkpoint.keep = 1;

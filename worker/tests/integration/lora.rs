@@ -7,7 +7,7 @@ use crate::common::{
 };
 use ckpt::{Checkpoint, CkptError, GatherOptions, OptionProblem, peft::AdapterConfig};
 use comm::Comm;
-use contract::job::*;
+use jobspec::*;
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},

@@ -3,8 +3,9 @@
 //! with master weights.
 use crate::common::*;
 use ckpt::{Checkpoint, GatherOptions, TensorRole, TensorSource as _, gather_weights};
-use contract::{job::*, preflight::Preflight};
 use device::{Dtype, Ops};
+use jobspec::*;
+use protocol::preflight::Preflight;
 use std::{collections::BTreeMap, path::Path};
 use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 
@@ -269,7 +270,7 @@ fn the_memory_plan_of_a_run_without_master_weights_has_none() {
             "run: {{workdir: {:?}}}\ncheckpoint: {{async: true}}\ntrain:\n  precision: bf16\n{train}  data: {{files: [corpus.txt], seq_len: 16}}\n  batch: {{global: 8, micro: 8}}\n",
             dir.path()
         );
-        let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
+        let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "test".into(), text }, &[]);
         let job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
         let report = worker::TrainPreflight.check_job(&job, world, 1);
         assert!(report.errors.is_empty(), "{:?}", report.errors);

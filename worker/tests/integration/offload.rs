@@ -1,7 +1,7 @@
 //! Tests of optimizer states in files (`train.zero.offload`): losses have the same bits as with
 //! states in memory, also after a resume, and the files are removed at the end.
 use crate::common::*;
-use contract::job::*;
+use jobspec::*;
 use std::path::Path;
 use worker::stages::ResolvedSpec;
 

@@ -6,7 +6,7 @@ use crate::common::{
     golden::{GoldenCase, compute_logits, read_json},
     llama, *,
 };
-use contract::job::{Precision, RecomputeMode, TrainSpec};
+use jobspec::{Precision, RecomputeMode, TrainSpec};
 use std::{collections::BTreeMap, path::Path};
 use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 

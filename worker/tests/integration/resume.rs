@@ -1,7 +1,7 @@
 //! Tests of resuming: a run that stopped on N workers resumes on M workers at any ZeRO stage with
 //! the same bits. Notices report the settings that differ from the checkpoint.
 use crate::common::*;
-use contract::job::*;
+use jobspec::*;
 use std::path::Path;
 use worker::checkpoint::{
     resume::{CheckpointDirs, resume_from_checkpoint},
@@ -162,7 +162,7 @@ fn a_checkpoint_of_another_model_or_optimizer_is_rejected() {
                 .err()
                 .unwrap()
         });
-        assert_eq!(errors[0].to_worker_exit(), contract::exit::WorkerExit::Checkpoint);
+        assert_eq!(errors[0].to_worker_exit(), protocol::exit::WorkerExit::Checkpoint);
         errors.into_iter().next().unwrap()
     };
     let mut wider = create_resume_spec(2);

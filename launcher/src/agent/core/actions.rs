@@ -1,11 +1,11 @@
 //! [`AgentInput`] and [`AgentAction`]: what the agent's state machine receives and requests.
-use contract::{
+use diagnostic::Diagnostic;
+use jobspec::ids::Rank;
+use protocol::{
     control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
     exit::WorkerExit,
     failure::GpuFault,
-    ids::Rank,
 };
-use diagnostic::Diagnostic;
 use std::rc::Rc;
 
 /// An event that the driver reports to the agent's state machine.

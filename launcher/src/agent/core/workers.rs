@@ -2,13 +2,13 @@
 //! workers.
 use super::{AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, WorkerState};
 use crate::agent::progress::WorkerProgress;
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::ids::Rank;
+use protocol::{
     control::{ExitStatus, FromAgent, FromWorker, PROTOCOL_VERSION, ToWorker, WorkerInit},
     exit::WorkerExit,
     failure::GpuFault,
-    ids::Rank,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::time::Duration;
 
 /// The number of SIGKILL on Linux.

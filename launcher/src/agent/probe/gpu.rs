@@ -1,7 +1,7 @@
 //! Inspects the NVIDIA GPUs and the NCCL library of this host for `launch check`. The libraries are
 //! loaded at run time, not linked.
 use super::nvml::{Nvml, SharedLibrary};
-use contract::probe::GpuReport;
+use protocol::probe::GpuReport;
 use std::{ffi::c_int, fs};
 
 /// The file name of NVML, the management library of the NVIDIA driver.

@@ -4,12 +4,12 @@ use crate::{
     discover::{self, local::discover_local},
     executable::hash_executable,
 };
-use contract::probe::{DirectoryInspection, HostInspection};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit},
     statvfs::statvfs,
 };
+use protocol::probe::{DirectoryInspection, HostInspection};
 use std::{
     collections::BTreeMap,
     fs, io,

@@ -1,7 +1,7 @@
 //! Queries GPUs through the management library of the NVIDIA driver (NVML), which is loaded at run
 //! time. The types and constants in this module have the values of the header nvml.h.
-use contract::probe::{GpuReport, GpuStatus};
 use diagnostic::{Diagnostic, codes::host};
+use protocol::probe::{GpuReport, GpuStatus};
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void},
     ptr,

@@ -10,8 +10,8 @@
 //!   `SLURM_NTASKS_PER_NODE` shows that tasks were requested.
 //! - A heterogeneous job also has all names with the suffix `_HET_GROUP_n`. Each group is a job,
 //!   and the names without the suffix describe the first group.
-use contract::hosts;
 use diagnostic::{Diagnostic, codes::slurm as codes};
+use jobspec::hosts;
 use std::collections::BTreeSet;
 
 /// The largest number of nodes of an allocation.

@@ -7,14 +7,11 @@ use crate::{
     },
     format::quote_shell_words,
 };
-use contract::{
-    JobSpec,
-    job::{HostSelection, SlurmSpec},
-};
 use diagnostic::{
     Diagnostic,
     codes::{command, job as job_codes},
 };
+use jobspec::{HostSelection, JobSpec, SlurmSpec};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -283,8 +280,8 @@ mod tests {
         let script_with_hosts = |hosts: &str| {
             let text = format!("run: {{command: [a]}}\ncluster: {{hosts: {hosts}}}\n");
             fs::write(&file, text).expect("written");
-            let source = contract::JobSource::File(file.clone());
-            let (job, ..) = contract::load_job(source, &[]).expect("a job");
+            let source = jobspec::JobSource::File(file.clone());
+            let (job, ..) = jobspec::load_job(source, &[]).expect("a job");
             build_batch_script(SubmitRequest { job, job_file: &file, set: &[], options: &[], print: true })
         };
         for hosts in ["[a, b]", "{file: hosts}"] {

@@ -2,8 +2,8 @@
 //! only agents that hold the key of the step's invitation.
 use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
-use contract::control::MAX_ADDRESSES;
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
+use protocol::control::MAX_ADDRESSES;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},

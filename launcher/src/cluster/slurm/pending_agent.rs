@@ -2,8 +2,8 @@
 //! and the slot that the agent's TCP connection fills.
 use super::{srun, step::SlurmStep};
 use crate::cluster::transport::RemoteConnection;
-use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::slurm};
+use protocol::control::ExitStatus;
 use std::{
     fmt,
     future::Future,

@@ -13,8 +13,8 @@ use crate::{
     cluster::transport::{AgentHandle, AgentOutput, AgentProcess, Transport},
     connection::handshake::{HandshakeKey, Invitation},
 };
-use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::slurm};
+use protocol::control::ExitStatus;
 use std::{
     collections::HashSet,
     io,

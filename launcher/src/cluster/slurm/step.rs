@@ -4,7 +4,7 @@ use super::{
     srun::{self, REMOVED_ENV_VARIABLES},
 };
 use crate::connection::handshake::Invitation;
-use contract::control::ExitStatus;
+use protocol::control::ExitStatus;
 use std::{
     collections::{HashSet, VecDeque},
     io::{self, Write as _},

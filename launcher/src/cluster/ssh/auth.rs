@@ -150,7 +150,7 @@ fn connect_ssh_agent(
     let socket = match &target.agent {
         Some(None) => return None,
         Some(Some(socket)) => Some(socket.clone()),
-        None => std::env::var_os(contract::env::SSH_AUTH_SOCK).filter(|s| !s.is_empty()).map(PathBuf::from),
+        None => std::env::var_os(jobspec::env::SSH_AUTH_SOCK).filter(|s| !s.is_empty()).map(PathBuf::from),
     }?;
     let mut agent = session.agent().ok()?;
     let connected = agent.set_identity_path(&socket).and_then(|()| agent.connect());

@@ -9,8 +9,8 @@ use super::{
     target::SshTarget,
 };
 use crate::cluster::transport::ConnectionStage;
-use contract::job::KnownHosts as KnownHostsPolicy;
 use diagnostic::{Diagnostic, codes::ssh};
+use jobspec::KnownHosts as KnownHostsPolicy;
 use nix::sys::socket::{setsockopt, sockopt};
 use ssh2::{ErrorCode, HashType, HostKeyType, MethodType, Session};
 use std::{

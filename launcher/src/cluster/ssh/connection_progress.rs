@@ -1,9 +1,9 @@
 //! [`ConnectionProgress`]: how far the connection to one host is and how it ended, shared by the
 //! connection's thread and the controller.
 use crate::cluster::transport::{ConnectionStage, RemoteConnection};
-use contract::control::ExitStatus;
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
+use protocol::control::ExitStatus;
 use std::{
     fmt,
     os::fd::{AsRawFd, OwnedFd},

@@ -1,11 +1,11 @@
 //! Relays the bytes of an SSH channel to local sockets, in both directions, on the thread that owns
 //! the session.
-use contract::control::ExitStatus;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::signal::Signal,
 };
+use protocol::control::ExitStatus;
 use ssh2::{BlockDirections, Channel, Session};
 use std::{
     io::{self, Read, Write},

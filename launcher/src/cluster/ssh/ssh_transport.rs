@@ -13,11 +13,12 @@ use super::{
     target::{SshTarget, TargetResolver},
 };
 use crate::cluster::transport::{AgentHandle, AgentProcess, Transport};
-use contract::{control::ExitStatus, hosts::HostAddress, job::SshSpec};
 use diagnostic::{
     Diagnostic,
     codes::{host, ssh},
 };
+use jobspec::{SshSpec, hosts::HostAddress};
+use protocol::control::ExitStatus;
 use std::{
     collections::HashMap,
     io,

@@ -4,11 +4,11 @@ use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
 };
-use contract::{
-    hosts::{HostAddress, parse_hosts},
-    job::{KnownHosts as KnownHostsPolicy, SshConfig, SshSpec},
-};
 use diagnostic::{Diagnostic, codes::ssh};
+use jobspec::{
+    KnownHosts as KnownHostsPolicy, SshConfig, SshSpec,
+    hosts::{HostAddress, parse_hosts},
+};
 use nix::unistd::{Uid, User};
 use std::{
     path::{Path, PathBuf},

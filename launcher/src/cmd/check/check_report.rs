@@ -1,6 +1,6 @@
 //! [`CheckReport`]: the results of all checks of one `launch check`.
-use contract::probe::HostInspection;
 use diagnostic::Code;
+use protocol::probe::HostInspection;
 use serde_json::{Map, Value};
 
 /// The results of all checks of one `launch check`.

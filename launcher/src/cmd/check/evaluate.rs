@@ -9,8 +9,9 @@ use crate::{
     cluster::{ClusterPreflight, ConnectionStage, HostTarget},
     format::format_binary_bytes,
 };
-use contract::{JobSpec, probe::HostInspection};
 use diagnostic::codes::{host as codes, training};
+use jobspec::JobSpec;
+use protocol::probe::HostInspection;
 use std::collections::BTreeSet;
 
 /// The largest clock skew without a warning, in seconds. With a larger skew, the times in the logs
@@ -293,11 +294,11 @@ mod tests {
         CheckLevel::{Fail, Skipped, Warn},
         *,
     };
-    use contract::probe::{DirectoryInspection, GpuStatus};
     use diagnostic::{
         Diagnostic,
         codes::{host, ssh},
     };
+    use protocol::probe::{DirectoryInspection, GpuStatus};
 
     /// Returns the inspection of a host for which all checks pass.
     fn make_inspection() -> HostInspection {
@@ -337,7 +338,7 @@ mod tests {
     /// level of each check of the second host that did not pass.
     fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
         let mut job = crate::testing::sample_job();
-        job.cluster.hosts = contract::job::HostSelection::List(vec!["n[1-2]".into()]);
+        job.cluster.hosts = jobspec::HostSelection::List(vec!["n[1-2]".into()]);
         let preflight = crate::cluster::find_cluster(&job).expect("named hosts").preflight();
         let mut second = make_probe_result(Some(make_inspection()));
         change(&mut second);

@@ -1,8 +1,8 @@
 //! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
 use super::check_report::CheckResult;
 use crate::format::format_binary_bytes;
-use contract::probe::{GpuReport, HostInspection, LibraryReport};
 use diagnostic::{Diagnostic, codes::host as codes};
+use protocol::probe::{GpuReport, HostInspection, LibraryReport};
 
 /// Checks number, driver, libraries, memory, health and links of a host's GPUs.
 ///

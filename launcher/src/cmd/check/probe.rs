@@ -5,11 +5,11 @@ use crate::{
     cluster::ConnectionStage,
     connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
 };
-use contract::{
+use diagnostic::{Diagnostic, codes};
+use protocol::{
     control::{FromAgent, PROTOCOL_VERSION, ToAgent},
     probe::{HostInspection, MAX_PEERS, PeerListener, ProbeAnswer, ProbeRequest},
 };
-use diagnostic::{Diagnostic, codes};
 use std::{
     net::SocketAddr,
     path::PathBuf,

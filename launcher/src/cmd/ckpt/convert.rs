@@ -13,9 +13,9 @@ use ckpt::{
     ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights, format_bytes,
 };
 use clap::{Args, ValueEnum};
-use contract::exit;
 use diagnostic::{Code, Diagnostic, codes::command};
 use globset::{Glob, GlobMatcher};
+use protocol::exit;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::PathBuf};
 

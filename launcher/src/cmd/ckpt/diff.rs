@@ -6,7 +6,7 @@ use super::{
 use crate::format::replace_all_control_characters;
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
 use clap::Args;
-use contract::exit;
+use protocol::exit;
 use serde_json::Value;
 use std::path::PathBuf;
 

@@ -6,7 +6,7 @@ use super::{
 use crate::{cmd::option_value::parse_size, format::replace_all_control_characters};
 use ckpt::{Dtype, GatherOptions, format_bytes};
 use clap::{Args, ValueEnum};
-use contract::exit;
+use protocol::exit;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 use super::{describe, open::open_checkpoint, output::print_result};
 use ckpt::OpenedCheckpoint;
 use clap::Args;
-use contract::exit;
+use protocol::exit;
 use std::path::PathBuf;
 
 /// Arguments of `launch ckpt inspect`.

@@ -4,7 +4,7 @@ use super::output::{log_line, print_result};
 use crate::format::replace_all_control_characters;
 use ckpt::RepairOptions;
 use clap::Args;
-use contract::exit;
+use protocol::exit;
 use serde_json::Value;
 use std::path::PathBuf;
 

@@ -5,14 +5,11 @@ use ckpt::rng_files::{
     prepare,
     reconcile::{ReconcileOptions, ReconcilePolicy},
 };
-use contract::{
-    env,
-    job::{JobSpec, ResumeFrom, RngPolicy},
-};
 use diagnostic::{
     Diagnostic,
     codes::{command, job as job_codes},
 };
+use jobspec::{JobSpec, ResumeFrom, RngPolicy, env};
 use std::path::{Path, PathBuf};
 
 /// The placeholder in `run.command` for the directory to resume from. If the program starts from

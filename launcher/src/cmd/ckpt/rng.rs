@@ -7,7 +7,7 @@ use ckpt::rng_files::{
     streams::StreamKind,
 };
 use clap::{Args, ValueEnum};
-use contract::exit;
+use protocol::exit;
 use serde_json::json;
 use std::path::PathBuf;
 

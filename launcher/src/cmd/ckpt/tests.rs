@@ -7,7 +7,7 @@ use super::{
     verify::{VerifyArgs, format_verify_report},
 };
 use ckpt::TensorRole;
-use contract::exit;
+use protocol::exit;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 

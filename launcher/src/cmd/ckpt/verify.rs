@@ -3,7 +3,7 @@ use super::output::{format_count, log_line, print_result};
 use crate::format::replace_all_control_characters;
 use ckpt::{VerifyReport, format_bytes};
 use clap::Args;
-use contract::exit;
+use protocol::exit;
 use serde_json::Value;
 use std::path::PathBuf;
 

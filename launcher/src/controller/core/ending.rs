@@ -8,12 +8,12 @@ use crate::{
     controller::policy::RestartDecision,
     worker_end::{PeerEnd, WorkerEnd},
 };
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use protocol::{
     control::{ExitStatus, ToAgent},
     event::{Event, FailureReport},
     exit,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::time::Duration;
 
 impl ControllerCore {

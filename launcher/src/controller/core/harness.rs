@@ -1,7 +1,7 @@
 //! [`CoreHarness`]: a controller core to which tests send the messages of simulated agents.
 use super::*;
-use contract::{control::PROTOCOL_VERSION, event::FailureReport};
 use diagnostic::codes;
+use protocol::{control::PROTOCOL_VERSION, event::FailureReport};
 
 /// Returns a duration of `n` milliseconds.
 pub(super) const fn millis(n: u64) -> Duration {

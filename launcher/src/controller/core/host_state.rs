@@ -1,5 +1,5 @@
 //! [`HostState`]: the state of a host and its agent, as far as the controller knows it.
-use contract::ids::Rank;
+use jobspec::ids::Rank;
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
 /// Index of a host in the job's list of hosts.

@@ -9,13 +9,13 @@ use crate::{
     format::format_count,
     leases::{AGENT_LEASE, HEARTBEAT_INTERVAL, HELLO_TIMEOUT, LOST_HOST_QUARANTINE, REMOTE_LEASE},
 };
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::ids::Rank;
+use protocol::{
     control::{HostInventory, PROTOCOL_VERSION, ToAgent},
     event::Event,
     exit,
-    ids::Rank,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::{cmp::Reverse, time::Duration};
 
 impl ControllerCore {

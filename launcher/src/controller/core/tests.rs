@@ -9,9 +9,9 @@ use crate::{
     leases::{AGENT_LEASE, HELLO_TIMEOUT},
     worker_end::WorkerEnd,
 };
-use contract::control::PROTOCOL_VERSION;
 use diagnostic::codes::run;
 use proptest::prelude::*;
+use protocol::control::PROTOCOL_VERSION;
 
 /// The exit status of a process that succeeded.
 const DONE: ExitStatus = ExitStatus::Code(0);

@@ -6,14 +6,14 @@ use super::{
 use crate::controller::root_cause::{
     WorkerProcessEnd, build_aborted_cause, build_worker_error_cause, to_launch_exit_code,
 };
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::ids::Rank;
+use protocol::{
     control::{ExitStatus, FromAgent},
     event::Event,
     exit::{self, WorkerExit},
     failure::GpuFault,
-    ids::Rank,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::{net::SocketAddr, time::Duration};
 
 /// The fields of [`FromAgent::Exited`]: how a worker's process ended.

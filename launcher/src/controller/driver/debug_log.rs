@@ -1,7 +1,7 @@
 //! Writes the inputs and actions of the controller's core to the debug log, without secrets.
 use crate::controller::core::{ControllerAction, ControllerInput};
-use contract::control::FromAgent;
 use debuglog::variant_name;
+use protocol::control::FromAgent;
 use tracing::{debug, info, trace, warn};
 
 /// Logs an input of the core.

@@ -11,12 +11,12 @@ use crate::{
     format::format_notice,
     plan::{self, Attempt},
 };
-use contract::{
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::env;
+use protocol::{
     control::{FromAgent, JobKey, ToAgent, WorkerAddresses, WorkerPeers},
-    env,
     event::Event,
 };
-use diagnostic::{Diagnostic, codes::run};
 use std::{collections::HashSet, path::PathBuf};
 
 impl ControllerDriver {

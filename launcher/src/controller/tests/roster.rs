@@ -4,7 +4,7 @@ use super::{
     sim::{InjectedFault, SimScenario, Simulation},
     simulated_runs::{TIME_LIMIT, build_quiet_scenario, check_invariants},
 };
-use contract::event::Event;
+use protocol::event::Event;
 use std::time::Duration;
 
 /// Simulates a scenario to its end. Panics if an invariant of [`check_invariants`] is violated.

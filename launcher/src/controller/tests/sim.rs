@@ -14,10 +14,10 @@ use super::super::{
     root_cause::AgentEnd,
 };
 use crate::agent::simulated::{AgentCore, AgentInput};
-use contract::{
+use jobspec::ids::Rank;
+use protocol::{
     control::{ExitStatus, FromAgent, HostInventory, HostPlan, ToAgent, WorkerPlan},
     event::Event,
-    ids::Rank,
 };
 use std::{
     cmp::Reverse,
@@ -483,7 +483,7 @@ impl Simulation {
             local_rank: rank % local,
             local_world: local,
             command: (!builtin).then(|| vec!["true".into()]),
-            env: vec![(contract::env::TORCHELASTIC_RESTART_COUNT.into(), restarts.to_string())],
+            env: vec![(jobspec::env::TORCHELASTIC_RESTART_COUNT.into(), restarts.to_string())],
             workdir: "/".into(),
             cpus: Vec::new(),
             threads: 1,

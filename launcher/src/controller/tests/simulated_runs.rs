@@ -3,7 +3,7 @@
 //!
 //! A failing seed is printed. `LAUNCH_SIM_SEED=N` simulates only that seed.
 use super::sim::{InjectedFault, SimRng, SimScenario, Simulation};
-use contract::{event::Event, failure::FailureReason};
+use protocol::{event::Event, failure::FailureReason};
 use std::time::Duration;
 
 /// The number of simulated seeds.

@@ -267,7 +267,7 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for name in ["override_linear_precision", "fp8_override_linear_precision"] {
         let Some(item) = part.take(name) else { continue };
         match &item.value {
-            contract::job::DocumentValue::List(three) if three.len() == 3 => {
+            jobspec::DocumentValue::List(three) if three.len() == 3 => {
                 for (end, item) in ends.iter().zip(three) {
                     draft.set_env(name, end, &value_text::format_python_str(item));
                 }

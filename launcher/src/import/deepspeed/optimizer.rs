@@ -3,7 +3,7 @@
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
 use super::unsupported_keys::AUTO;
 use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
-use contract::job::DocumentValue;
+use jobspec::DocumentValue;
 
 /// The learning rate that DeepSpeed uses if the configuration contains none.
 const DEFAULT_LEARNING_RATE: f64 = 1e-3;

@@ -1,7 +1,7 @@
 //! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration.
 use super::unsupported_keys::UNSUPPORTED_ZERO_KEYS;
 use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
-use contract::job::DocumentValue;
+use jobspec::DocumentValue;
 
 /// Converts the ZeRO stage, the offloading and the gathering of 16-bit weights. Sets stage 0 if the
 /// configuration has no section `zero_optimization`.
@@ -61,7 +61,7 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
         match (device.as_str(), optimizer, &directory) {
             ("none", ..) => {}
             ("nvme", true, Some(path)) => {
-                let yaml = format!("{{optimizer: {}}}", contract::job::quote_yaml(path));
+                let yaml = format!("{{optimizer: {}}}", jobspec::quote_yaml(path));
                 draft.set_imported(&inner.path("nvme_path"), OFFLOAD, yaml);
             }
             ("nvme", true, None) => draft.add_not_converted_note(&from, "`nvme_path` is missing", INSTEAD),

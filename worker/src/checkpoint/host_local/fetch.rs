@@ -246,7 +246,7 @@ impl HostLocalCheckpoint {
     /// the first failure of a collective, because no further collective is possible.
     fn record_fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
-        if e.to_worker_exit() != contract::exit::WorkerExit::Checkpoint {
+        if e.to_worker_exit() != protocol::exit::WorkerExit::Checkpoint {
             *self.collective_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
         }
         CkptError::FetchFailed { path: self.checkpoint.path().to_owned(), source }

@@ -3,7 +3,7 @@
 use super::weight_match::format_names;
 use crate::{optim::ParamGroup, params::ParamUnit, stages::UninitializedTrainer};
 use ckpt::{Dtype, RunFacts, TensorInfo, TensorRole};
-use contract::job::{Precision, ScheduleName};
+use jobspec::{Precision, ScheduleName};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{

@@ -19,11 +19,9 @@ use crate::{
     train::{loss_scale::LossScaleState, running_trainer::Cursor},
 };
 use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_lora_matrix};
-use contract::{
-    event::Event,
-    job::{JobSpec, RngPolicy},
-};
 use diagnostic::{Diagnostic, codes::training as codes};
+use jobspec::{JobSpec, RngPolicy};
+use protocol::event::Event;
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 

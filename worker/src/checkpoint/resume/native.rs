@@ -20,8 +20,8 @@ use crate::{
     train::{loss_scale::LossScaleState, running_trainer::Cursor},
 };
 use ckpt::{Checkpoint, RunFacts, TensorSource};
-use contract::{event::Event, exit::WorkerExit};
 use diagnostic::{Diagnostic, codes::training as codes};
+use protocol::{event::Event, exit::WorkerExit};
 use serde::Deserialize;
 use serde_json::Value;
 use std::{

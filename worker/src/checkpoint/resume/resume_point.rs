@@ -1,6 +1,7 @@
 //! [`ResumePoint`]: the checkpoint from which a run resumed.
 use crate::{error::Result, train::running_trainer::Cursor};
-use contract::{event::Event, job::RngPolicy};
+use jobspec::RngPolicy;
+use protocol::event::Event;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 

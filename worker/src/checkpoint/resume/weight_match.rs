@@ -8,8 +8,8 @@ use crate::{
     stages::UninitializedTrainer,
 };
 use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
-use contract::job::OptimizerSpec;
 use diagnostic::{Diagnostic, codes::training as codes};
+use jobspec::OptimizerSpec;
 use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 

@@ -11,7 +11,7 @@ use crate::{
     },
     params::ParamInit,
 };
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The config key of the dropout rate of attention probabilities.

@@ -17,7 +17,7 @@ use crate::{
     },
     params::{ParamInit, ParamSpec, ParamUnit},
 };
-use contract::job::ExpertsSpec;
+use jobspec::ExpertsSpec;
 use serde_json::{Map, Value};
 use std::ops::Range;
 

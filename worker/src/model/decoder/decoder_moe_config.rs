@@ -5,7 +5,7 @@ use crate::model::{
     hf_config::{HfConfigFields, invalid_value_error},
     moe::{ExpertShape, RouterLossCoefficients, select_router_loss_coefficients},
 };
-use contract::job::ExpertsSpec;
+use jobspec::ExpertsSpec;
 
 /// The largest number of experts that a layer may have.
 const EXPERTS_MAX: u32 = 1 << 16;

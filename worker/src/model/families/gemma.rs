@@ -13,7 +13,7 @@ use crate::model::{
     hf_config::{HfConfigFields, invalid_value_error},
     rotary_embedding::RopeConfig,
 };
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The norms of a layer of both families.

@@ -3,7 +3,7 @@ use crate::model::{
     family::{ConfigKeyNames, ModelFamily},
     gpt2::{DROPOUT_KEYS, build_gpt2_model},
 };
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The model family of `GPT2LMHeadModel` of transformers.

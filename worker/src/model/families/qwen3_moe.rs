@@ -9,7 +9,7 @@ use crate::model::{
     family::ModelFamily,
     hf_config::{HfConfigFields, invalid_value_error},
 };
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The model family of `Qwen3MoeForCausalLM` of transformers.

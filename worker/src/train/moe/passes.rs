@@ -20,8 +20,8 @@ use crate::{
     },
     zero::engine::ParamsGuard,
 };
-use contract::job::RecomputeMode;
 use device::Buf;
+use jobspec::RecomputeMode;
 
 impl Trainer {
     /// Returns the parameter unit of this rank's experts of layer `l`, or `None` if the layer is

@@ -3,7 +3,7 @@ use super::{
     golden::{GoldenCase, parse_golden_case, read_json},
     *,
 };
-use contract::job::ModelSpec;
+use jobspec::ModelSpec;
 use std::path::PathBuf;
 
 /// Reads the golden case `name` of the Llama family.

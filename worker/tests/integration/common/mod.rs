@@ -9,9 +9,10 @@ use comm::{
     Comm, local,
     tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpLimits},
 };
-use contract::{event::Event, job::*};
 use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
+use jobspec::*;
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use protocol::event::Event;
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     checkpoint::{
@@ -318,7 +319,7 @@ pub(crate) fn create_job_spec(train: &TrainSpec, dir: &Path, asynchronous: bool)
     let text = format!(
         "name: test\nrun: {{workdir: {dir:?}}}\ntrain: {{data: {{files: [none]}}}}\ncheckpoint: {{keep: 2, async: {asynchronous}, every: never}}\n"
     );
-    let loaded = contract::load_job(contract::JobSource::Text { name: "test".into(), text }, &[]);
+    let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "test".into(), text }, &[]);
     let mut job = loaded.unwrap_or_else(|problems| panic!("{problems:?}")).0;
     (job.checkpoint.parity, job.checkpoint.gather_16bit_weights_on_model_save) = (asynchronous, false);
     job.resume = ResumeSpec { from: ResumeFrom::Auto, rng: RngPolicy::Reconcile };

@@ -5,8 +5,8 @@ use comm::{
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
 };
-use contract::job::*;
 use device::{Cpu, Cuda, Ops, cuda::LibrarySearchPaths};
+use jobspec::*;
 use std::{
     path::Path,
     sync::{

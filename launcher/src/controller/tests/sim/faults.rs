@@ -1,6 +1,7 @@
 //! [`InjectedFault`]: the faults that the simulator injects into a job.
 use super::{ControllerInput, HostIndex, HostSetup, SimEvent, SimHost, Simulation, StopRequest};
-use contract::{control::ExitStatus, ids::Rank};
+use jobspec::ids::Rank;
+use protocol::control::ExitStatus;
 use std::time::Duration;
 
 /// A fault that the simulator injects.

@@ -2,11 +2,9 @@
 //! supervise.
 use super::{HostIndex, SimEvent, Simulation};
 use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, GroupSignal};
-use contract::{
-    control::{ExitStatus, HostPlan},
-    ids::Rank,
-};
 use diagnostic::{Diagnostic, codes::run};
+use jobspec::ids::Rank;
+use protocol::control::{ExitStatus, HostPlan};
 use std::{
     collections::{BTreeMap, VecDeque},
     time::Duration,
@@ -100,7 +98,7 @@ impl Simulation {
             }
             AgentAction::Spawn(index) => self.spawn_worker(host, number, index)?,
             AgentAction::SendToWorker(rank, message) => {
-                use contract::control::ToWorker;
+                use protocol::control::ToWorker;
                 let status = match message {
                     ToWorker::Abort { .. } => Some(76),
                     ToWorker::Stop => Some(75),
@@ -169,7 +167,7 @@ impl Simulation {
         self.schedule_event(done, SimEvent::WorkerEnds { host, attempt, rank, status: ExitStatus::Code(0) });
         if self.scenario.builtin {
             let hello =
-                contract::control::FromWorker::Hello { version: contract::control::PROTOCOL_VERSION, pid };
+                protocol::control::FromWorker::Hello { version: protocol::control::PROTOCOL_VERSION, pid };
             let at = now + self.rng.pick_delay(1, 50);
             self.schedule_event(
                 at,
@@ -177,8 +175,8 @@ impl Simulation {
             );
             // The worker reports progress as rarely as its lease allows.
             for after in (10..).step_by(10).map(Duration::from_secs).take_while(|after| now + *after < done) {
-                let phase = contract::event::WorkerPhase::Training;
-                let message = contract::control::FromWorker::Progress { phase, step: after.as_secs() };
+                let phase = protocol::event::WorkerPhase::Training;
+                let message = protocol::control::FromWorker::Progress { phase, step: after.as_secs() };
                 self.schedule_event(
                     now + after,
                     SimEvent::Feed(host, number, AgentInput::Worker { rank, message }),

@@ -1,10 +1,10 @@
 //! Tests the JSON form of events in both schemas, and checks that docs/events.md documents it.
-use contract::{
+use diagnostic::{Diagnostic, Location, codes};
+use jobspec::ReloadValues;
+use protocol::{
     event::{Event, EventSchema, FailureReport, TimedEvent},
     failure::{FailureReason, GpuFault},
-    job::ReloadValues,
 };
-use diagnostic::{Diagnostic, Location, codes};
 use serde_json::{Map, Value};
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -70,11 +70,11 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
 }
 
 fn reload_values() -> ReloadValues {
-    let source = contract::JobSource::Text {
+    let source = jobspec::JobSource::Text {
         name: "job.yaml".into(),
         text: "train: {data: {files: [a]}, steps: 10}".into(),
     };
-    ReloadValues::from_job(&contract::load_job(source, &[]).expect("a job").0)
+    ReloadValues::from_job(&jobspec::load_job(source, &[]).expect("a job").0)
 }
 
 /// Returns an example of every event.

@@ -1,0 +1,12 @@
+//! Crate `protocol`: the data that controller, agents and workers exchange.
+//!
+//! The crate contains the control messages and the events. All types are plain data that can be
+//! printed, compared and serialized. The job itself is in crate `jobspec`.
+pub mod control;
+pub mod event;
+pub mod exit;
+pub mod failure;
+pub mod frame;
+pub mod hardware;
+pub mod preflight;
+pub mod probe;
