@@ -5,7 +5,7 @@
 mod attention_graph;
 mod backend_selection;
 mod descriptor;
-mod execution_plan;
+pub(super) mod execution_plan;
 mod library;
 mod operation_graph;
 
@@ -17,7 +17,6 @@ pub use attention_graph::estimate_cudnn_workspace_bytes;
 pub(super) use attention_graph::{AttentionOperands, AttentionPass};
 pub use backend_selection::AttentionBackend;
 pub(super) use backend_selection::CudnnAttention;
-pub(super) use execution_plan::PreparedPlan;
 use library::Cudnn;
 use std::path::PathBuf;
 

@@ -5,7 +5,7 @@
 //! exchanged.
 mod algorithm_search;
 mod descriptors;
-mod prepared;
+pub(super) mod prepared;
 mod request;
 
 use super::bindings::{Algorithm, CublasLtApi, Heuristic, MAX_WORKSPACE, MIN_ALIGNMENT, NOT_SUPPORTED};
@@ -15,8 +15,7 @@ use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
 use algorithm_search::AlgorithmSearch;
 use descriptors::{AlgorithmPreference, MatmulDescriptor, check_status};
-pub(super) use prepared::PreparedMatmul;
-use prepared::{LtHandle, MatmulPlan};
+use prepared::{LtHandle, MatmulPlan, PreparedMatmul};
 use request::Key;
 pub(super) use request::{InputFormat, Matmul, MatrixRef};
 use std::{

@@ -2,10 +2,10 @@
 //! cuDNN plans, fills and copies.
 use super::super::bindings::{Address, KernelNode};
 use super::super::context::GpuContext;
-use super::super::cudnn::PreparedPlan;
+use super::super::cudnn::execution_plan::PreparedPlan;
 use super::super::error::Result;
 use super::super::launch::{KernelArg, KernelFunction, LaunchConfig};
-use super::super::matmul::PreparedMatmul;
+use super::super::matmul::prepared::PreparedMatmul;
 use std::{
     ffi::{CStr, c_void},
     ops::Range,
