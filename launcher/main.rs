@@ -1,14 +1,16 @@
-//! The executable `launch`. Depending on its first argument, it runs as a worker or as the
-//! launcher.
+//! The executable `launch`. Depending on its first argument, it runs as a worker, as the sandbox
+//! process of a worker, or as the launcher.
 use std::process::ExitCode;
 use worker::{GpuCheckOptions, GpuCheckTask};
 
-/// Runs the role that the first argument names: `worker`, or else the launcher. Returns the exit
-/// code of the role.
+/// Runs the role that the first argument names: `worker`, `sandbox`, or else the launcher. Returns
+/// the exit code of the role.
 fn main() -> ExitCode {
-    // Crate `launcher` does not depend on crate `worker`, so the worker's role is dispatched here.
+    // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
+    // here.
     let code = match std::env::args_os().nth(1) {
         Some(role) if role == "worker" => worker::main(),
+        Some(role) if role == worker::SANDBOX_ROLE => worker::run_sandbox(),
         _ => launcher::main(std::env::args_os(), &worker::TrainPreflight, |args| {
             worker::run_gpu_check(to_gpu_check_options(args))
         }),

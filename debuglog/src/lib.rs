@@ -36,8 +36,8 @@ pub fn start(filter: &Filter, print: Option<PrintLine>) {
     _ = tracing::subscriber::set_global_default(subscriber);
 }
 
-/// Opens the file of the debug log, to which this process appends, and writes the collected lines.
-/// Starts the thread that writes the file. Does nothing without [`start`], or if a file is open.
+/// Opens the file of the debug log for appending, and writes the collected lines. Starts the thread
+/// that writes the file. Does nothing without [`start`], or if a file is open.
 ///
 /// # Errors
 /// Fails if the directory or the file cannot be created, or if the thread cannot be started.
@@ -48,8 +48,8 @@ pub fn open_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the directives of the filter with which the log was started, for processes that this
-/// process starts. Returns those of [`DEFAULT_FILTER`] without [`start`].
+/// Returns the filter of the log as directives, which this process passes to the processes that it
+/// starts. Returns those of [`DEFAULT_FILTER`] without [`start`].
 pub fn directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }

@@ -3,6 +3,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
     mem,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard,
@@ -117,6 +118,9 @@ fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: 
     }
 }
 
+/// Permissions of a new file. Only the user can read it.
+const FILE_MODE: u32 = 0o600;
+
 /// A log file whose size is limited.
 struct CappedFile {
     path: PathBuf,
@@ -131,7 +135,7 @@ impl CappedFile {
         if let Some(directory) = path.parent() {
             fs::create_dir_all(directory)?;
         }
-        let file = OpenOptions::new().append(true).create(true).open(path)?;
+        let file = OpenOptions::new().append(true).create(true).mode(FILE_MODE).open(path)?;
         let bytes = file.metadata()?.len();
         Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
     }

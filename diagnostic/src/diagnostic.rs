@@ -121,7 +121,7 @@ impl Diagnostic {
         self.with_help(help)
     }
 
-    /// Adds the messages of `error`, which caused this diagnostic, and of all its sources,
+    /// Adds the messages of `error`, the cause of this diagnostic, and of all sources of `error`,
     /// outermost first.
     pub fn with_cause(mut self, error: &dyn Error) -> Self {
         let mut next = Some(error);

@@ -3,6 +3,7 @@
 use crate::{
     diagnostic::{Diagnostic, Severity},
     location::Location,
+    terminal_text::{filter_line, filter_text},
 };
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use std::fmt::Write;
@@ -17,8 +18,8 @@ const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 /// Renders a diagnostic and its details as text that ends with a line break.
 ///
 /// The details come first, followed by `diagnostic` itself. If there is exactly one detail, the
-/// message of `diagnostic` is left out, and only its causes and help are shown. Control characters
-/// are replaced by `·`.
+/// message of `diagnostic` is left out, and only its causes and help are shown. Unprintable
+/// characters are replaced.
 pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     let details = diagnostic.details();
     let mut text = render_all(details, color);
@@ -67,7 +68,7 @@ fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
         Severity::Note => ("note", "\x1b[1;32m"),
     };
     let (style, reset) = if color { (style, "\x1b[0m") } else { ("", "") };
-    let (code, message) = (diagnostic.code().name(), replace_control_characters(diagnostic.message()));
+    let (code, message) = (diagnostic.code().name(), filter_text(diagnostic.message()));
     let mut text = format!("{style}{name}[{code}]{reset}: {message}\n");
     append_notes(&mut text, diagnostic);
     text
@@ -76,17 +77,11 @@ fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
 /// Appends the causes and the help of a diagnostic to `text`, one per line.
 fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
     for cause in diagnostic.causes() {
-        _ = writeln!(text, "  caused by: {}", replace_control_characters(cause));
+        _ = writeln!(text, "  caused by: {}", filter_text(cause));
     }
     for help in diagnostic.help() {
-        _ = writeln!(text, "  help: {}", replace_control_characters(help));
+        _ = writeln!(text, "  help: {}", filter_text(help));
     }
-}
-
-/// Replaces control characters other than line breaks by `·`, so that a message cannot control the
-/// terminal.
-fn replace_control_characters(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\n' { '·' } else { c }).collect()
 }
 
 /// Renders a diagnostic with the source line that its location points at. The line is left out if
@@ -98,8 +93,9 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
         Severity::Warning => Level::WARNING,
         Severity::Note => Level::NOTE,
     };
-    let title = level.primary_title(diagnostic.message()).id(diagnostic.code().name());
-    let mut group = match location {
+    let title = level.primary_title(filter_text(diagnostic.message())).id(diagnostic.code().name());
+    let location = filter_location(location);
+    let mut group = match &location {
         Location::File { file } => title.element(Origin::path(file)),
         Location::Argument { text } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
             title.element(Origin::path("the command line"))
@@ -132,12 +128,30 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
         }
     };
     for cause in diagnostic.causes() {
-        group = group.element(Level::NOTE.message(format!("caused by: {cause}")));
+        group = group.element(Level::NOTE.message(filter_text(&format!("caused by: {cause}"))));
     }
     for help in diagnostic.help() {
-        group = group.element(Level::HELP.message(help));
+        group = group.element(Level::HELP.message(filter_text(help)));
     }
     format!("{}\n", renderer.render(&[group]))
+}
+
+/// Replaces unprintable characters in the texts of a location. The columns stay the same.
+fn filter_location(location: &Location) -> Location {
+    match location {
+        Location::File { file } => Location::File { file: filter_line(file) },
+        Location::Line { file, line, column, width, text } => Location::Line {
+            file: filter_line(file),
+            line: *line,
+            column: *column,
+            width: *width,
+            text: filter_text(text),
+        },
+        Location::Override { column, width, text } => {
+            Location::Override { column: *column, width: *width, text: filter_text(text) }
+        }
+        Location::Argument { text } => Location::Argument { text: filter_text(text) },
+    }
 }
 
 /// Returns the byte range in `text` of the `width` characters that begin at character `column`,

@@ -59,7 +59,7 @@ fn the_json_form_has_code_fields_and_details() {
 #[test]
 fn control_characters_do_not_reach_the_terminal() {
     let diagnostic = Diagnostic::error(codes::run::INTERNAL, "a\x1b[2Jb");
-    assert_eq!(render(&diagnostic, false), "error[internal]: a·[2Jb\n");
+    assert_eq!(render(&diagnostic, false), "error[internal]: a\u{fffd}[2Jb\n");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! state machine. Only module `process` starts processes, and only module `descendants` searches
 //! for processes that workers left.
 mod activity;
+mod attach_socket;
 mod connect_back;
 mod core;
 mod debug_log;
@@ -12,12 +13,15 @@ mod driver;
 mod error_file;
 mod gpu_faults;
 mod kernel_log;
+mod log_thread;
 pub(crate) mod log_times;
 mod oom;
 mod output;
 mod probe;
 mod process;
 mod progress;
+mod rank_log;
+mod relay;
 mod stacks;
 mod startup;
 mod watchdog;

@@ -24,15 +24,15 @@ use std::ffi::{OsStr, OsString};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: LaunchCommand,
-    /// Print events, results and errors as JSON on stdout; `gpu-check`, `logs` and `stop` print
-    /// only errors as JSON
+    /// Print events, results and errors as JSON on stdout; `logs`, `stop`, `gpu-check`,
+    /// `completions` and `man` print only errors as JSON
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// Print the debug log on stderr: -v decisions, -vv also messages between processes, -vvv
-    /// everything; LAUNCH_LOG selects more precisely
+    /// Print the debug log on stderr: decisions with -v, also messages between processes with -vv,
+    /// everything with -vvv; LAUNCH_LOG selects levels by target
     #[arg(long, short, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
-    /// Version of the JSON form of events: 2, or 1 for that of earlier releases [default: 2]
+    /// Schema of events with --json: 2, or the deprecated 1 of earlier releases [default: 2]
     #[arg(long, global = true, value_name = "VERSION")]
     pub(crate) json_schema: Option<EventSchema>,
 }

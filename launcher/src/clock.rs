@@ -43,6 +43,11 @@ pub(crate) fn read_unix_time_ms() -> u64 {
     since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 
+/// Reads the system clock and returns the time in seconds since 1970.
+pub(crate) fn read_unix_time() -> f64 {
+    read_unix_time_ms() as f64 / 1000.0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

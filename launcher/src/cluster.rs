@@ -11,7 +11,7 @@ mod slurm;
 mod ssh;
 mod transport;
 
-pub(crate) use batch_job::{BatchJob, Submission, SubmitRequest};
+pub(crate) use batch_job::{BatchJob, Preemption, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
 pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
@@ -24,7 +24,8 @@ use diagnostic::{Diagnostic, codes::run};
 use jobspec::JobSpec;
 use std::time::Duration;
 
-/// The providers, in the order in which a job is offered to them. The last one accepts every job.
+/// The providers, in the order in which launch offers a job to them. The last one accepts every
+/// job.
 static PROVIDERS: &[&dyn Cluster] = &[&ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
 /// Finds the provider of the hosts of a job.
@@ -50,7 +51,8 @@ pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJo
     found.into_iter().nth(first).transpose()
 }
 
-/// Submits a job to the provider whose queue the subcommand `command` of launch names.
+/// Submits a job to the queue of the provider that implements the subcommand `command` of launch,
+/// such as `sbatch`.
 pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
     match PROVIDERS.iter().find(|provider| provider.submit_command() == Some(command)) {
         Some(provider) => provider.submit(request),
@@ -58,17 +60,33 @@ pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Su
     }
 }
 
-/// Returns the name by which the controller knows this host: the name of the provider that started
-/// this process, or the host name.
+/// Returns the name by which the controller knows this host. This is the name that a provider gives
+/// the host or, if no provider has one, the host name of the machine.
 pub(crate) fn read_host_name() -> String {
     let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
-    names.unwrap_or_else(crate::discover::read_host_name)
+    names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Returns the delay with which the agent in this process reports that a worker died of SIGKILL.
-/// See [`Cluster::kill_report_delay`].
+/// Finds the preemption of the batch job in which launch runs. See [`Cluster::find_preemption`].
+pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
+    PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
+}
+
+/// Returns whether SIGTERM of this process means that the batch system is about to end the job.
+pub(crate) fn sends_termination() -> bool {
+    PROVIDERS.iter().any(|provider| provider.sends_termination())
+}
+
+/// Returns the delay with which the agent in this process reports that a worker died of SIGKILL or
+/// SIGTERM. See [`Cluster::kill_report_delay`].
 pub(crate) fn find_kill_report_delay() -> Duration {
     PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
+}
+
+/// Returns the names of the variables of this process's environment that the workers of a job must
+/// not see. See [`Cluster::hidden_variables`].
+pub(crate) fn list_hidden_variables(job: &JobSpec) -> Vec<String> {
+    PROVIDERS.iter().flat_map(|provider| provider.hidden_variables(job)).collect()
 }
 
 #[cfg(test)]

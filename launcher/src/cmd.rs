@@ -1,5 +1,6 @@
 //! The commands of `launch`, one module each.
 pub(crate) mod agent;
+pub(crate) mod attach;
 pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod completions;
@@ -29,9 +30,9 @@ use context::CommandContext;
 pub(crate) enum LaunchCommand {
     /// Run a job (the default command)
     Run(run::RunArgs),
-    /// Show the ranks, environment and memory of a job without running it
+    /// Show the ranks, environment and memory of a job without starting anything
     Plan(prepare::JobArgs),
-    /// Check every host of a job: connection, GPUs, storage, ports
+    /// Check every host of a job: connection, GPUs, storage, ports, clocks
     Check(prepare::JobArgs),
     /// Show active and past runs
     Ps(ps::PsArgs),
@@ -41,6 +42,8 @@ pub(crate) enum LaunchCommand {
     Events(events::EventsArgs),
     /// Save and stop a run, or kill it
     Stop(stop::StopArgs),
+    /// Continue a run whose controller was lost
+    Attach(attach::AttachArgs),
     /// Inspect, verify, convert and repair checkpoints
     Ckpt(ckpt::CkptArgs),
     /// Submit a job to Slurm
@@ -78,6 +81,7 @@ impl LaunchCommand {
             LaunchCommand::Logs(args) => logs::run(args, context),
             LaunchCommand::Events(args) => events::run(args, context),
             LaunchCommand::Stop(args) => stop::run(args, context),
+            LaunchCommand::Attach(args) => attach::run(args, context),
             LaunchCommand::Ckpt(args) => ckpt::run(args, context),
             LaunchCommand::Sbatch(args) => sbatch::run(args, context),
             LaunchCommand::Import(args) => import::run(args, context),

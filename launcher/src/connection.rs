@@ -7,5 +7,5 @@ mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;
 
-pub(crate) use frame::{FrameError, encode_frame};
+pub(crate) use frame::{FrameError, encode_frame, read_frame};
 pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};

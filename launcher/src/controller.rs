@@ -4,6 +4,9 @@
 //! `core` makes the decisions without I/O. `driver` executes them: it starts agents through a
 //! transport, exchanges messages with them over control connections, and reports events to the
 //! journal and to the user. `preparation` holds what an attempt needs before its workers start.
+mod control_file;
+mod controller_events;
+mod controller_identity;
 mod core;
 mod driver;
 mod file_watch;
@@ -13,6 +16,7 @@ mod journal;
 mod peer_exchange;
 mod policy;
 mod preparation;
+mod report_id;
 mod requeue;
 mod root_cause;
 mod run_request;
@@ -20,10 +24,12 @@ mod signals;
 mod streamed_logs;
 mod tensorboard;
 
-pub(crate) use driver::run_job;
+pub(crate) use control_file::{ControlFile, read_stored_job};
+pub(crate) use driver::{attach_to_run, run_job};
 pub(crate) use hostfile::FilteredHostfile;
 pub(crate) use job_file::JobFile;
-pub(crate) use run_request::{RunOptions, RunRequest};
+pub(crate) use journal::JournalSummary;
+pub(crate) use run_request::{AttachOptions, ResumePreparer, RunOptions, RunRequest};
 
 #[cfg(test)]
 mod tests {
@@ -31,4 +37,5 @@ mod tests {
     mod roster;
     mod sim;
     mod simulated_runs;
+    mod takeovers;
 }

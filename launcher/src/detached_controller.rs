@@ -2,13 +2,14 @@
 //! separate session, with its output in a file.
 use nix::{
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
     unistd::{pipe2, setsid},
 };
 use protocol::control::ExitStatus;
 use std::{
     ffi::OsString,
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Read, Seek, Write},
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
         unix::process::CommandExt,
@@ -30,10 +31,11 @@ pub(crate) enum DetachedStart {
 /// controller has ended.
 ///
 /// The function `args` returns the arguments of the controller. Its parameter is the number of the
-/// file descriptor from which the controller creates its [`StartNotifier`]. Standard output and
-/// standard error of the controller go to `console`.
+/// file descriptor from which the controller creates its [`StartNotifier`]. The controller reads
+/// `input` from standard input. Its standard output and standard error go to `console`.
 pub(crate) fn start_detached_controller(
     args: impl Fn(RawFd) -> Vec<OsString>,
+    input: &[u8],
     console: File,
 ) -> io::Result<DetachedStart> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
@@ -42,7 +44,7 @@ pub(crate) fn start_detached_controller(
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").args(args(fd));
     let errors = console.try_clone()?;
-    command.stdin(Stdio::null()).stdout(console).stderr(errors);
+    command.stdin(create_input(input)?).stdout(console).stderr(errors);
     // SAFETY: the closure only makes system calls that are allowed between fork and exec.
     unsafe {
         command.pre_exec(move || {
@@ -63,6 +65,17 @@ pub(crate) fn start_detached_controller(
         return Ok(DetachedStart::Ended(crate::processes::decode_wait_status(status)));
     }
     Ok(DetachedStart::Started(child.id()))
+}
+
+/// Creates the standard input of a controller: a file in memory with this content.
+fn create_input(content: &[u8]) -> io::Result<Stdio> {
+    if content.is_empty() {
+        return Ok(Stdio::null());
+    }
+    let mut file = File::from(memfd_create(c"input", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(content)?;
+    file.rewind()?;
+    Ok(file.into())
 }
 
 /// Notifies the process that started a detached controller that all workers of the job run. The

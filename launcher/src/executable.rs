@@ -1,5 +1,5 @@
-//! Computes the content hash of the running executable, by which a host's cached copy of the
-//! executable is identified.
+//! Computes the content hash of the running executable. The hash identifies the copy of the
+//! executable in a host's cache.
 use std::{
     fs::File,
     io::{self, Read, Write},

@@ -19,11 +19,6 @@ pub(crate) fn format_number(x: f64) -> String {
     }
 }
 
-/// Formats a count with the noun in singular (`one`) or plural (`many`): `1 host`, `3 hosts`.
-pub(crate) fn format_count(n: u64, one: &str, many: &str) -> String {
-    format!("{n} {}", if n == 1 { one } else { many })
-}
-
 /// Formats the first of several errors and the number of the others: `line 3: … (and 2 more)`.
 pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     let first = errors.first().map_or_else(String::new, ToString::to_string);
@@ -33,7 +28,7 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a warning or note as one line, with its location or the key that it concerns.
+/// Formats a warning or note as one line, with its location or its subject.
 pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     let severity = match notice.severity() {
         Severity::Error => "error",
@@ -47,41 +42,33 @@ pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     }
 }
 
-/// Formats a size in bytes with a binary unit: `512 B`, `1.5 MiB`.
-pub(crate) fn format_binary_bytes(n: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let step = (n.max(1).ilog2() / 10) as usize;
-    match step {
-        0 => format!("{n} B"),
-        _ => format!("{:.1} {}", n as f64 / 1024f64.powi(step as i32), units[step]),
-    }
-}
-
-/// Formats a duration in seconds or, from 10 s on, in clock notation: `0.4 s`, `12:34`, `1:02:03`.
-pub(crate) fn format_duration(seconds: f64) -> String {
-    if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
-}
-
-/// Formats a duration in seconds in clock notation: `0:07`, `12:34`, `1:02:03`.
-pub(crate) fn format_clock(seconds: f64) -> String {
-    let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
-    match s / 3600 {
-        0 => format!("{}:{:02}", s / 60, s % 60),
-        hours => format!("{hours}:{:02}:{:02}", s / 60 % 60, s % 60),
-    }
-}
-
 /// Formats a list of ranks as ranges: `0, 2-5, 9`. The ranks must be in ascending order.
 pub(crate) fn format_ranks(sorted: &[Rank]) -> String {
-    let mut ranges: Vec<(Rank, Rank)> = Vec::new();
-    for &rank in sorted {
+    format_ranges(sorted, ", ")
+}
+
+/// Formats a list of numbers as ranges with a separator between them. The numbers must be in
+/// ascending order.
+pub(crate) fn format_ranges(sorted: &[u32], separator: &str) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &number in sorted {
         match ranges.last_mut() {
-            Some((_, end)) if *end + 1 == rank => *end = rank,
-            _ => ranges.push((rank, rank)),
+            Some((_, end)) if *end + 1 == number => *end = number,
+            _ => ranges.push((number, number)),
         }
     }
-    let range = |(a, b): &(Rank, Rank)| if a == b { a.to_string() } else { format!("{a}-{b}") };
-    ranges.iter().map(range).collect::<Vec<_>>().join(", ")
+    let range = |(a, b): &(u32, u32)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    ranges.iter().map(range).collect::<Vec<_>>().join(separator)
+}
+
+/// Formats rows as a table with aligned columns, which are two spaces apart.
+pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let padded = |(cell, width): (&String, &usize)| format!("{cell:<width$}");
+    let line = |row: &Vec<String>| row.iter().zip(&widths).map(padded).collect::<Vec<_>>().join("  ");
+    rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
 }
 
 /// The largest number of hosts whose names are all listed by [`format_hosts`].
@@ -162,35 +149,6 @@ pub(crate) fn quote_shell_words(words: &[String]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// Replaces control characters by `·`, so that a text cannot move the cursor or set the window
-/// title of a terminal. Keeps color sequences and tabs.
-pub(crate) fn replace_control_characters(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find(|c: char| c.is_control() && c != '\t') {
-        out.push_str(&rest[..at]);
-        rest = &rest[at..];
-        let color = rest.strip_prefix("\x1b[").and_then(|body| {
-            let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
-            body[end..].starts_with('m').then_some(2 + end + 1)
-        });
-        match color {
-            Some(length) => out.push_str(&rest[..length]),
-            None => out.push('·'),
-        }
-        let skip = color.unwrap_or_else(|| rest.chars().next().map_or(1, char::len_utf8));
-        rest = &rest[skip..];
-    }
-    out.push_str(rest);
-    out
-}
-
-/// Replaces all control characters by U+FFFD, also line breaks, tabs and color sequences. So a text
-/// from a checkpoint or another host stays on one line and cannot control the terminal.
-pub(crate) fn replace_all_control_characters(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -218,15 +176,6 @@ mod tests {
         for (x, expected) in cases {
             assert_eq!(format_number(x), expected, "{x}");
         }
-        assert_eq!(format_binary_bytes(0), "0 B");
-        assert_eq!(format_binary_bytes(1023), "1023 B");
-        assert_eq!(format_binary_bytes(1536), "1.5 KiB");
-        assert_eq!(format_binary_bytes(u64::MAX), "16.0 EiB");
-        assert_eq!((format_duration(0.04), format_duration(75.0)), ("0.0 s".into(), "1:15".into()));
-        assert_eq!(
-            (format_clock(7.4), format_clock(3723.0), format_clock(f64::NAN)),
-            ("0:07".into(), "1:02:03".into(), "0:00".into())
-        );
     }
 
     #[test]
@@ -238,14 +187,5 @@ mod tests {
         phases.insert(3, WorkerPhase::Saving);
         phases.insert(4, WorkerPhase::Saving);
         assert_eq!(format_phases(&phases), "training; ranks 3-4 saving a checkpoint");
-    }
-
-    #[test]
-    fn colors_stay_and_other_control_sequences_are_replaced() {
-        assert_eq!(replace_control_characters("a\tb"), "a\tb");
-        assert_eq!(replace_control_characters("\x1b[1;31mred\x1b[0m"), "\x1b[1;31mred\x1b[0m");
-        assert_eq!(replace_control_characters("\x1b[2Jx\x07"), "·[2Jx·");
-        assert_eq!(replace_control_characters("\x1b]0;title\x07\x1b["), "·]0;title··[");
-        assert_eq!(replace_control_characters("é\u{9b}31m"), "é·31m");
     }
 }

@@ -6,18 +6,12 @@ pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The time limit from starting an agent to its hello, its first message. The limit covers the
 /// connection, the login and, where necessary, copying the executable.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(60);
+/// The time limit for an agent to obey a controller that takes over a run. The limit covers the
+/// connection and the login.
+pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.
 pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
-/// How long an agent on another host may be silent before the controller counts it as lost. The
-/// lease is short because networks fail silently.
-pub(crate) const REMOTE_LEASE: Duration = Duration::from_secs(5);
-/// The time without a message of the controller after which the agent kills its workers. Applies
-/// only after the first heartbeat of the controller.
-///
-/// A controller on the agent's machine sends no heartbeats, because the agent notices the end of
-/// such a controller by the end of the control connection.
-pub(crate) const CONTROLLER_LEASE: Duration = Duration::from_secs(5);
-/// How long a lost remote host is not used again. If the agent of the host is still alive, it
-/// notices within this time that the controller is silent, and ends its workers.
-pub(crate) const LOST_HOST_QUARANTINE: Duration = Duration::from_secs(CONTROLLER_LEASE.as_secs() + 7);
+/// How long a lost remote host is not used again, because the host is probably still down. An agent
+/// that is still alive there is evicted by the next one.
+pub(crate) const LOST_HOST_QUARANTINE: Duration = Duration::from_secs(12);

@@ -4,6 +4,7 @@
 //! `worker` to [`main`]: a [`Preflight`], which checks the `train` section of a job, and the
 //! implementation of `launch gpu-check`.
 pub mod agent;
+mod background_thread;
 mod change_watcher;
 mod cli;
 mod clock;
@@ -19,6 +20,8 @@ mod import;
 mod leases;
 mod line_follower;
 pub mod plan;
+mod private_files;
+mod process_arguments;
 mod processes;
 mod rendezvous;
 mod report;
@@ -39,7 +42,7 @@ use cmd::{
 };
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes::command};
-use jobspec::env;
+use jobspec::{env, hide_secret_values};
 use protocol::{event::EventSchema, preflight::Preflight};
 use report::command_output;
 use std::ffi::OsString;
@@ -47,14 +50,16 @@ use std::ffi::OsString;
 /// Parses and runs the command line of `launch`. Returns the exit code for the process.
 ///
 /// The first element of `args` is the name of the program. `preflight` checks the `train` section
-/// of a job, and `run_gpu_check` implements `launch gpu-check`.
+/// of a job, and `run_gpu_check` implements `launch gpu-check`. No other thread may run.
 pub fn main(
     args: impl Iterator<Item = OsString>,
     preflight: &'static dyn Preflight,
     run_gpu_check: RunGpuCheck,
 ) -> u8 {
     let args: Vec<OsString> = args.collect();
-    let command_line = args.iter().map(|a| a.to_string_lossy().into_owned()).collect();
+    let command_line = args.iter().map(|a| hide_secret_values(&a.to_string_lossy())).collect();
+    // SAFETY: this process has no other thread yet.
+    unsafe { process_arguments::hide_secret_arguments() };
     let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {

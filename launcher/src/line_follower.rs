@@ -1,4 +1,5 @@
 //! [`LineFollower`]: reads a growing file line by line, as `tail -F` does.
+use crate::private_files::open_regular_file;
 use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
@@ -30,7 +31,7 @@ pub(crate) struct LineFollower {
 impl LineFollower {
     /// Opens the file at `path` to read its lines from byte `offset` on.
     pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
-        let mut file = File::open(&path)?;
+        let mut file = open_regular_file(&path)?;
         file.seek(SeekFrom::Start(offset))?;
         Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
     }
@@ -75,7 +76,7 @@ impl LineFollower {
         if same && current.len() >= self.offset {
             return Ok(current.len() > self.offset);
         }
-        self.file = File::open(&self.path)?;
+        self.file = open_regular_file(&self.path)?;
         self.offset = 0;
         Ok(current.len() > 0)
     }

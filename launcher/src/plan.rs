@@ -12,15 +12,14 @@ mod worker_env;
 
 pub use job_host::JobHost;
 
-use crate::{discover::Inventory, format::format_count};
 use core::net::IpAddr;
-use diagnostic::{Diagnostic, codes::host as codes};
+use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
 use jobspec::{
     CpuBind, DeviceSelection, HostSelection, JobSpec, MasterPort, ResumeFrom, WorkersPerHost,
     ids::{Rank, RunId},
 };
 use key_error::key_error;
-use protocol::control::{HostPlan, WorkerPlan};
+use protocol::control::{HostInventory, HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
 /// The plan of one attempt: all workers, host by host, with their CPUs, GPUs and environment.
@@ -93,8 +92,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
     let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
     if world == 0 || world > u64::from(MAX_WORKERS) {
-        let (workers, hosts) =
-            (format_count(world, "worker", "workers"), format_count(hosts.len() as u64, "host", "hosts"));
+        let (workers, hosts) = (format_count(world, "worker"), format_count(hosts.len(), "host"));
         let message = format!("the job has {workers} on {hosts}; 1 to {MAX_WORKERS} are supported");
         return Err(key_error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
             .with_field("workers", world)
@@ -218,8 +216,8 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
     let gpu_workers = gpus.worker_capacity() as u32;
     let workers = match (job.cluster.workers_per_host, host.slots) {
         (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
-            let noun = if slots == 1 { "slot" } else { "slots" };
-            let message = format!("the job places {n} workers on {name}, which has {slots} {noun}");
+            let available = format_count(slots, "slot");
+            let message = format!("the job places {n} workers on {name}, which has {available}");
             return Err(key_error(codes::WORKERS_EXCEED_SLOTS, KEY, message)
                 .with_field("host", name.as_str())
                 .with_field("workers", n)
@@ -232,7 +230,7 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
     };
     match host.slots {
         Some(slots) if gpu_workers > 0 && slots > gpu_workers => {
-            let available = format_count(gpus.gpu_count() as u64, "GPU", "GPUs");
+            let available = format_count(gpus.gpu_count(), "GPU");
             let reason = match job.cluster.devices {
                 DeviceSelection::List(_) => format!("`cluster.devices` names {available}"),
                 _ => format!("the host has {available}"),
@@ -277,7 +275,7 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
 
 /// Returns the names of the devices of a host's workers, by local rank. A name is `gpu 0`, `cpu` or
 /// `unknown`.
-pub(crate) fn list_device_labels(job: &JobSpec, inventory: &Inventory, workers: u32) -> Vec<String> {
+pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, workers: u32) -> Vec<String> {
     let gpus = gpu_selection::select_gpus(job, inventory).unwrap_or_default();
     (0..workers).map(|rank| gpus.device_label(rank)).collect()
 }
@@ -297,8 +295,8 @@ fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u3
         let cores = host.inventory.usable_cpus();
         if count > cores && !host.inventory.cpus.is_empty() {
             let on_host = if hosts.len() > 1 { format!(" on {}", host.name) } else { String::new() };
-            let noun = if cores == 1 { "core" } else { "cores" };
-            let message = format!("{count} workers share {cores} CPU {noun}{on_host}");
+            let shared = format_count(cores, "CPU core");
+            let message = format!("{count} workers share {shared}{on_host}");
             warnings.push(
                 Diagnostic::warning(codes::CPU_OVERSUBSCRIBED, message)
                     .with_subject("cluster.workers_per_host")
@@ -310,7 +308,7 @@ fn collect_warnings(job: &JobSpec, hosts: &[JobHost], workers: &[u32], world: u3
         }
     }
     for (i, rank) in job.run.logs.show.iter().enumerate().filter(|(_, rank)| **rank >= world) {
-        let workers = format_count(u64::from(world), "worker", "workers");
+        let workers = format_count(world, "worker");
         let message = format!("there is no rank {rank} to show: the job has {workers}");
         warnings.push(
             Diagnostic::warning(codes::LOG_RANK_UNKNOWN, message)

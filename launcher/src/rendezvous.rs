@@ -6,7 +6,9 @@
 //! the rendezvous.
 mod store;
 
-pub(crate) use store::{StoreServer, untrusted::serve_untrusted_clients};
+pub(crate) use store::{
+    StoreServer, parse_answer as parse_socket_answer, untrusted::serve_untrusted_clients,
+};
 
 use diagnostic::{Diagnostic, codes::run};
 use protocol::control::RendezvousRequest;

@@ -6,13 +6,16 @@
 //! The record identifies the controller by pid and start time. A later process with the
 //! controller's pid is therefore not mistaken for the controller.
 mod atomic_file;
+mod controller_proof;
 mod process_identity;
 mod registry;
 mod select;
 
-pub(crate) use atomic_file::write_atomically;
+pub(crate) use atomic_file::{read_private_file, write_atomically};
+pub(crate) use controller_proof::open_controller;
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
-    LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, register_run,
+    LossReason, Run, RunState, list_runs, load_run, load_run_in_directory, record_end, register_run,
+    register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

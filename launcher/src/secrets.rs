@@ -3,7 +3,6 @@
 //! These are the variables of `run.env` whose values come from references, and the variables that
 //! `run.pass_env` selects. Their values are read once and passed to the workers. They are never
 //! printed or stored.
-use crate::discover::is_device_variable;
 use diagnostic::{
     Diagnostic,
     codes::{host, job},
@@ -11,7 +10,7 @@ use diagnostic::{
 use globset::{Glob, GlobMatcher};
 use jobspec::{
     EnvSource, JobSpec, RunSpec,
-    env::{USER_OVERRIDABLE, looks_secret},
+    env::{USER_OVERRIDABLE, is_device_variable, looks_secret},
     is_reserved_variable,
 };
 use std::{env, ffi::OsString, fmt, fs::File, io::Read, path::Path};
@@ -36,6 +35,15 @@ pub(crate) struct SecretVariables {
 }
 
 impl SecretVariables {
+    /// Finds the secret variables of a running job in the environment of one of its workers.
+    pub(crate) fn from_worker_env(run: &RunSpec, env: &[(String, String)]) -> SecretVariables {
+        let find = |(name, _): &(String, EnvSource)| env.iter().rfind(|(other, _)| other == name).cloned();
+        let pairs = env.iter().map(|(name, value)| (name.into(), value.into()));
+        // The patterns were valid when the run began.
+        let passed = select_passed_variables(run, pairs).unwrap_or_default();
+        SecretVariables { referenced: run.env_from.iter().filter_map(find).collect(), passed }
+    }
+
     /// Returns an iterator over the names and values that are added to the environment of each
     /// worker.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
@@ -192,6 +200,18 @@ mod tests {
                 Err(errors[0].code())
             }
         }
+    }
+
+    #[test]
+    fn the_environment_of_a_worker_contains_the_secrets() {
+        let mut run = crate::testing::sample_job().run;
+        run.pass_env = vec!["HF_*".into()];
+        run.env_from = vec![("TOKEN".into(), EnvSource::FromEnv("T".into()))];
+        let env = [("TOKEN", "t"), ("HF_TOKEN", "h"), ("RANK", "0"), ("OTHER", "x")];
+        let env = env.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let secrets = SecretVariables::from_worker_env(&run, &env);
+        let pairs: Vec<_> = secrets.pairs().map(|(name, value)| format!("{name}={value}")).collect();
+        assert_eq!(pairs, ["HF_TOKEN=h", "TOKEN=t"]);
     }
 
     #[test]

@@ -45,6 +45,10 @@ pub(crate) fn sample_job() -> JobSpec {
             grace_period_ms: 3000,
             restarts: 0,
             min_hosts: MinHosts::All,
+            host_lease_ms: 5000,
+            controller_lease_ms: 60_000,
+            on_controller_loss: None,
+            controller_timeout_ms: 900_000,
             hang_timeout_ms: None,
             progress_pattern: None,
             signals: Signals {

@@ -94,6 +94,12 @@ pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::rendezvous::serve_untrusted_clients(bytes)?)
 }
 
+/// Parses an answer of the kernel about the owner of a socket, which the rendezvous store requests.
+pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {
+    crate::rendezvous::parse_socket_answer(bytes, 0)?;
+    Ok(())
+}
+
 /// Parses the invitation that an agent reads from stdin before the agent connects to its
 /// controller.
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {

@@ -7,7 +7,7 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT: u8 = 101;
 
-/// The end of a worker that was not the root cause of a failure.
+/// How a worker ended, if the worker was not the root cause of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.
@@ -33,7 +33,7 @@ impl fmt::Display for WorkerEnd {
     }
 }
 
-/// The end of a rank that was not the root cause of a failure.
+/// A rank that was not the root cause of a failure, with its host and how its worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PeerEnd {
     pub(crate) rank: Rank,

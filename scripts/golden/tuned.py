@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers.optimization import Adafactor
 
 import families
 import llama as base
@@ -33,6 +34,10 @@ CASES = {
         dict(match=["lm_head*"], lr_scale=0.0, weight_decay=0.0)]),
     "lion": dict(family="qwen3", optimizer="lion"),
     "muon": dict(family="llama_llama3", optimizer="muon", freeze=["*.0.mlp.up_proj.*"]),
+    "adafactor": dict(family="qwen3", optimizer="adafactor", freeze=["*.0.mlp.up_proj.*"], groups=[
+        dict(match=["*.layers.1.*"], lr_scale=0.5, weight_decay=0.0)]),
+    "adafactor_beta1": dict(family="llama_biases_tied", optimizer="adafactor",
+                            options=dict(beta1=0.9, decay_rate=-0.6, clip_threshold=0.5, eps=1e-8)),
     "muon_gpt2": dict(family="gpt2", optimizer="muon", freeze=["*.bias"], groups=[dict(match=["*.c_fc.weight"], lr_scale=0.5, weight_decay=0.0)]),
 }
 
@@ -113,6 +118,11 @@ def create_optimizer(case, model):
         groups.append(group)
     if case.get("optimizer") == "lion":
         return Lion(groups, dict(lr=base.ADAMW["lr"], betas=(0.9, 0.99)))
+    if case.get("optimizer") == "adafactor":
+        options = dict(case.get("options", {}))
+        eps = (options.pop("eps", 1e-30), 1e-3)
+        return Adafactor(groups, lr=base.ADAMW["lr"], eps=eps, scale_parameter=False, relative_step=False,
+                         warmup_init=False, **options)
     if case.get("optimizer") == "muon":
         return Muon(groups, list_trained(model))
     return torch.optim.AdamW(groups, foreach=False, fused=False, **base.ADAMW)
@@ -166,7 +176,7 @@ def write_case(name, case, out):
     flat = lambda x: [base.IGNORED_LABEL if n == -100 else n for n in x.flatten().tolist()]
     about = dict(batch=2, seq=20, family=case["family"],
                 optimizer=dict(name=case.get("optimizer", "adamw"), lr=base.ADAMW["lr"],
-                               weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"]),
+                               weight_decay=base.WEIGHT_DECAY, clip_norm=family["clip_norm"], **case.get("options", {})),
                 freeze=case.get("freeze", []), train_only=case.get("train_only", []), groups=case.get("groups", []),
                 torch=torch.__version__, float64_distance=error,
                 batches=[dict(tokens=flat(t), labels=flat(l), starts=flat(s)) for t, l, s in base.create_batches(shape)])

@@ -157,9 +157,13 @@ fn shortened_paths_in_the_architecture_document_exist() {
 #[test]
 fn paths_in_the_docs_exist() {
     let mut dead = Vec::new();
-    let mut documents = vec![repository_root().join("README.md")];
-    for entry in fs::read_dir(repository_root().join("docs")).expect("docs/") {
-        documents.push(entry.expect("docs/ can be read").path());
+    let mut documents: Vec<_> = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+        .map(|name| repository_root().join(name))
+        .into();
+    for directory in ["docs", "docs/design", "docs/benchmarks"] {
+        for entry in fs::read_dir(repository_root().join(directory)).expect("a directory of documents") {
+            documents.push(entry.expect("an entry").path());
+        }
     }
     for document in documents.iter().filter(|d| d.extension().is_some_and(|e| e == "md")) {
         let directory = document.parent().expect("a file has a directory");
@@ -183,7 +187,17 @@ fn find_dead_paths(line: &str, directory: &Path) -> Vec<String> {
     }
     // every second part of a line that is split at backticks is code
     for word in line.split('`').skip(1).step_by(2).flat_map(str::split_whitespace) {
-        let prefixes = ["diagnostic/", "launcher/", "worker/", "docs/", "scripts/", "tests/", "configs/"];
+        let prefixes = [
+            "debuglog/",
+            "diagnostic/",
+            "fuzz/",
+            "launcher/",
+            "worker/",
+            "docs/",
+            "scripts/",
+            "tests/",
+            "configs/",
+        ];
         let plain = word.chars().all(|c| c.is_alphanumeric() || "/._-".contains(c));
         if plain
             && prefixes.iter().any(|prefix| word.starts_with(prefix))

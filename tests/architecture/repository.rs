@@ -6,6 +6,9 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::LazyLoc
 /// The directories with the product's sources.
 pub(crate) const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
+/// The end of the names of files that contain only tests.
+pub(crate) const TEST_FILE_SUFFIX: &str = "_tests.rs";
+
 /// Returns the crates of the workspace, as `cargo metadata` describes them. Panics if the command
 /// fails.
 pub(crate) fn list_packages() -> Vec<Value> {
@@ -52,7 +55,11 @@ pub(crate) fn read_product_sources() -> Vec<(String, Vec<(usize, String)>)> {
     PRODUCT_DIRECTORIES.iter().for_each(|top| collect_paths(top, &mut paths));
     paths.sort();
     let excluded = ["/tests/", "/examples/", "/benches/", "/tests.rs"];
-    let is_source = |path: &String| path.ends_with(".rs") && !excluded.iter().any(|part| path.contains(part));
+    let is_source = |path: &String| {
+        path.ends_with(".rs")
+            && !path.ends_with(TEST_FILE_SUFFIX)
+            && !excluded.iter().any(|part| path.contains(part))
+    };
     let sources: Vec<_> = paths
         .into_iter()
         .filter(is_source)

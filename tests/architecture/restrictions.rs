@@ -1,6 +1,7 @@
 //! The rules about names and items that only some modules may use, and their checks.
 use super::repository::{
-    MODULE_GRAPHS, PRODUCT_DIRECTORIES, extract_code, is_file_or_directory, read_product_sources,
+    MODULE_GRAPHS, PRODUCT_DIRECTORIES, TEST_FILE_SUFFIX, extract_code, is_file_or_directory,
+    read_product_sources,
 };
 use std::collections::BTreeSet;
 
@@ -36,13 +37,14 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         allowed_paths: &["worker/ckpt/src/save/commit.rs"],
     },
     NameRestriction {
-        description: "only agent/process.rs, cluster/ and detached_controller.rs start processes",
+        description: "only agent/process.rs, cluster/, detached_controller.rs and sandbox/ start processes",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
         allowed_paths: &[
             "launcher/src/agent/process.rs",
             "launcher/src/cluster/",
             "launcher/src/detached_controller.rs",
+            "worker/sandbox/src/sandbox_process.rs",
         ],
     },
     NameRestriction {
@@ -77,6 +79,12 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         allowed_paths: &["launcher/jobspec/src/env.rs"],
     },
     NameRestriction {
+        description: "libraries that interpret untrusted files run in the sandbox process",
+        searched_paths: PRODUCT_DIRECTORIES,
+        names: &["tokenizers::", "minijinja::", "parquet::"],
+        allowed_paths: &["worker/src/data/interpreter/"],
+    },
+    NameRestriction {
         description: "the launcher and the worker do not know each other",
         searched_paths: &["launcher/src/", "launcher/protocol/", "launcher/jobspec/"],
         names: &["worker::", "comm::", "device::"],
@@ -102,6 +110,14 @@ const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
     ),
     ("launcher/src/executable.rs", "stdout()", "the script that copies it to a host reads the hash"),
     ("launcher/src/executable.rs", "stderr()", "that script passes the error on"),
+    ("worker/src/data/record.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),
+    ("worker/src/data/json_lines.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),
+    (
+        "launcher/src/agent/driver/controller_messages.rs",
+        "stderr()",
+        "the controller cannot be informed when the stream to it failed",
+    ),
+    ("launcher/src/controller/journal/takeover.rs", "rename(", "the journal, replaced atomically"),
     ("launcher/src/runs/atomic_file.rs", "rename(", "the records in the run directory, replaced atomically"),
     ("worker/src/runtime.rs", "println!", "a worker's stdout is its log file"),
     ("worker/src/runtime/network.rs", "println!", "a worker's stdout is its log file"),
@@ -252,6 +268,23 @@ fn the_paths_of_rules_exist() {
     let paths = names.chain(items).flatten().copied().chain(exceptions);
     let absent: BTreeSet<_> = paths.filter(|path| !is_file_or_directory(path)).collect();
     assert!(absent.is_empty(), "rules name paths that do not exist: {absent:?}");
+}
+
+/// Checks that code outside of tests does not declare modules in files that the rules skip.
+#[test]
+fn files_of_tests_are_modules_of_tests() {
+    let mut wrong = Vec::new();
+    for (path, code) in read_product_sources() {
+        for (line, text) in code {
+            let module = text.trim().strip_suffix(';').and_then(|text| text.rsplit_once("mod "));
+            let is_test_module =
+                module.is_some_and(|(_, name)| format!("{name}.rs").ends_with(TEST_FILE_SUFFIX));
+            if is_test_module || text.contains(&format!("{TEST_FILE_SUFFIX}\"]")) {
+                wrong.push(format!("{path}:{line}: {text}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "modules of tests without #[cfg(test)]:\n{}", wrong.join("\n"));
 }
 
 /// Checks that [`find_violations`] finds names in code, and ignores names in comments and tests and

@@ -1,11 +1,16 @@
-//! Checks that every example job in configs/ can be planned, and that planning changes no file.
+//! Checks that every example job in configs/ can be planned, that planning changes no file, and
+//! that the small examples run.
 
-use crate::support::{
-    self,
-    environment::{create_test_directory, launch_command},
+use crate::{
+    emulated_gpu,
+    support::{
+        self,
+        environment::{create_test_directory, launch_command},
+    },
 };
 use serde_json::Value;
-use std::{fs, path::Path, process::Output};
+use std::{fs, os::unix::fs::symlink, path::Path, process::Output};
+use tempfile::TempDir;
 
 /// Returns the root directory of the repository.
 fn repository_root() -> &'static Path {
@@ -19,21 +24,40 @@ fn run_launch(args: &[&str], directory: &Path) -> Output {
     command.current_dir(directory).output().expect("launch starts")
 }
 
+/// Creates a directory in which the example jobs find their files: links to those of the
+/// repository, and the model that the quick start writes.
+fn create_example_directory() -> TempDir {
+    let directory = create_test_directory();
+    for name in ["CHANGELOG.md", "README.md", "configs", "docs", "launcher", "tests", "worker"] {
+        symlink(repository_root().join(name), directory.path().join(name)).expect("a link");
+    }
+    let quick_start = ["configs/quickstart.yaml", "--set", "train.steps=1"];
+    let output = run_launch(&quick_start, directory.path());
+    assert_eq!(output.status.code(), Some(0), "{}", support::output_to_text(&output));
+    directory
+}
+
 /// Returns the sorted names of the YAML files in configs/.
 fn list_example_configs() -> Vec<String> {
     let entries = fs::read_dir(repository_root().join("configs")).expect("configs/");
     let names = entries.map(|e| e.expect("entry").file_name().into_string().expect("UTF-8"));
     let mut names: Vec<String> = names.filter(|n| n.ends_with(".yaml")).collect();
     names.sort();
-    assert!(names.len() >= 4, "{names:?}");
+    assert!(names.len() > 15, "{names:?}");
     names
 }
 
+/// Plans every example on a machine with eight emulated GPUs, which some examples require.
 #[test]
 fn each_example_can_be_planned() {
+    let directory = create_example_directory();
     for name in list_example_configs() {
         let file = format!("configs/{name}");
-        let output = run_launch(&["plan", &file, "--json"], repository_root());
+        let output = launch_command(directory.path(), &["plan", &file, "--json"])
+            .env("LD_LIBRARY_PATH", emulated_gpu::library_directory())
+            .env("LAUNCH_GPUS", "8")
+            .output()
+            .expect("launch starts");
         assert_eq!(output.status.code(), Some(0), "{file}: {}", support::output_to_text(&output));
         let plan: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
         let stem = name.trim_end_matches(".yaml");
@@ -45,10 +69,41 @@ fn each_example_can_be_planned() {
             let trains = planned["command"].is_null();
             assert_eq!(trains, planned["memory"]["total"].as_u64().is_some_and(|m| m > 1 << 20), "{file}");
         }
-        let run_dir = repository_root().join("runs").join(stem).join("{run}");
-        assert_eq!(plan["run_dir"].as_str(), run_dir.to_str());
-        assert!(!run_dir.exists(), "planning creates no directory");
+        let job_dir = directory.path().join("runs").join(stem);
+        assert_eq!(plan["run_dir"].as_str(), job_dir.join("{run}").to_str());
+        assert!(stem == "quickstart" || !job_dir.exists(), "planning creates no directory");
     }
+}
+
+#[test]
+fn each_small_example_runs() {
+    let directory = create_example_directory();
+    for name in ["finetune", "lora", "chat", "data-mixture", "resume-external", "evaluation", "export"] {
+        let file = format!("configs/{name}.yaml");
+        let output = run_launch(&[&file, "--set", "train.steps=4"], directory.path());
+        assert_eq!(output.status.code(), Some(0), "{file}: {}", support::output_to_text(&output));
+        let weights = directory.path().join("runs").join(name).join("checkpoints/weights");
+        assert!(weights.join("gathered.json").exists(), "{file} writes no weights");
+    }
+    let output = run_launch(&["configs/command.yaml"], directory.path());
+    assert_eq!(output.status.code(), Some(0), "{}", support::output_to_text(&output));
+}
+
+#[test]
+fn the_slurm_example_becomes_a_batch_script() {
+    let output = run_launch(&["sbatch", "configs/slurm.yaml", "--print"], repository_root());
+    let script = String::from_utf8_lossy(&output.stdout);
+    assert!(script.lines().any(|line| line == "#SBATCH --nodes=4"), "{}", support::output_to_text(&output));
+}
+
+#[test]
+fn the_readme_lists_each_example() {
+    let readme = fs::read_to_string(repository_root().join("README.md")).expect("README.md");
+    let missing: Vec<_> = list_example_configs()
+        .into_iter()
+        .filter(|name| !readme.contains(&format!("(configs/{name})")))
+        .collect();
+    assert!(missing.is_empty(), "README.md does not list {missing:?}");
 }
 
 #[test]

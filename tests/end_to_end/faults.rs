@@ -3,12 +3,11 @@
 use crate::support::{JobDirectory, list_files_below};
 use std::fs;
 
-/// Counts the fault points that each rank of a run with these settings passes. A fault point is a
-/// write, fsync or rename of a save. Runs the job once for each of the `world` ranks.
-fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u64> {
+/// Counts the fault points that each of `ranks` passes in a run with these settings. A fault point
+/// is a write, fsync or rename of a save. Runs the job once for each of the ranks.
+fn count_fault_points(job_dir: &JobDirectory, set: &[&str], ranks: &[u32]) -> Vec<u64> {
     let counts = job_dir.path("counts");
-    let mut passed = vec![0; world as usize];
-    for rank in 0..world {
+    let count_points_of = |rank: &u32| {
         _ = fs::remove_file(&counts);
         job_dir.delete_checkpoints();
         let counted = job_dir
@@ -23,9 +22,9 @@ fn count_fault_points(job_dir: &JobDirectory, set: &[&str], world: u32) -> Vec<u
         assert!(counted.status.success(), "{}", String::from_utf8_lossy(&counted.stderr));
         let lines = fs::read_to_string(&counts).unwrap();
         let count = lines.lines().find_map(|l| l.strip_prefix(&format!("{rank} "))?.parse::<u64>().ok());
-        passed[rank as usize] = count.unwrap_or_else(|| panic!("rank {rank} in {lines:?}"));
-    }
-    passed
+        count.unwrap_or_else(|| panic!("rank {rank} in {lines:?}"))
+    };
+    ranks.iter().map(count_points_of).collect()
 }
 
 /// Kills each of `ranks` at each of its fault points. After each kill, checks that the next run
@@ -41,10 +40,9 @@ fn kill_at_every_fault_point(world: u32, set: &[&str], ranks: &[u32]) {
             .chain(set.iter().copied())
             .collect();
     let whole = job_dir.run(&set).expect_success().collect_losses();
-    let passed = count_fault_points(&job_dir, &set, world);
-    for &rank in ranks {
-        assert!(passed[rank as usize] > 8, "rank {rank} passed only {} fault points", passed[rank as usize]);
-        for n in 1..=passed[rank as usize] {
+    for (&rank, passed) in ranks.iter().zip(count_fault_points(&job_dir, &set, ranks)) {
+        assert!(passed > 8, "rank {rank} passed only {passed} fault points");
+        for n in 1..=passed {
             job_dir.delete_checkpoints();
             let killed = job_dir.run_with_env(&set, "LAUNCH_FAULT", &format!("{rank}:{n}"));
             assert_eq!(killed.code, 1, "world {world}, rank {rank}, point {n}: {}", killed.stderr);
@@ -90,10 +88,12 @@ fn saves_with_parity_of_two_workers_survive_a_kill() {
 
 #[test]
 fn saves_of_three_workers_survive_a_kill() {
-    kill_at_every_fault_point(3, &["train.zero.stage=2"], &[0, 1, 2]);
+    // rank 1 writes what rank 2 writes
+    kill_at_every_fault_point(3, &["train.zero.stage=2"], &[0, 2]);
 }
 
 #[test]
 fn saves_of_four_workers_survive_a_kill() {
-    kill_at_every_fault_point(4, &["train.zero.stage=1"], &[0, 1, 2, 3]);
+    // ranks 1 and 2 write what rank 3 writes
+    kill_at_every_fault_point(4, &["train.zero.stage=1"], &[0, 3]);
 }

@@ -1,8 +1,8 @@
 //! End-to-end tests: run the real executable, and check events, exit codes, files and messages.
 //!
 //! All tests are in one binary, because each binary takes seconds to link. `cargo nextest` runs
-//! every test in a process, and so may tests that change their environment.
-#![allow(clippy::unwrap_used)] // a test that panics has failed
+//! every test in a separate process, so a test may change its environment.
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 mod cluster;
 mod configs;
@@ -15,10 +15,12 @@ mod faults;
 mod faults_ssh;
 mod gpu;
 mod hosts;
+mod isolation;
 mod job_schema;
 mod lora;
 mod memory;
 mod misconfigured;
+mod package;
 mod precision;
 mod processes;
 mod programs;

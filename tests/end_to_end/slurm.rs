@@ -312,7 +312,36 @@ fn programs_run_in_allocations_of_every_kind() {
         (cluster.read_shared_file("gpus.h1").trim(), cluster.read_shared_file("gpus.h2").trim()),
         ("0,1,2,3", "0")
     );
+    check_gpus_requested_in_total(&cluster);
+    check_step_variables(&cluster);
     cluster.assert_nothing_left();
+}
+
+/// Checks that a job with a total number of GPUs has one rank for each GPU, although Slurm gives
+/// the nodes different numbers of GPUs.
+fn check_gpus_requested_in_total(cluster: &SlurmCluster) {
+    let report = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $CUDA_VISIBLE_DEVICES > total.$RANK";
+    cluster.write_program_job("{}", "env: {}\ncluster: {devices: cuda}", report);
+    let ran = cluster.run_on_node("h0", "salloc -Q -N2 --gpus=5 ./launch job.yaml");
+    assert!(ran.status.success(), "{}", output_to_text(&ran));
+    let lines = cluster.run_on_node_successfully("h0", "cat total.*");
+    let expected: Vec<String> = (0..4).map(|rank| format!("h1 {rank}/4 0,1,2,3")).collect();
+    assert_eq!(lines.lines().collect::<Vec<_>>(), [expected, vec!["h2 0/1 0".into()]].concat());
+}
+
+/// Checks that workers see the variables of the job, and those of the agent's task only on request.
+fn check_step_variables(cluster: &SlurmCluster) {
+    cluster.write_program_job("{}", "env: {PMI_RANK: mine}", "env > environment");
+    for (set, is_visible) in [("", false), ("--set slurm.step_variables=true", true)] {
+        let ran = cluster.run_on_node("h0", &format!("salloc -Q -N1 ./launch job.yaml {set}"));
+        assert!(ran.status.success(), "{}", output_to_text(&ran));
+        let environment = cluster.read_shared_file("environment");
+        let is_set = |name: &str| environment.lines().any(|line| line.starts_with(&format!("{name}=")));
+        assert!(is_set("SLURM_JOB_ID") && environment.contains("PMI_RANK=mine"), "{environment}");
+        for name in ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"] {
+            assert_eq!(is_set(name), is_visible, "{name} {set}: {environment}");
+        }
+    }
 }
 
 /// Sorts the lines of a message that srun and slurmstepd write at the same time.
@@ -521,4 +550,59 @@ fn a_job_that_loses_a_node_is_requeued_and_resumes() {
         &lines.into_iter().collect::<Vec<_>>().join("\n"),
         &[(r"interface \S+,", "interface [NAME],")],
     );
+}
+
+/// Submits a job of high priority that takes all nodes for a second, and waits until the preempted
+/// job `job` runs again after `restarts` restarts.
+#[track_caller]
+fn preempt_job(cluster: &SlurmCluster, job: &str, nodes: u32, restarts: u32) {
+    let preemptor = format!("sbatch -Q -p main -N{nodes} --exclusive -o /dev/null --wrap 'sleep 1'");
+    cluster.run_on_node_successfully("h0", &preemptor);
+    let again = || {
+        (cluster.read_job_field(job, "Restarts") == restarts.to_string()
+            && cluster.read_job_field(job, "JobState") == "RUNNING")
+            .then_some(())
+    };
+    wait_until("the requeue", || cluster.describe_job(job), again);
+}
+
+/// Trains in a partition whose jobs are preempted, preempts the job once, and checks that the
+/// losses are those of an uninterrupted run and that the run has stopped at its last step.
+fn check_preempted_training(cluster: &SlurmCluster, partition: &str, expected: &BTreeMap<u64, (u64, u64)>) {
+    let name = format!("tiny-{partition}");
+    let submit = format!(
+        "./launch sbatch job.yaml --set name={name} --set slurm.partition={partition} -- --exclusive"
+    );
+    let job = cluster.run_on_node_successfully("h0", &submit);
+    let begun = || (cluster.find_last_step(&name) >= 10).then_some(());
+    wait_until("the first steps", || cluster.describe_job(&job), begun);
+    preempt_job(cluster, &job, 2, 1);
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert!(cluster.collect_step_bits(&name) == *expected, "the losses differ in partition {partition}");
+    let events = cluster.read_events(&name);
+    let resumed = events.iter().position(|e| e["event"] == "resume").expect("a resumed run");
+    let last_step = events[..resumed].iter().rev().find(|e| e["event"] == "step").expect("a step");
+    assert_eq!(events[resumed]["step"], last_step["step"], "no step is lost in partition {partition}");
+    cluster.assert_notices(&name, &format!("notices_of_a_preemption_in_{partition}"));
+}
+
+#[test]
+fn preempted_jobs_save_are_requeued_and_resume() {
+    let Some(cluster) = SlurmCluster::start("preempted_jobs_save_are_requeued_and_resume", 2) else { return };
+    let expected = cluster.write_training_job(2, 400);
+    for partition in ["requeued", "cancelled"] {
+        check_preempted_training(&cluster, partition, &expected);
+    }
+    // a program, in a batch script that does not let launch requeue the job
+    let script =
+        "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; touch up; while :; do sleep 0.1; done";
+    cluster.write_program_job("{}", "grace_period: 8s", script);
+    let submit = "sbatch -p requeued --parsable -N1 --exclusive -o program.out --wrap './launch job.yaml'";
+    let job = cluster.run_on_node_successfully("h0", submit);
+    let up = || cluster.shared_path("up").exists().then_some(());
+    wait_until("the start", || cluster.describe_job(&job), up);
+    preempt_job(&cluster, &job, 2, 1);
+    cluster.wait_for_job_end(&job, "COMPLETED");
+    assert!(cluster.shared_path("saved").exists());
+    cluster.assert_nothing_left();
 }

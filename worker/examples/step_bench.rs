@@ -2,7 +2,7 @@
 //! data. Prints tokens per second, GFLOP/s and peak memory.
 //!
 //!     cargo run --release -p worker --example step_bench -- [threads] [micro] [stage] [recompute]
-#![allow(clippy::unwrap_used)] // a benchmark
+#![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
 #[path = "../tests/integration/common/mod.rs"]
 mod common;
 use common::*;

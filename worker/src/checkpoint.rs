@@ -3,4 +3,5 @@ pub(crate) mod host_local;
 pub mod mapping;
 pub mod resume;
 pub mod save;
+mod shard_write;
 pub mod storage_topology;

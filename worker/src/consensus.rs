@@ -1,5 +1,5 @@
-//! Exchanges of values between ranks with one outcome: every rank gets the values of all ranks, or
-//! every rank fails.
+//! Exchanges values between ranks with the same outcome on each: every rank gets the values of all
+//! ranks, or every rank fails.
 use crate::{
     error::{Error, Result},
     zero::collective_queue::CollectiveQueue,
@@ -28,6 +28,13 @@ pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     let results = all_gather_results(queue, mine.as_ref().map_err(Clone::clone))?;
     mine?;
     values_or_abort(results)
+}
+
+/// Returns this rank's value `mine` if no rank has an error. Errors are handled as in
+/// [`all_gather_values`]. Collective: every rank must call it.
+pub fn require_on_all_ranks<T>(queue: &CollectiveQueue, mine: Result<T>) -> Result<T> {
+    all_gather_values(queue, mine.as_ref().map(|_| ()).map_err(Clone::clone))?;
+    mine
 }
 
 /// Sends this rank's value to all ranks on the caller's thread. Returns the values of all ranks, in
@@ -67,6 +74,12 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
     Ok(all_gather_values(queue, Ok(mine))?.into_iter().flatten().next())
+}
+
+/// Returns whether `mine` is true on any rank. Collective: every rank must call it.
+pub fn is_any_true(queue: &CollectiveQueue, mine: bool) -> Result<bool> {
+    let gathered = queue.run_and_wait(move |comm| comm.all_gather_u64(&[u64::from(mine)]))?;
+    Ok(gathered.iter().flatten().any(|flag| *flag != 0))
 }
 
 /// Encodes a value or an error for the other ranks.

@@ -5,6 +5,7 @@ use device::storage::DeviceError;
 use diagnostic::{Category, Code, Diagnostic, codes};
 use protocol::exit::WorkerExit;
 use serde::{Deserialize, Serialize};
+use std::path::Path;
 
 /// The reason why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.
 ///
@@ -95,6 +96,11 @@ impl From<CommError> for Error {
         let diagnostic = Diagnostic::from(error).with_category(Category::Failed);
         Error { diagnostic, aborted }
     }
+}
+
+/// Builds an error about the checkpoint at `path`, which is the subject of the error.
+pub(crate) fn build_checkpoint_error(code: Code, path: &Path, message: String) -> Diagnostic {
+    Diagnostic::error(code, message).with_subject(path.display().to_string())
 }
 
 /// Converts an error of reading a checkpoint. The result always has the category `Checkpoint` (exit

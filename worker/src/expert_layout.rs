@@ -6,7 +6,7 @@
 //! each index. The ranks with this index in all groups shard, gather and reduce these experts among
 //! themselves, as all ranks do with other units.
 use crate::{
-    model::{Model, moe::MoeModel},
+    model::{Model, MoeModel},
     params::{OwnerRanks, ParamUnit},
 };
 use diagnostic::{Diagnostic, codes};
@@ -30,20 +30,15 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// Creates the layout that `train.experts` describes, for a model of `layers` layers on `world`
-    /// ranks. Returns `None` if the model has no experts.
+    /// Creates the layout that `train.experts` describes, for a model on `world` ranks. Returns
+    /// `None` if the model has no experts.
     ///
     /// # Errors
     ///
     /// Fails if the job's experts do not fit the model or the number of ranks. The subject of the
     /// error is the key of the job.
-    pub fn new(
-        spec: &ExpertsSpec,
-        model: &dyn Model,
-        layers: usize,
-        world: usize,
-    ) -> diagnostic::Result<Option<Self>> {
-        let Some(sparse) = model.as_moe_model() else {
+    pub fn new(spec: &ExpertsSpec, model: &Model, world: usize) -> diagnostic::Result<Option<Self>> {
+        let Some(sparse) = MoeModel::from_model(model) else {
             if *spec == ExpertsSpec::default() {
                 return Ok(None);
             }
@@ -56,12 +51,10 @@ impl ExpertLayout {
         if !world.is_multiple_of(parallel) {
             return Err(build_invalid_parallel_size_error(parallel, "workers", world));
         }
-        let moe_layers = (0..layers).filter(|&l| sparse.is_moe_layer(l));
         let placed: diagnostic::Result<_> =
-            moe_layers.map(|l| Ok((l, place_experts(spec, sparse, l)?))).collect();
+            sparse.list_moe_layers().map(|l| Ok((l, place_experts(spec, sparse, l)?))).collect();
         if let ExpertPlacement::Layers(named) = &spec.placement
-            && let Some(l) =
-                named.keys().find(|l| **l as usize >= layers || !sparse.is_moe_layer(**l as usize))
+            && let Some(l) = named.keys().find(|l| !sparse.is_moe_layer(**l as usize))
         {
             let message = format!("`{PLACEMENT_KEY}` names layer {l}, which has no experts");
             return Err(Diagnostic::error(codes::training::EXPERTS_NOT_IN_MODEL, message)
@@ -73,11 +66,11 @@ impl ExpertLayout {
 
     /// Creates the layout with every expert on every rank. Returns `None` if the model has no
     /// experts.
-    pub fn for_replicated_experts(model: &dyn Model) -> Option<Self> {
-        let sparse = model.as_moe_model()?;
+    pub fn for_replicated_experts(model: &Model) -> Option<Self> {
+        let sparse = MoeModel::from_model(model)?;
         let ranks = vec![(0..sparse.expert_shape().experts).collect()];
-        let moe_layers = (0..model.sizes().layers).filter(|&l| sparse.is_moe_layer(l));
-        Some(ExpertLayout { parallel: 1, layers: moe_layers.map(|l| (l, ranks.clone())).collect() })
+        let layers = sparse.list_moe_layers().map(|l| (l, ranks.clone())).collect();
+        Some(ExpertLayout { parallel: 1, layers })
     }
 
     /// Returns the experts of `layer` on the rank with index `index` of each group, in ascending
@@ -111,11 +104,7 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
 
 /// Determines the experts of `layer` on each rank of a group. Fails if the job's placement is not
 /// valid.
-fn place_experts(
-    spec: &ExpertsSpec,
-    sparse: &dyn MoeModel,
-    layer: usize,
-) -> diagnostic::Result<Vec<Vec<usize>>> {
+fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
     let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
         ExpertPlacement::Balanced => None,
@@ -159,9 +148,9 @@ fn place_experts(
 
 /// Builds the dense units of the model, followed by its expert units. Each MoE layer has one expert
 /// unit for each rank of an expert-parallel group.
-pub fn build_units_with_experts(model: &dyn Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
+pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.param_units();
-    let (Some(sparse), Some(layout)) = (model.as_moe_model(), layout) else { return units };
+    let (Some(sparse), Some(layout)) = (MoeModel::from_model(model), layout) else { return units };
     let experts = sparse.expert_shape().experts;
     for (&layer, ranks) in &layout.layers {
         for (first, on_rank) in ranks.iter().enumerate() {
@@ -254,7 +243,7 @@ impl RecvPlan {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Returns the number of rows from one sender.
+    /// Returns the number of rows that the sender with the index `sender` sends.
     pub fn count_rows_from(&self, sender: usize) -> usize {
         let first = sender * self.experts;
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())

@@ -139,7 +139,8 @@ fn print_properties(cuda: &Cuda) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Prints the version of cuDNN. Opens the GPU with cuDNN's attention if cuDNN is available.
+/// Opens the GPU with cuDNN's attention, or returns `None` if cuDNN is not available. Prints the
+/// version of cuDNN, or why it is not available.
 fn open_with_cudnn(paths: &LibrarySearchPaths, device: usize) -> Result<Option<Cuda>, CudaError> {
     let cudnn = cuda::query_library_versions(paths).into_iter().find(|(name, _)| *name == "cuDNN");
     match cudnn.map(|(_, found)| found) {

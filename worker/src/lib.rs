@@ -1,7 +1,8 @@
 //! Crate `worker`: the built-in training runtime of one rank.
 //!
-//! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it, and
-//! [`run_gpu_check`] compares a GPU with the CPU.
+//! [`main`] is the process of a worker. [`TrainPreflight`] checks a job without running it,
+//! [`run_gpu_check`] compares a GPU with the CPU, and [`run_sandbox`] is the process in which
+//! libraries interpret data.
 pub mod checkpoint;
 pub mod consensus;
 pub mod data;
@@ -20,6 +21,7 @@ pub mod stages;
 pub mod train;
 pub mod zero;
 
+pub use data::{SANDBOX_ROLE, run_sandbox};
 pub use gpu_check::{GpuCheckOptions, GpuCheckTask, run_gpu_check};
 pub use preflight::TrainPreflight;
 pub use runtime::main;

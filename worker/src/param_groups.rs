@@ -36,7 +36,7 @@ pub const LORA_FROM_KEY: &str = "train.lora.from";
 /// Fails if a key that selects parameters has a mistake, and reports all mistakes. The subject of
 /// each error is the key with the mistake.
 pub fn build_trainable_units(
-    model: &mut dyn Model,
+    model: &mut Model,
     layout: Option<&ExpertLayout>,
     train: &TrainSpec,
 ) -> Result<Vec<ParamUnit>, Vec<Diagnostic>> {

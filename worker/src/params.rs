@@ -224,12 +224,6 @@ impl ParamUnit {
         self.offsets[i]..self.offsets[i + 1]
     }
 
-    /// Returns the range of tensors `i..=j` in the flat vector. Adjacent matrices can be multiplied
-    /// as one.
-    pub fn tensors_range(&self, i: usize, j: usize) -> std::ops::Range<usize> {
-        self.offsets[i]..self.offsets[j + 1]
-    }
-
     /// Lists the parts of tensors inside a range of the flat vector, in order.
     pub fn list_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
@@ -242,8 +236,8 @@ impl ParamUnit {
     }
 }
 
-/// Lists every tensor as (unit, index in the unit), in an order that does not depend on which rank
-/// has which expert.
+/// Lists every tensor as (unit, index in the unit), in an order that does not depend on the
+/// placement of experts.
 ///
 /// The tensors of dense units come first, in their order, and then the tensors of the experts.
 pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {

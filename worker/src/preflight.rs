@@ -72,7 +72,7 @@ fn check_train_section(
     let plan = MemoryPlan {
         job,
         train: &train,
-        model: model.as_ref(),
+        model: &model,
         units: &units,
         world: world as usize,
         threads: threads as usize,
@@ -84,23 +84,30 @@ fn check_train_section(
 /// Checks the training and evaluation data. Returns the tokenizer's vocabulary size and the number
 /// of tokens, or `None` if the training data cannot be read.
 fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) -> Option<(u32, u64)> {
-    let workdir = &job.run.workdir;
-    let estimate = data::check_and_estimate_data(&train.data, workdir).map_err(|errors| {
-        report.errors.extend(errors.into_iter().map(Diagnostic::from));
-    });
-    if let Some(eval) = train.eval.as_ref().filter(|e| !e.files.is_empty()) {
-        let errors = data::check_eval_files(&train.data, &eval.files, workdir);
-        report.errors.extend(errors.into_iter().map(Diagnostic::from).map(|error| match error.subject() {
-            Some("train.data.files") => error.with_subject("train.eval.files"),
-            _ => error,
-        }));
+    let eval_files = train.eval.as_ref().map_or(&[][..], |eval| &eval.files);
+    let checked = data::check_data(&train.data, eval_files, &job.run.workdir);
+    report.errors.extend(checked.errors.into_iter().map(Diagnostic::from));
+    let eval_errors = checked.eval_errors.into_iter().map(Diagnostic::from);
+    report.errors.extend(eval_errors.map(|error| match error.subject() {
+        Some("train.data.files") => error.with_subject("train.eval.files"),
+        _ => error,
+    }));
+    // Landlock denies less than seccomp, so a kernel without Landlock is no reason for a warning.
+    if checked.confinement.is_some_and(|confinement| !confinement.seccomp) {
+        let message = "the kernel has no seccomp, so tokenizers, chat templates and Parquet files are \
+                       interpreted with limits of memory and CPU time only";
+        report.warnings.push(
+            Diagnostic::warning(codes::data::SANDBOX_INCOMPLETE, message)
+                .with_subject("train.data")
+                .with_help("use only data, tokenizers and templates from sources that you trust"),
+        );
     }
-    estimate.ok().map(|e| (e.vocab_size, e.tokens))
+    checked.estimate.map(|estimate| (estimate.vocab_size, estimate.tokens))
 }
 
 /// The `train` section, completed by the directories that it names, with the model and all of its
 /// units.
-type CheckedModel = (TrainSpec, Box<dyn Model>, Vec<ParamUnit>);
+type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
 /// Builds the model with its adapters and experts for `world` ranks. Fails if the model cannot be
 /// built or trained with these settings, and reports all mistakes.
@@ -120,9 +127,8 @@ fn check_model(
         })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
     let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
-    let layers = model.sizes().layers;
-    let layout = ExpertLayout::new(&train.experts, model.as_ref(), layers, world as usize).map_err(one)?;
-    let units = param_groups::build_trainable_units(model.as_mut(), layout.as_ref(), &train)?;
+    let layout = ExpertLayout::new(&train.experts, &model, world as usize).map_err(one)?;
+    let units = param_groups::build_trainable_units(&mut model, layout.as_ref(), &train)?;
     if let Some(directory) = train.lora.as_ref().and_then(|l| l.from.as_ref()) {
         open_matching_adapters(directory, &units).map_err(|e| one(e.with_subject(LORA_FROM_KEY)))?;
     }

@@ -8,18 +8,19 @@ mod rank_device;
 mod samples;
 mod session;
 pub mod training_loop;
+#[cfg(test)]
+mod training_loop_tests;
 
 pub(crate) use rank_connection::STAGING_BYTES;
 
 use crate::{
     checkpoint::{
         host_local,
-        mapping::build_checkpoint_model_spec,
         resume::{CheckpointDirs, PretrainedModel, ResumePoint, resume_from_checkpoint, start_from_model},
         save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
         storage_topology::{StorageTopology, detect_topology},
     },
-    consensus::all_gather_values,
+    consensus::require_on_all_ranks,
     data::TextTokenizer,
     error::{Error, Result, to_unwritable_checkpoint_error},
     stages::{ResolvedSpec, UninitializedTrainer},
@@ -119,8 +120,8 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     println!("rank {} of {}: pid {}, {}", init.rank, init.world, std::process::id(), device.describe());
     let (ops, comm) = (device.ops(), device.connect_collectives(session, &job.cluster, comm)?);
 
-    let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir)?;
-    let samples = SampleSets::open(train, init, comm.as_ref())?;
+    let tokenizer = TextTokenizer::open(&train.data.tokenizer, &init.workdir).map_err(Diagnostic::from)?;
+    let samples = SampleSets::open(train, init, comm.as_ref(), &tokenizer)?;
     samples.send_data_warnings(session, is_leader)?;
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
@@ -131,7 +132,10 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     check_checkpoint_storage(&ready, &root, &layout)?;
 
     session.set_phase(WorkerPhase::Resuming)?;
-    let mut metadata = build_run_metadata(&ready, init, &tokenizer, &samples);
+    let files = tokenizer.build_hf_files().into_iter().map(|(name, text)| TextFile { name, text }).collect();
+    let tokens = (files, tokenizer.eod());
+    let mut metadata =
+        RunMetadata::new(&ready.trainer, ready.train_spec(), job, samples.digest.clone(), tokens);
     if let Some(pretrained) = &pretrained {
         pretrained.add_text_files(&mut metadata.tokenizer);
     }
@@ -147,11 +151,18 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
         CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone());
     report_ready(session, &running, parameters, is_leader)?;
     let held_out = samples.prepare_evaluation(train, &tokenizer)?;
+    if !is_leader || !held_out.as_ref().is_some_and(|eval| eval.generation.is_some()) {
+        // No rank but the leader decodes generated text.
+        tokenizer.end_sandbox_process();
+    }
     let run_spec = RunContext { job, session, source: &samples.train, held_out, is_leader };
-    let exit = train_until_done(&mut running, &run_spec, &mut saver)?;
+    let mut exit = train_until_done(&mut running, &run_spec, &mut saver)?;
     if exit == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
         session.set_phase(WorkerPhase::Gathering)?;
-        gather_last_checkpoint_weights(session, running.trainer.engine.queue(), &saver, &root, &layout)?;
+        let queue = running.trainer.engine.queue();
+        if !gather_last_checkpoint_weights(session, queue, &saver, &root, &layout)? {
+            exit = WorkerExit::Stopped;
+        }
     }
     session.set_phase(WorkerPhase::Ending)?;
     wait_for_all_ranks(&running)?;
@@ -203,8 +214,8 @@ fn resume_or_initialise(
     }
 }
 
-/// Sets the step that the next heartbeat reports. The leader also sends the event that the job is
-/// ready to train.
+/// Reports that this rank is ready to train: sets the step that heartbeats report. The leader also
+/// sends the event that the job is ready.
 fn report_ready(
     session: &AgentSession,
     running: &RunningTrainer,
@@ -250,10 +261,10 @@ fn detect_checkpoint_layout(
     if init.local_world >= init.world {
         return Ok(StorageTopology::for_shared_directory(init.world as usize));
     }
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = protocol::host_name::read_host_name();
     let token = format!("{}-{}", init.run, init.attempt);
     let is_required = init.job.checkpoint.require_shared;
-    let layout = detect_topology(queue, init.local_rank == 0, host.trim(), &token, root, is_required)?;
+    let layout = detect_topology(queue, init.local_rank == 0, &host, &token, root, is_required)?;
     if layout.is_shared() {
         return Ok(layout);
     }
@@ -285,32 +296,11 @@ fn check_checkpoint_storage(
 ) -> Result<()> {
     let (engine, optimizer) = (&ready.trainer.engine, &ready.trainer.optimizer);
     let rank = engine.rank();
-    let result = if layout.find_directory_leader(rank) == rank {
+    let result = if layout.is_directory_leader(rank) {
         let bytes = layout.compute_bytes_share(rank, count_checkpoint_bytes(engine, optimizer));
         StagingDir::create(root, 0, bytes).map(drop).map_err(to_unwritable_checkpoint_error)
     } else {
         Ok(())
     };
-    all_gather_values(engine.queue(), result).map(drop)
-}
-
-/// Builds the metadata that every checkpoint of this run stores.
-fn build_run_metadata(
-    ready: &UninitializedTrainer,
-    init: &WorkerInit,
-    tokenizer: &TextTokenizer,
-    samples: &SampleSets,
-) -> RunMetadata {
-    let train = ready.train_spec();
-    let trainer = &ready.trainer;
-    let units = trainer.engine.clone_units();
-    let files = tokenizer.build_hf_files().into_iter().map(|(name, text)| TextFile { name, text });
-    RunMetadata {
-        model: build_checkpoint_model_spec(trainer.model.as_ref(), &units, train, tokenizer.eod()),
-        tokenizer: files.collect(),
-        job: init.job.clone(),
-        data_digest: samples.digest.clone(),
-        rng_generation: 0,
-        rng_decision: serde_json::Value::Null,
-    }
+    require_on_all_ranks(engine.queue(), result)
 }

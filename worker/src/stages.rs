@@ -11,9 +11,9 @@ use crate::{
     expert_layout::{self, ExpertLayout},
     model::{self, MicroBatch, Model},
     optim::Optimizer,
-    param_groups::{self, find_first_backward_layer},
+    param_groups,
     train::{
-        activations::MicroBatchActivations,
+        activations::{ActivationPlan, MicroBatchActivations},
         loss_scale::LossScale,
         moe::MoeTrainer,
         running_trainer::{Cursor, RunningTrainer},
@@ -41,7 +41,7 @@ pub struct ResolvedSpec {
 /// Build stage 2: the model and the names and shapes of its parameters, without values.
 pub struct BuiltModel {
     train: TrainSpec,
-    model: Box<dyn Model>,
+    model: Model,
     trained_count: u64,
 }
 
@@ -49,7 +49,7 @@ pub struct BuiltModel {
 /// zeros.
 pub struct ShardedModel {
     train: TrainSpec,
-    model: Arc<dyn Model>,
+    model: Arc<Model>,
     engine: ZeroEngine,
     ops: Arc<dyn Ops>,
     expert_layout: Option<ExpertLayout>,
@@ -81,8 +81,8 @@ impl ResolvedSpec {
             self.train.data.seq_len,
         )
         .map_err(|e| Diagnostic::from(e).with_subject("train.model"))?;
-        let replicated = ExpertLayout::for_replicated_experts(model.as_ref());
-        let units = param_groups::build_trainable_units(model.as_mut(), replicated.as_ref(), &self.train)
+        let replicated = ExpertLayout::for_replicated_experts(&model);
+        let units = param_groups::build_trainable_units(&mut model, replicated.as_ref(), &self.train)
             .map_err(combine_train_mistakes)?;
         let trained_count = units.iter().map(|u| u.trained_len() as u64).sum();
         Ok(BuiltModel { train: self.train, model, trained_count })
@@ -101,10 +101,8 @@ impl BuiltModel {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
             .map_err(|e| build_thread_start_error("communication", &e))?;
-        let layers = self.model.sizes().layers;
-        let world = queue.comm().world();
-        let expert_layout = ExpertLayout::new(&train.experts, self.model.as_ref(), layers, world)?;
-        let mut units = expert_layout::build_units_with_experts(self.model.as_ref(), expert_layout.as_ref());
+        let expert_layout = ExpertLayout::new(&train.experts, &self.model, queue.comm().world())?;
+        let mut units = expert_layout::build_units_with_experts(&self.model, expert_layout.as_ref());
         param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
             .map_err(combine_train_mistakes)?;
         let policy = ShardingPolicy::for_job(&train);
@@ -138,15 +136,10 @@ impl ShardedModel {
         )
         .map_err(combine_train_mistakes)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
-        let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let first = find_first_backward_layer(&units);
-        let (recompute, dtype, memory) = (train.recompute, engine.param_dtypes().compute, ops.as_ref());
-        let experts =
-            MoeTrainer::new(&ops, model.as_ref(), expert_layout.as_ref(), &engine, b * t, recompute);
-        let activations =
-            MicroBatchActivations::new(memory, model.as_ref(), layers, b, t, recompute, first, dtype);
+        let experts = MoeTrainer::new(&ops, &model, expert_layout.as_ref(), &engine, b * t, train.recompute);
+        let plan = ActivationPlan::new(&model, &train, &units);
         let trainer = Trainer {
-            activations,
+            activations: MicroBatchActivations::new(ops.as_ref(), &plan),
             batch: MicroBatch {
                 sequences: b,
                 seq_len: t,

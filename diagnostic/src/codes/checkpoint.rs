@@ -19,7 +19,7 @@ codes! {
     CHECKPOINT_FORMAT_UNSUPPORTED: Checkpoint = "checkpoint-format-unsupported" {
         summary: "The directory holds a checkpoint in a format that launch does not read.",
         cause: "The checkpoint was written as FSDP local shards, by PyTorch Lightning, or in Meta's format.",
-        remedy: "Convert it to the Hugging Face format, or save a sharded or full state dict.",
+        remedy: "Convert the checkpoint to the Hugging Face format, or save a sharded or full state dict.",
     }
     CHECKPOINT_IS_ADAPTER: Checkpoint = "checkpoint-is-adapter" {
         summary: "The directory is a PEFT adapter, not a whole model.",
@@ -67,7 +67,7 @@ codes! {
         remedy: "Run `launch ckpt verify`, restore the files, or use another checkpoint.",
     }
     CHECKPOINT_HASH_MISMATCH: Checkpoint = "checkpoint-hash-mismatch" {
-        summary: "A block of a shard does not match its BLAKE3 hash.",
+        summary: "A block of a shard, or a gathered or converted file, does not match its BLAKE3 hash.",
         cause: "The bytes changed after the save because of a faulty disk, an interrupted copy or an edit.",
         remedy: "Restore the file, rebuild it from parity with `launch ckpt repair`, or use another checkpoint.",
     }
@@ -78,12 +78,17 @@ codes! {
     }
     CHECKPOINT_FILE_TOO_LARGE: Checkpoint = "checkpoint-file-too-large" {
         summary: "A small file of the checkpoint is larger than the limit.",
-        cause: "Another file has its name, or the file is damaged.",
+        cause: "The file is damaged, or a program replaced the file by another one.",
+        remedy: "Restore the file, or use another checkpoint.",
+    }
+    CHECKPOINT_CONTENT_TOO_LARGE: Checkpoint = "checkpoint-content-too-large" {
+        summary: "The files of the checkpoint describe more tensors or bytes than launch reads.",
+        cause: "A file is damaged, or was made so that a small file describes a huge checkpoint.",
         remedy: "Restore the file, or use another checkpoint.",
     }
     CHECKPOINT_FILE_NOT_REGULAR: Checkpoint = "checkpoint-file-not-regular" {
         summary: "A file of the checkpoint is a symbolic link, a device or a path outside of the directory.",
-        cause: "Files of the checkpoint were replaced by links. launch does not follow them.",
+        cause: "Files of the checkpoint were replaced by links, which launch does not follow.",
         remedy: "Copy the files into the checkpoint directory.",
     }
     CHECKPOINT_JSON_INVALID: Checkpoint = "checkpoint-json-invalid" {
@@ -330,5 +335,10 @@ codes! {
         summary: "A parameter name cannot be a directory name, which the universal format requires.",
         cause: "The name is longer than 200 bytes, begins with a dot, or contains a slash.",
         remedy: "Use `--to deepspeed` or `--to native`.",
+    }
+    CONVERT_STATE_UNSUPPORTED: Checkpoint = "convert-state-unsupported" {
+        summary: "The target format has no place for a state of the optimizer.",
+        cause: "The checkpoint is of an optimizer whose states only native checkpoints store.",
+        remedy: "Use `--to native`, or `--to safetensors` to write the weights without the training state.",
     }
 }

@@ -14,7 +14,7 @@ codes! {
     PEER_SILENT: Failed = "peer-silent" {
         summary: "Nothing was received from another rank for too long, not even a heartbeat.",
         cause: "The peer's host or process is suspended, or the network between the two hosts is interrupted.",
-        remedy: "Check that the two hosts reach each other over cluster.interface, and that no process was suspended.",
+        remedy: "Check that the two hosts reach each other over `cluster.interface`, and that no process was suspended.",
     }
     PEER_LEFT: Failed = "peer-left" {
         summary: "A rank left the group while another rank still needed it for a collective.",
@@ -29,7 +29,7 @@ codes! {
     PEER_FRAME_INVALID: Failed = "peer-frame-invalid" {
         summary: "A rank received a control frame that launch does not send.",
         cause: "Data was altered on the network between the hosts, or a bug in launch.",
-        remedy: "Use another network (cluster.interface); report the error if it occurs again.",
+        remedy: "Use another network (`cluster.interface`); report the error if it occurs again.",
     }
     PEER_CONNECTION_REJECTED: Failed = "peer-connection-rejected" {
         summary: "Another rank rejected the connection of this rank.",
@@ -84,17 +84,17 @@ codes! {
     NCCL_LIBRARY_MISSING: Cluster = "nccl-library-missing" {
         summary: "NCCL (libnccl.so.2) could not be opened.",
         cause: "NCCL is not installed, or not in a directory that is searched.",
-        remedy: "Install NCCL, name its directory in cluster.cuda_library_paths, or set cluster.comm_backend: host.",
+        remedy: "Install NCCL, name its directory in `cluster.cuda_library_paths`, or set `cluster.comm_backend: host`.",
     }
     NCCL_LIBRARY_TOO_OLD: Cluster = "nccl-library-too-old" {
         summary: "NCCL is older than 2.18.",
         cause: "launch needs non-blocking communicators, which NCCL has since 2.18.",
-        remedy: "Install a newer NCCL, name its directory in cluster.cuda_library_paths, or set cluster.comm_backend: host.",
+        remedy: "Install a newer NCCL, name its directory in `cluster.cuda_library_paths`, or set `cluster.comm_backend: host`.",
     }
     NCCL_CALL_FAILED: Failed = "nccl-call-failed" {
         summary: "A function of NCCL failed.",
         cause: "NCCL cannot use the network or the GPUs, or a peer ended.",
-        remedy: "Run with NCCL_DEBUG=INFO to see NCCL's log, or set cluster.comm_backend: host.",
+        remedy: "Run with NCCL_DEBUG=INFO to see NCCL's log, or set `cluster.comm_backend: host`.",
     }
     NCCL_TIMEOUT: Failed = "nccl-timeout" {
         summary: "An operation of NCCL did not complete in time.",
@@ -104,6 +104,6 @@ codes! {
     NCCL_SETUP_FAILED: Failed = "nccl-setup-failed" {
         summary: "The ranks could not create a common NCCL communicator.",
         cause: "Another rank could not use NCCL; the message names the rank and its error.",
-        remedy: "Read the log of that rank, or set cluster.comm_backend: host.",
+        remedy: "Read the log of that rank, or set `cluster.comm_backend: host`.",
     }
 }

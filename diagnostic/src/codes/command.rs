@@ -51,12 +51,12 @@ codes! {
     // --- runs ----------------------------------------------------------------------------------
     RUN_NOT_FOUND: Usage = "run-not-found" {
         summary: "No run matches the name on the command line, or there is no run at all.",
-        cause: "The name is misspelled, the run was removed, or it was started by another user or on another machine.",
+        cause: "The name is misspelled, or the run was removed, or started by another user or on another machine.",
         remedy: "List the runs with `launch ps --all`, or name the run by its directory.",
     }
     RUN_AMBIGUOUS: Usage = "run-ambiguous" {
         summary: "Several runs match, and the command needs exactly one.",
-        cause: "Several runs are active, or several runs have names with this beginning.",
+        cause: "Several runs are active, or the names of several runs begin with the given text.",
         remedy: "Give the full name of one of the runs that are listed.",
     }
     RUN_DIRECTORY_INVALID: Usage = "run-directory-invalid" {
@@ -68,6 +68,11 @@ codes! {
         summary: "There is no active run to stop.",
         cause: "All runs have ended.",
         remedy: "List the runs with `launch ps`.",
+    }
+    RUN_UNATTENDED: Cluster = "run-unattended" {
+        summary: "The controller of the run was lost, and its workers continue without one.",
+        cause: "The controller was killed, or its machine was restarted.",
+        remedy: "Run `launch attach RUN` to start another controller.",
     }
     RUN_ON_OTHER_HOST: Cluster = "run-on-other-host" {
         summary: "The controller of the run is on another machine, and the run can only be stopped on that machine.",
@@ -97,7 +102,7 @@ codes! {
     RANK_OUT_OF_RANGE: Usage = "rank-out-of-range" {
         summary: "`--rank` names a rank that the run does not have.",
         cause: "Ranks are numbered from 0 to the number of workers minus 1.",
-        remedy: "Use a rank that `launch ps` or `launch plan` shows.",
+        remedy: "Use ranks below the number of workers, which `launch ps` shows.",
     }
     PATTERN_INVALID: Usage = "pattern-invalid" {
         summary: "The argument of `--grep` is not a valid regular expression.",
@@ -136,7 +141,7 @@ codes! {
     IMPORT_INVALID: Job = "import-invalid" {
         summary: "The configuration contains mistakes, and no job was written.",
         cause: "The file is not a configuration of this launcher, or values have the wrong form.",
-        remedy: "Correct the mistakes that are listed above the summary.",
+        remedy: "Correct the mistakes that are listed with the message.",
     }
     IMPORT_VALUE_INVALID: Job = "import-value-invalid" {
         summary: "A key of the imported configuration has a value of the wrong form.",
@@ -172,7 +177,7 @@ codes! {
     }
     CONVERT_MEMORY_TOO_SMALL: Usage = "convert-memory-too-small" {
         summary: "`--memory` is smaller than the conversion needs.",
-        cause: "`--to safetensors` may need 256 MB.",
+        cause: "`--to safetensors` needs up to 256 MB.",
         remedy: "Raise `--memory`.",
     }
     WATCH_DIRECTORY_INVALID: Usage = "watch-directory-invalid" {

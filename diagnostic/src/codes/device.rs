@@ -9,27 +9,27 @@ codes! {
     GPU_UNSUPPORTED: Cluster = "gpu-unsupported" {
         summary: "The GPU lacks a feature that the job needs.",
         cause: "Training needs compute capability 8.0 (Ampere) and memory pools, and fp8 needs 8.9 (Ada); virtual GPUs may have no memory pools.",
-        remedy: "Run the job on a newer GPU, or choose another train.precision.",
+        remedy: "Run the job on a newer GPU, or choose another `train.precision`.",
     }
     GPU_OUT_OF_MEMORY: Failed = "gpu-out-of-memory" {
         summary: "An allocation did not fit into the GPU's memory.",
         cause: "Parameters, optimizer states and activations of this rank take more than the GPU has, or another process uses the GPU.",
-        remedy: "Lower train.batch.micro or train.data.seq_len, set train.recompute: block, or raise train.zero.stage or the number of GPUs. `launch plan` estimates the memory.",
+        remedy: "Lower `train.batch.micro` or `train.data.seq_len`, set `train.recompute: block`, or raise `train.zero.stage` or the number of GPUs. `launch plan` estimates the memory.",
     }
     DEVICE_LIBRARY_MISSING: Cluster = "device-library-missing" {
         summary: "A CUDA library was not found on this machine.",
         cause: "The NVIDIA driver or the CUDA libraries are not installed, or are in a directory that was not searched.",
-        remedy: "Install them, or name their directory in cluster.cuda_library_paths.",
+        remedy: "Install them, or name their directory in `cluster.cuda_library_paths`.",
     }
     DEVICE_LIBRARY_UNUSABLE: Cluster = "device-library-unusable" {
         summary: "A CUDA library was found but cannot be used.",
         cause: "The dynamic loader rejected the file, or the library needs a newer driver than this machine has.",
-        remedy: "Install a version of the library that fits the driver, or name its directory in cluster.cuda_library_paths.",
+        remedy: "Install a version of the library that fits the driver, or name its directory in `cluster.cuda_library_paths`.",
     }
     DEVICE_LIBRARY_TOO_OLD: Cluster = "device-library-too-old" {
         summary: "A CUDA library or the NVIDIA driver is too old.",
         cause: "launch needs CUDA 12.0, cuDNN 9.10 for attention, and an NVRTC that knows the GPU's architecture.",
-        remedy: "Upgrade the library, or name the directory of a newer one in cluster.cuda_library_paths.",
+        remedy: "Upgrade the library, or name the directory of a newer one in `cluster.cuda_library_paths`.",
     }
     GPU_RESULT_DIFFERS: Failed = "gpu-result-differs" {
         summary: "The result of an operation on the GPU differs from the result on the CPU.",
@@ -54,12 +54,12 @@ codes! {
     CUDA_GRAPHS_DISABLED: Failed = "cuda-graphs-disabled" {
         summary: "CUDA graphs were turned off because the driver failed to build or launch one.",
         cause: "The driver or a library does not support capturing one of the calls.",
-        remedy: "Nothing is required: training continues without CUDA graphs. Set train.cuda_graphs: false so that training does not try CUDA graphs.",
+        remedy: "Nothing is required: training continues without CUDA graphs. Set `train.cuda_graphs: false` so that training does not try CUDA graphs.",
     }
     CUDNN_ATTENTION_UNSUPPORTED: Failed = "cudnn-attention-unsupported" {
-        summary: "train.attention is cudnn, and cuDNN cannot compute this attention.",
+        summary: "`train.attention` is `cudnn`, and cuDNN cannot compute this attention.",
         cause: "cuDNN supports bf16, heads of up to 128 elements in multiples of 8, one document per sequence, no attention dropout and no softcap.",
-        remedy: "Set train.attention: auto, which uses launch's own kernels in this case.",
+        remedy: "Set `train.attention: auto`, which uses launch's own kernels in this case.",
     }
     CUDNN_PLAN_REJECTED: Failed = "cudnn-plan-rejected" {
         summary: "cuDNN is not used for an attention shape because no execution plan of cuDNN passed the checks.",

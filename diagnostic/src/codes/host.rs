@@ -41,7 +41,7 @@ codes! {
     EXECUTABLE_NOT_ALLOWED: Cluster = "executable-not-allowed" {
         summary: "A host does not allow programs to run from its cache directory.",
         cause: "The file system is mounted with `noexec`, or a security policy forbids it.",
-        remedy: "Mount it with `exec`, or set `XDG_CACHE_HOME` on the host to another directory.",
+        remedy: "Mount the file system with `exec`, or set `XDG_CACHE_HOME` on the host to another directory.",
     }
     EXECUTABLE_ARCHITECTURE_MISMATCH: Cluster = "executable-architecture-mismatch" {
         summary: "A host has another CPU architecture than this machine.",
@@ -94,6 +94,11 @@ codes! {
         summary: "A control message is longer than 16 MiB.",
         cause: "The plan of a host is too large, or the other side is not launch.",
         remedy: "Reduce the environment and the commands of the workers.",
+    }
+    AGENT_UNREACHABLE: Cluster = "agent-unreachable" {
+        summary: "The agent of a run is alive on a host, but does not answer on its local socket.",
+        cause: "The agent is suspended, or is of another build of launch.",
+        remedy: "Check the state of the process `launch-agent` on the host with `ps -o stat`, and attach with the build that started the run.",
     }
     HANDSHAKE_FAILED: Cluster = "handshake-failed" {
         summary: "Two processes of a job did not prove to each other that they hold the key of the job.",
@@ -177,7 +182,7 @@ codes! {
         remedy: "Mount /proc.",
     }
     MEMORY_INSUFFICIENT: Cluster = "memory-insufficient" {
-        summary: "The estimated memory of the workers exceeds the memory of the machine.",
+        summary: "The estimated memory of the workers exceeds the memory of the machine. This is a warning.",
         cause: "The model, the batch or the optimizer states are too large for the number of hosts.",
         remedy: "Use a smaller `train.batch.micro`, `train.recompute: block` or a higher `train.zero.stage`.",
     }

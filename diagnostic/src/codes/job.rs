@@ -5,7 +5,7 @@ codes! {
     JOB_INVALID: Job = "job-invalid" {
         summary: "The job file contains several mistakes; each is reported with its own code.",
         cause: "Keys or values of the job file are not valid. Nothing was started.",
-        remedy: "Correct the mistakes that are listed above the summary.",
+        remedy: "Correct the mistakes that are listed with the message.",
     }
     JOB_FILE_NOT_FOUND: Job = "job-file-not-found" {
         summary: "The job file does not exist.",
@@ -85,14 +85,14 @@ codes! {
         remedy: "Remove or change one of the two keys.",
     }
     JOB_KEY_HAS_NO_EFFECT: Job = "job-key-has-no-effect" {
-        summary: "A key is given that has no effect in this job.",
+        summary: "A key has no effect in this job.",
         cause: "The key only applies to another kind of job, such as training on GPUs.",
         remedy: "Remove the key, or add the setting that it applies to.",
     }
     JOB_KEY_DEPRECATED: Job = "job-key-deprecated" {
-        summary: "The job uses the deprecated name of a key or value.",
-        cause: "The key or value was renamed; the previous name still works.",
-        remedy: "Use the new name that the warning states; docs/job.md lists all of them.",
+        summary: "The job uses the deprecated name of a key or value. This is a warning.",
+        cause: "The key or value was renamed. The previous name works for one more release.",
+        remedy: "Use the new name that the warning states; docs/job.md lists all deprecated names.",
     }
     JOB_NOTHING_TO_RUN: Job = "job-nothing-to-run" {
         summary: "The job has neither `run.command` nor `train`.",
@@ -170,7 +170,7 @@ codes! {
     }
     HOSTFILE_INVALID: Job = "hostfile-invalid" {
         summary: "A line of the hostfile is not valid.",
-        cause: "A line must be `host slots=N`, as DeepSpeed and Open MPI write it, and a host may give its slots once.",
+        cause: "A line has the form `host slots=N`, as for DeepSpeed and Open MPI, and at most one line of a host has `slots`.",
         remedy: "Correct the line that the message names.",
     }
     HOSTFILE_UNREADABLE: Job = "hostfile-unreadable" {
@@ -196,9 +196,9 @@ codes! {
         remedy: "Remove the variable and use the key that the message names.",
     }
     JOB_SECRET_IN_FILE: Job = "job-secret-in-file" {
-        summary: "The name of a variable of `run.env` looks like that of a secret, and its value is written in the job file.",
-        cause: "The name matches `*_TOKEN`, `*SECRET*`, `*PASSWORD*` or `*_KEY`.",
-        remedy: "Use `{from_env: NAME}` or `{from_file: path}`, so that the value is in no file of launch.",
+        summary: "`run.env` sets a variable with the name of a secret to a value in the job file. This is a warning.",
+        cause: "The name ends with `_KEY`, or contains a word such as `TOKEN`, `SECRET` or `PASSWORD`.",
+        remedy: "Use `{from_env: NAME}` or `{from_file: path}`, so that no file of the run contains the value.",
     }
 
     JOB_ENV_VALUE_MISSING: Job = "job-env-value-missing" {
@@ -215,11 +215,11 @@ codes! {
     // --- training ------------------------------------------------------------------------------
     JOB_REQUIRES_GPUS: Job = "job-requires-gpus" {
         summary: "A setting requires training on GPUs, and the job trains on CPUs.",
-        cause: "`cluster.devices` is `auto` or `cpu`, which train on CPUs.",
+        cause: "`cluster.devices` is `auto` or `cpu`; with both, built-in training uses CPUs.",
         remedy: "Set `cluster.devices: cuda`, or remove the setting.",
     }
     JOB_SCHEDULE_TRUNCATED: Job = "job-schedule-truncated" {
-        summary: "Training ends before the learning-rate schedule is complete.",
+        summary: "Training ends before the learning-rate schedule is complete. This is a warning.",
         cause: "The warm-up, or warm-up and decay together, take more steps than `train.steps`.",
         remedy: "Nothing is required in a short trial run. Otherwise, shorten the warm-up or train for more steps.",
     }
@@ -229,7 +229,7 @@ codes! {
         remedy: "Nothing is required; the message is informational.",
     }
     JOB_LORA_WITHOUT_BASE: Job = "job-lora-without-base" {
-        summary: "Adapters are trained on a new model, whose random weights stay frozen.",
+        summary: "Adapters are trained on a new model, whose random weights stay frozen. This is a warning.",
         cause: "The job has `train.lora` but no `train.model.from`.",
         remedy: "Name the directory of a trained model in `train.model.from`.",
     }

@@ -82,6 +82,36 @@ codes! {
         cause: "The process is stopped or blocked in the kernel, or the machine is swapping.",
         remedy: "Check the state of the process with `ps -o stat`, the memory of the machine, and its file systems.",
     }
+    CONTROLLER_SILENT: Failed = "controller-silent" {
+        summary: "A host received no message of the controller for `run.controller_lease`, and ended its workers.",
+        cause: "The controller was suspended (Ctrl-Z, SIGSTOP), its machine froze, or the network failed.",
+        remedy: "Start the job again. Raise `run.controller_lease`, or use `run.on_controller_loss: continue`, so that the job outlives its controller.",
+    }
+    RUN_NOT_ATTACHABLE: Cluster = "run-not-attachable" {
+        summary: "A run has nothing that another controller could take over.",
+        cause: "The job does not outlive its controller, no agent of the run is alive, or no worker was started.",
+        remedy: "Start the job again. Use `run.on_controller_loss: continue`, so that the job outlives its controller.",
+    }
+    RUN_HAS_CONTROLLER: Cluster = "run-has-controller" {
+        summary: "A host obeys another controller of the run, which is alive.",
+        cause: "The controller was not lost, or another `launch attach` has taken over the run.",
+        remedy: "Use the other controller. `launch ps` shows its host and process id.",
+    }
+    RUN_HOSTS_UNREACHABLE: Cluster = "run-hosts-unreachable" {
+        summary: "Too many hosts of a run do not answer, so another controller might control them.",
+        cause: "The hosts are down, or this machine cannot reach them.",
+        remedy: "Check the network. If the hosts are certainly down, use `launch attach --force`.",
+    }
+    CONTROL_FILE_INVALID: Cluster = "control-file-invalid" {
+        summary: "The file of a run directory that names the hosts and the key of the run is not usable.",
+        cause: "The file is damaged or of another version of launch, or other users can write it.",
+        remedy: "Attach as the user and with the build of launch that started the run.",
+    }
+    CONTROLLER_REPLACED: Cluster = "controller-replaced" {
+        summary: "The hosts of a run no longer obey this controller. The run continues.",
+        cause: "This controller was suspended or cut off from the hosts, and `launch attach` has started another one, or the hosts continue without a controller.",
+        remedy: "Use the other controller. If the run has none, run `launch attach RUN`.",
+    }
     AGENT_VERSION_MISMATCH: Cluster = "agent-version-mismatch" {
         summary: "An agent runs another build of launch than the controller.",
         cause: "The hosts have different versions installed.",

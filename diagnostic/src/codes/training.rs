@@ -2,50 +2,50 @@
 
 codes! {
     TRAIN_SECTION_MISSING: Job = "train-section-missing" {
-        summary: "The job has no train section, but a built-in worker was started for it.",
-        cause: "The job file describes neither run.command nor train.",
-        remedy: "Add a train section, or run a program with run.command.",
+        summary: "A built-in worker was started for a job without the section `train`.",
+        cause: "The job file has neither `run.command` nor `train`.",
+        remedy: "Add the section `train`, or run a program with `run.command`.",
     }
     LOSS_NOT_FINITE: Failed = "loss-not-finite" {
         summary: "The loss became NaN or infinite.",
         cause: "The learning rate is too high, the data contain extreme values, or the precision is too narrow.",
-        remedy: "Resume from an earlier checkpoint with a lower train.optimizer.lr, or use precision bf16.",
+        remedy: "Resume from an earlier checkpoint with a lower `train.optimizer.lr`, or use precision bf16.",
     }
     GRADIENT_NOT_FINITE: Failed = "gradient-not-finite" {
         summary: "The norm of the gradients became NaN or infinite although the loss was finite.",
         cause: "The learning rate is too high, or a gradient overflowed at the smallest loss scale.",
-        remedy: "Resume from an earlier checkpoint with a lower train.optimizer.lr, or use precision bf16.",
+        remedy: "Resume from an earlier checkpoint with a lower `train.optimizer.lr`, or use precision bf16.",
     }
     SAMPLE_PROMPT_EMPTY: Job = "sample-prompt-empty" {
         summary: "The prompt for sample generation contains no token.",
-        cause: "train.eval.sample.prompt is empty, or the tokenizer drops all of its text.",
-        remedy: "Set train.eval.sample.prompt to a text with at least one token.",
+        cause: "`train.eval.sample.prompt` is empty, or the tokenizer drops all of its text.",
+        remedy: "Set `train.eval.sample.prompt` to a text with at least one token.",
     }
     BATCH_LEAVES_WORKERS_IDLE: Job = "batch-leaves-workers-idle" {
-        summary: "A step has fewer micro-batches than the job has workers.",
-        cause: "train.batch.global / train.batch.micro is less than the number of workers.",
-        remedy: "Raise train.batch.global or lower train.batch.micro; otherwise the idle workers only hold shards.",
+        summary: "A step has fewer micro-batches than the job has workers. This is a warning.",
+        cause: "The quotient of `train.batch.global` and `train.batch.micro` is less than the number of workers.",
+        remedy: "Raise `train.batch.global` or lower `train.batch.micro`; otherwise the idle workers only hold shards.",
     }
     TRAIN_INVALID: Job = "train-invalid" {
-        summary: "The train section has several mistakes.",
-        cause: "Keys of the train section contradict each other, the model or the data.",
+        summary: "The section `train` has several mistakes.",
+        cause: "Keys of the section contradict each other, the model or the data.",
         remedy: "Correct the mistakes that are listed with the message.",
     }
 
     EXPERTS_NOT_IN_MODEL: Job = "experts-not-in-model" {
-        summary: "train.experts is set, but the model or one of the named layers has no experts.",
-        cause: "The model is dense, or train.experts.placement names a layer without experts.",
-        remedy: "Remove train.experts or the layer, or train a mixture-of-experts model.",
+        summary: "`train.experts` is set, but the model or one of the named layers has no experts.",
+        cause: "The model is dense, or `train.experts.placement` names a layer without experts.",
+        remedy: "Remove `train.experts` or the layer, or train a mixture-of-experts model.",
     }
     EXPERT_PARALLEL_SIZE_INVALID: Job = "expert-parallel-size-invalid" {
         summary: "The expert-parallel size does not divide the workers or the experts.",
-        cause: "train.experts.expert_parallel_size must divide the number of workers and, with balanced placement, the experts.",
-        remedy: "Choose a size that divides both numbers, or place the experts with train.experts.placement.",
+        cause: "`train.experts.expert_parallel_size` must divide the number of workers and, with balanced placement, the experts.",
+        remedy: "Choose a size that divides both numbers, or place the experts with `train.experts.placement`.",
     }
     EXPERT_PLACEMENT_INVALID: Job = "expert-placement-invalid" {
-        summary: "train.experts.placement does not assign every expert to a rank of the group.",
+        summary: "`train.experts.placement` does not assign every expert to a rank of the group.",
         cause: "An expert is missing, does not exist, or is assigned to a rank outside of the expert-parallel group.",
-        remedy: "Assign each expert of the layer to a rank from 0 to train.experts.expert_parallel_size - 1.",
+        remedy: "Assign each expert of the layer to a rank from 0 to `train.experts.expert_parallel_size` - 1.",
     }
 
     PARAMETER_PATTERN_INVALID: Job = "parameter-pattern-invalid" {
@@ -60,8 +60,8 @@ codes! {
     }
     NO_TRAINED_PARAMETERS: Job = "no-trained-parameters" {
         summary: "Every parameter of the model is frozen.",
-        cause: "The patterns of train.freeze match every parameter of the model.",
-        remedy: "Remove or narrow a pattern of train.freeze.",
+        cause: "The patterns of `train.freeze` match every parameter of the model.",
+        remedy: "Remove or narrow a pattern of `train.freeze`.",
     }
 
     PEER_REPORT_INVALID: Failed = "peer-report-invalid" {
@@ -96,23 +96,23 @@ codes! {
     }
     WORKER_THREAD_FAILED: Cluster = "worker-thread-failed" {
         summary: "A worker could not start a thread.",
-        cause: "The limit of processes (ulimit -u, pids.max of the cgroup) or the memory is exhausted.",
+        cause: "The memory is exhausted, or the limit of processes is reached (`ulimit -u`, `pids.max` of the control group).",
         remedy: "Raise the limit, or start fewer workers or threads per host.",
     }
     SHARED_MEMORY_MISSING: Cluster = "shared-memory-missing" {
         summary: "A worker was started without the shared memory of the workers of its host.",
         cause: "The agent could not create the shared memory, or the worker was not started by an agent.",
-        remedy: "Start the job with `launch job.yaml`; check the free space of /dev/shm with `launch check`.",
+        remedy: "Start the job with `launch job.yaml`, and check the free memory of the host.",
     }
     OPEN_FILE_LIMIT: Cluster = "open-file-limit" {
         summary: "The limit of open files is too low for the connections to all ranks.",
-        cause: "Every rank holds two connections to each other rank; the hard limit (ulimit -Hn) is lower than that.",
+        cause: "A rank has two connections to each rank on another host, which is more than the hard limit (`ulimit -Hn`).",
         remedy: "Raise the hard limit of open files on the host, for example in /etc/security/limits.conf.",
     }
     INTERFACE_NOT_FOUND: Cluster = "interface-not-found" {
-        summary: "No network interface or address of this host matches cluster.interface.",
+        summary: "No network interface or address of this host matches `cluster.interface`.",
         cause: "The interface has another name on this host, is down, or has no address.",
-        remedy: "Set cluster.interface to an interface or network that all hosts have, or to auto.",
+        remedy: "Set `cluster.interface` to an interface or network that all hosts have, or to `auto`.",
     }
     HOST_ADDRESSES_UNAVAILABLE: Cluster = "host-addresses-unavailable" {
         summary: "This host has no address on which a worker could accept connections of its peers.",
@@ -120,9 +120,9 @@ codes! {
         remedy: "Configure a network interface on the host.",
     }
     WORKER_LISTEN_FAILED: Cluster = "worker-listen-failed" {
-        summary: "A worker could not accept connections on the address it chose.",
+        summary: "A worker could not accept connections on its address.",
         cause: "The address was removed, or all ports are in use.",
-        remedy: "Set cluster.interface to another interface, or free ports on the host.",
+        remedy: "Set `cluster.interface` to another interface, or free ports on the host.",
     }
     PEERS_NOT_LISTENING: Cluster = "peers-not-listening" {
         summary: "Not all ranks of the job accepted connections in time.",
@@ -143,17 +143,17 @@ codes! {
     STORAGE_NOT_WRITABLE: Cluster = "storage-not-writable" {
         summary: "The checkpoint directory cannot be written.",
         cause: "The directory belongs to another user, is on a read-only file system, or its disk is full.",
-        remedy: "Point checkpoint.dir at a directory that every host can write.",
+        remedy: "Point `checkpoint.dir` at a directory that every host can write.",
     }
     STORAGE_NOT_SHARED: Cluster = "storage-not-shared" {
-        summary: "checkpoint.require_shared is set, but the hosts do not see the same checkpoint directory.",
-        cause: "checkpoint.dir is on a local disk, or the shared file system is not mounted on every host.",
-        remedy: "Put checkpoint.dir on storage that all hosts share, or set checkpoint.require_shared: false.",
+        summary: "The hosts do not share the checkpoint directory. Without `checkpoint.require_shared`, this is a warning of `launch check`.",
+        cause: "`checkpoint.dir` is on a local disk, or the shared file system is not mounted on every host.",
+        remedy: "Put `checkpoint.dir` on storage that all hosts share, or set `checkpoint.require_shared: false`.",
     }
     STORAGE_NOT_VISIBLE: Cluster = "storage-not-visible" {
         summary: "A rank does not see a file that another rank of its host wrote into the checkpoint directory.",
         cause: "The workers of the host have different mounts, or the file system delays new files.",
-        remedy: "Point checkpoint.dir at a directory that all workers of a host see.",
+        remedy: "Point `checkpoint.dir` at a directory that all workers of a host see.",
     }
     STORAGE_PARTIALLY_SHARED: Cluster = "storage-partially-shared" {
         summary: "One host sees the files of another host in the checkpoint directory, but the other host does not see those of the first.",
@@ -166,9 +166,9 @@ codes! {
         remedy: "Remove the file .host from one of the two directories.",
     }
     PARITY_NEEDS_SHARED_STORAGE: Job = "parity-needs-shared-storage" {
-        summary: "checkpoint.parity is set, but the hosts do not share the checkpoint directory.",
+        summary: "`checkpoint.parity` is set, but the hosts do not share the checkpoint directory.",
         cause: "Parity is computed over the shards of all ranks, which are on different hosts here.",
-        remedy: "Put checkpoint.dir on storage that all hosts share, or remove checkpoint.parity.",
+        remedy: "Put `checkpoint.dir` on storage that all hosts share, or remove `checkpoint.parity`.",
     }
     CHECKPOINT_WRITER_FAILED: Failed = "checkpoint-writer-failed" {
         summary: "Saving a checkpoint stopped unexpectedly.",
@@ -176,25 +176,25 @@ codes! {
         remedy: "Earlier checkpoints are complete; resume from them and report the message.",
     }
     OFFLOAD_STORAGE_UNUSABLE: Job = "offload-storage-unusable" {
-        summary: "The optimizer states could not be stored in the memory or directory that train.zero.offload names.",
+        summary: "The optimizer states could not be stored in the memory or directory that `train.zero.offload` names.",
         cause: "The directory is missing or full, or the host has too little memory.",
-        remedy: "Point train.zero.offload at a directory with free space, or use an optimizer with fewer states.",
+        remedy: "Point `train.zero.offload` at a directory with free space, or use an optimizer with fewer states.",
     }
 
     RESUME_NO_USABLE_CHECKPOINT: Checkpoint = "resume-no-usable-checkpoint" {
         summary: "The checkpoint directory holds checkpoints, but all of them are damaged.",
         cause: "Files were removed or changed, or the disk is failing.",
-        remedy: "Rebuild one with `launch ckpt repair`, remove them, or set resume.from: never to start at step 0.",
+        remedy: "Rebuild a checkpoint with `launch ckpt repair`, remove the checkpoints, or set `resume.from: never` to start at step 0.",
     }
     RESUME_MODEL_MISMATCH: Checkpoint = "resume-model-mismatch" {
         summary: "The checkpoint contains another model than the job describes.",
         cause: "Tensors are missing, have other shapes, or have no counterpart in the job's model.",
-        remedy: "Make train.model like the checkpoint's config.json, or resume from another checkpoint.",
+        remedy: "Make `train.model` like the checkpoint's config.json, or resume from another checkpoint.",
     }
     RESUME_OPTIMIZER_MISMATCH: Checkpoint = "resume-optimizer-mismatch" {
         summary: "The checkpoint was written with another optimizer than the job's.",
-        cause: "train.optimizer.name changed since the checkpoint was written.",
-        remedy: "Use the checkpoint's optimizer, resume from its weights only, or set resume.from: never.",
+        cause: "`train.optimizer.name` changed since the checkpoint was written.",
+        remedy: "Use the optimizer of the checkpoint, resume from its weights only, or set `resume.from: never`.",
     }
     RESUME_STATE_INCOMPLETE: Checkpoint = "resume-state-incomplete" {
         summary: "The checkpoint is a training state, but lacks part of the optimizer state.",
@@ -209,12 +209,12 @@ codes! {
     RESUME_TIED_WEIGHTS_DIFFER: Checkpoint = "resume-tied-weights-differ" {
         summary: "The job ties two matrices that have different values in the checkpoint.",
         cause: "The checkpoint's model has separate input and output embeddings.",
-        remedy: "Set train.model.tie_word_embeddings: false.",
+        remedy: "Set `train.model.tie_word_embeddings: false`.",
     }
     RESUME_RNG_STRICT: Checkpoint = "resume-rng-strict" {
-        summary: "resume.rng: strict does not allow another number of ranks than the checkpoint's.",
+        summary: "`resume.rng: strict` does not allow another number of ranks than the checkpoint's.",
         cause: "The checkpoint holds one RNG state per rank, and the number of ranks changed.",
-        remedy: "Resume with the same number of ranks, or set resume.rng: reconcile.",
+        remedy: "Resume with the same number of ranks, or set `resume.rng: reconcile`.",
     }
     RESUME_FETCH_FAILED: Checkpoint = "resume-fetch-failed" {
         summary: "Blocks of a host-local checkpoint could not be read on the host that stores them.",
@@ -233,29 +233,29 @@ codes! {
     }
 
     MODEL_DIRECTORY_INVALID: Job = "model-directory-invalid" {
-        summary: "train.model.from names a directory that is not a Hugging Face model directory.",
+        summary: "`train.model.from` names a directory that is not a Hugging Face model directory.",
         cause: "The directory is a launch checkpoint, or contains several checkpoints.",
-        remedy: "Name the model directory; for a launch checkpoint use resume.from or `launch ckpt gather`.",
+        remedy: "Name the model directory; for a launch checkpoint use `resume.from` or `launch ckpt gather`.",
     }
     MODEL_DIRECTORY_DIFFERS: Job = "model-directory-differs" {
-        summary: "The hosts have different models in the directory that train.model.from names.",
+        summary: "The hosts have different models in the directory that `train.model.from` names.",
         cause: "The directory is local to each host, and the copies differ.",
         remedy: "Copy the same model directory to every host, or put it on shared storage.",
     }
     ADAPTER_MODEL_MISMATCH: Job = "adapter-model-mismatch" {
-        summary: "The adapters that train.lora.from names belong to another model than train.model.from.",
+        summary: "The adapters that `train.lora.from` names belong to another model than `train.model.from`.",
         cause: "Adapter tensors are missing, have other shapes, or have no counterpart in the model.",
         remedy: "Name the adapters that were trained on this model.",
     }
     VOCAB_SIZE_TOO_SMALL: Job = "vocab-size-too-small" {
         summary: "The model's vocabulary is smaller than the tokenizer's.",
-        cause: "train.model.vocab_size is too small, or the model directory belongs to another tokenizer.",
-        remedy: "Remove or raise train.model.vocab_size, or use the model directory's tokenizer.",
+        cause: "`train.model.vocab_size` is too small, or the model directory belongs to another tokenizer.",
+        remedy: "Remove or raise `train.model.vocab_size`, or use the model directory's tokenizer.",
     }
     SEQUENCE_TOO_LONG: Job = "sequence-too-long" {
         summary: "A sample is longer than the model's position limit.",
-        cause: "train.data.seq_len is greater than max_position_embeddings.",
-        remedy: "Lower train.data.seq_len, or use a model with a higher max_position_embeddings.",
+        cause: "`train.data.seq_len` is greater than max_position_embeddings.",
+        remedy: "Lower `train.data.seq_len`, or use a model with a higher max_position_embeddings.",
     }
     DATA_DIFFERS_BETWEEN_RANKS: Job = "data-differs-between-ranks" {
         summary: "Ranks found different training data.",

@@ -89,6 +89,12 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 /// Read by launch: the directory of a CUDA toolkit. This is an older name of [`CUDA_HOME`].
 pub const CUDA_PATH: &str = "CUDA_PATH";
 
+/// Returns whether the environment variable `name` restricts which GPUs a process sees.
+/// `run.pass_env` never passes such variables, because the user or the plan sets them.
+pub fn is_device_variable(name: &str) -> bool {
+    VISIBLE_DEVICES.contains(&name)
+}
+
 /// Returns whether the value of the variable `name` is probably a secret, such as a token or a
 /// password. Only the name is examined.
 pub fn looks_secret(name: &str) -> bool {

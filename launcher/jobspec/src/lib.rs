@@ -19,6 +19,7 @@ mod print;
 mod reference;
 mod reload;
 mod schema;
+mod secret_text;
 mod spec;
 mod table;
 mod yaml;
@@ -28,6 +29,7 @@ pub use load::{JobSource, load_job};
 pub use reference::update_reference;
 pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs};
 pub use schema::build_schema;
+pub use secret_text::hide_secret_values;
 pub use spec::{
     checkpoint::{CheckpointSpec, ResumeFrom, ResumeSpec, RngPolicy, SaveInterval},
     cluster::{
@@ -38,12 +40,12 @@ pub use spec::{
     environment::{EnvSource, is_reserved_variable},
     experts::{ExpertPlacement, ExpertsSpec},
     host_values::HostSelection,
-    job::JobSpec,
+    job::{JobSpec, make_job_name},
     lora::{LoraSpec, LoraTargets},
     model::ModelSpec,
     optimizer::{OptimizerName, OptimizerSpec},
     param_groups::ParamGroupSpec,
-    run::{CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
+    run::{ControllerLossAction, CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
     schedule::{ScheduleName, ScheduleSpec},
     signals::{SignalAction, Signals},
     slurm::SlurmSpec,

@@ -4,7 +4,7 @@ use crate::{
     deprecated,
     keys::decoder::JobDecoder,
     overrides,
-    spec::job::JobSpec,
+    spec::job::{JobSpec, make_job_name},
     table::{KEYS, canonicalize_key_path},
     yaml::{
         parse::parse_yaml,
@@ -138,15 +138,7 @@ fn load_job_text(
 }
 
 /// Returns the name of a job without the key `name`: the file name without its extension.
-/// Characters that are not safe in a path are replaced by `-`.
 fn derive_job_name(file: &str) -> String {
-    const MAX_NAME: usize = 100;
-    let stem = Path::new(file).file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
-    let safe: String = stem
-        .chars()
-        .take(MAX_NAME)
-        .map(|c| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' })
-        .collect();
-    let safe = safe.trim_start_matches(['.', '-']);
-    if safe.is_empty() { "job".to_owned() } else { safe.to_owned() }
+    let stem = Path::new(file).file_stem().unwrap_or_default();
+    make_job_name(&stem.to_string_lossy(), "job")
 }

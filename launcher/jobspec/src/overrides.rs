@@ -74,7 +74,7 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
     Ok(parse_yaml(text, source, base)?.unwrap_or(empty))
 }
 
-/// Splits a path such as `a.b[2].c` into its steps, each with its span in the `--set` argument.
+/// Splits a path such as `a.b[2].c` into steps. Each step has its span in the `--set` argument.
 /// `source` is the index of the argument in the [`SourceMap`]. Fails if there are more than
 /// [`MAX_STEPS`].
 fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
@@ -113,7 +113,8 @@ fn set_value(
 ) -> Result<(), ValueError> {
     let mut node = root;
     let mut path = String::new();
-    for (step, span) in steps {
+    let last = steps.len().saturating_sub(1);
+    for (index, (step, span)) in steps.into_iter().enumerate() {
         if matches!(node.value, YamlValue::Null) && matches!(step, PathStep::Key(_)) {
             node.value = YamlValue::Map(Vec::new());
         }
@@ -121,7 +122,11 @@ fn set_value(
         match (&mut node.value, step) {
             (YamlValue::Map(entries), PathStep::Key(name)) => {
                 path = canonicalize_key_path(&join_key_path(&path, &name));
-                node = find_or_insert_entry(entries, name, span, &path);
+                let entry = find_or_insert_entry(entries, &name, span, &path);
+                if index == last {
+                    (entry.key, entry.key_span) = (name, span);
+                }
+                node = &mut entry.value;
             }
             (YamlValue::List(items), PathStep::Index(i)) => {
                 path = format!("{path}[{i}]");
@@ -150,24 +155,20 @@ fn set_value(
     Ok(())
 }
 
-/// Returns the value of the key with the documented path `path`, which the entries may give by any
-/// of its names. Adds an entry if the key is absent. The entry gets the name and span of the
-/// override.
+/// Returns the entry of the key with the documented path `path`, which the entries may give by any
+/// of its names. Adds an entry with the name and span of the override if the key is absent.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
-    name: String,
+    name: &str,
     span: SourceSpan,
     path: &str,
-) -> &'e mut YamlNode {
+) -> &'e mut YamlEntry {
     let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
     let position = entries.iter().position(|e| canonicalize_key_path(&join_key_path(parent, &e.key)) == path);
     let position = position.unwrap_or_else(|| {
         let value = YamlNode { span, value: YamlValue::Null, raw: String::new() };
-        entries.push(YamlEntry { key: name.clone(), key_span: span, value });
+        entries.push(YamlEntry { key: name.to_owned(), key_span: span, value });
         entries.len() - 1
     });
-    let entry = &mut entries[position];
-    entry.key = name;
-    entry.key_span = span;
-    &mut entry.value
+    &mut entries[position]
 }

@@ -3,24 +3,34 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
+mod host_plan;
+mod inventory;
+mod peers;
+mod supervision;
+
+pub use host_plan::{HostPlan, WorkerPlan};
+pub use inventory::{HostInventory, InterfaceAddress};
+pub use peers::{JobKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
+pub use supervision::{
+    AdoptedAgent, AttachPurpose, AttachRejection, AttachRequest, ControllerToken, SupervisionTerms,
+};
+
 use crate::{
     event::{Event, WorkerPhase},
     failure::GpuFault,
-    hardware::{CpuTopology, GpuDevice},
     probe::{ProbeAnswer, ProbeRequest},
 };
 use diagnostic::Diagnostic;
 use jobspec::{JobSpec, ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::{
-    fmt,
     net::{IpAddr, SocketAddr},
     path::PathBuf,
 };
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -31,7 +41,25 @@ pub enum ToAgent {
     Hello {
         /// The [`PROTOCOL_VERSION`] of the controller.
         version: u32,
+        /// The terms on which the agent obeys the controller; `None` if the agent only answers
+        /// probes.
+        terms: Option<Box<SupervisionTerms>>,
     },
+    /// The first message of a controller that takes over a run, instead of
+    /// [`ToAgent::Hello`]. The agent answers with [`FromAgent::Adopted`] or
+    /// [`FromAgent::NotAdopted`].
+    Attach(Box<AttachRequest>),
+    /// The state of the run that only the controller knows. The agent keeps the newest memo for a
+    /// later controller.
+    Memo(String),
+    /// The controller has stored all events of the agent up to this report. The agent forgets them.
+    Acknowledge {
+        /// The sequence number of the report.
+        seq: u64,
+    },
+    /// The agent is no longer needed, so it must not wait for another controller. The controller
+    /// closes the connection.
+    End,
     /// Asks the agent of rank 0's host to bind the rendezvous port of an attempt. The agent answers
     /// with [`FromAgent::Bound`].
     Bind(RendezvousRequest),
@@ -105,54 +133,6 @@ pub struct RendezvousRequest {
     pub allowed: Vec<IpAddr>,
 }
 
-/// The workers that the agent of one host is to run in one attempt.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct HostPlan {
-    /// The job, which the agent passes to its built-in workers.
-    pub job: JobSpec,
-    /// The name of the run.
-    pub run: String,
-    /// The name of the host, as the job states it.
-    pub host: String,
-    /// The absolute path of the run directory.
-    pub run_dir: PathBuf,
-    /// The number of the attempt, counted from 0.
-    pub attempt: u32,
-    /// The number of workers of the job on all hosts.
-    pub world: u32,
-    /// The workers of this host, in the order of their local ranks.
-    pub workers: Vec<WorkerPlan>,
-    /// The time from SIGTERM to SIGKILL, in milliseconds.
-    pub grace_ms: u64,
-    /// The filter of the agent's debug log, in the syntax of `LAUNCH_LOG`. Empty in stored plans.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub debug_filter: String,
-}
-
-/// The command, environment and CPU binding of one worker's process.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct WorkerPlan {
-    /// The global rank of the worker.
-    pub rank: Rank,
-    /// The local rank: the number of the worker among those of its host.
-    pub local_rank: u32,
-    /// The number of workers on the worker's host.
-    pub local_world: u32,
-    /// The program and its arguments; `None` for the built-in runtime (`launch worker`).
-    pub command: Option<Vec<String>>,
-    /// Variables that are added to the environment of the agent, in this order. A later variable
-    /// replaces an earlier one of the same name.
-    pub env: Vec<(String, String)>,
-    /// The working directory of the process.
-    pub workdir: PathBuf,
-    /// The numbers of the CPUs that the process is bound to; empty if the process is not bound.
-    pub cpus: Vec<u32>,
-    /// The number of threads of the built-in runtime, at least 1.
-    pub threads: u32,
-    /// The absolute path of the worker's log file.
-    pub log: PathBuf,
-}
-
 /// A message from an agent to the controller.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromAgent {
@@ -162,8 +142,36 @@ pub enum FromAgent {
         version: u32,
         /// The process id of the agent.
         pid: u32,
+        /// The number of the agent's stream of reports, which no other agent of the run has.
+        stream: u64,
         /// The hardware and environment of the host.
         inventory: HostInventory,
+    },
+    /// A message that the agent repeats to a new controller.
+    Report {
+        /// The sequence number of the report: greater than that of each earlier report of the
+        /// agent.
+        seq: u64,
+        /// The time since the agent made the report, in milliseconds.
+        age_ms: u64,
+        /// The reported message.
+        message: Box<FromAgent>,
+    },
+    /// The agent obeys the controller, which has sent [`ToAgent::Attach`].
+    Adopted(Box<AdoptedAgent>),
+    /// The agent does not obey the controller, which has sent [`ToAgent::Attach`].
+    NotAdopted(AttachRejection),
+    /// The agent received SIGTERM, which a batch system sends to the processes of a job that it is
+    /// about to end.
+    Terminating,
+    /// The agent no longer obeys the controller. The last message on a connection.
+    Released {
+        /// The token of the controller that has replaced this one; `None` if this controller was
+        /// silent for too long.
+        token: Option<ControllerToken>,
+        /// The time since the last message of the controller, in milliseconds. `None` if the agent
+        /// has just been started by this controller, which was replaced before.
+        silent_ms: Option<u64>,
     },
     /// The answer to [`ToAgent::Bind`]: the port at which ranks can connect, or the error.
     Bound {
@@ -291,40 +299,6 @@ pub enum FromAgent {
     Heartbeat,
 }
 
-/// The hardware and environment that an agent discovered on its host when it started.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct HostInventory {
-    /// The hostname, which is displayed but never resolved to an address.
-    pub host: String,
-    /// The numbers of the CPUs on which the agent may run, in ascending order.
-    pub cpus: Vec<u32>,
-    /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
-    /// limit.
-    pub quota: Option<f64>,
-    /// The host memory that the job may use, in bytes; 0 if unknown.
-    pub memory: u64,
-    /// The addresses of the network interfaces that are up, including the loopback.
-    pub addresses: Vec<InterfaceAddress>,
-    /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist.
-    pub shm: u64,
-    /// The physical cores of the CPUs in `cpus`.
-    pub topology: CpuTopology,
-    /// The GPUs of the host, ordered by their device number.
-    pub gpus: Vec<GpuDevice>,
-    /// The variables of [`jobspec::env::VISIBLE_DEVICES`] in the environment of the agent, which
-    /// its workers inherit.
-    pub visible_devices: Vec<(String, String)>,
-}
-
-/// An IP address of a network interface.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InterfaceAddress {
-    /// The name of the interface, e.g. `eth0`.
-    pub interface: String,
-    /// The IP address.
-    pub address: IpAddr,
-}
-
 /// How a process ended: its exit code, or the signal that killed the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
@@ -357,45 +331,6 @@ pub enum ToWorker {
     /// The addresses of all workers. The agent sends this message once, when all workers listen,
     /// and only in jobs on several hosts.
     Peers(WorkerPeers),
-}
-
-/// The addresses of the built-in workers of one attempt, and the key with which the workers
-/// authenticate each other.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerPeers {
-    /// The attempt that the addresses belong to.
-    pub attempt: u32,
-    /// The secret with which the workers authenticate each other.
-    pub key: JobKey,
-    /// The addresses of each worker, ordered by rank.
-    pub members: Vec<WorkerAddresses>,
-    /// The id of the NCCL communicator, which rank 0 creates; `None` if workers do not use NCCL.
-    pub nccl_id: Option<Vec<u8>>,
-}
-
-/// The host and the addresses of one worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerAddresses {
-    /// The index of the worker's host. Workers with the same index run on one host, and therefore
-    /// communicate through shared memory.
-    pub host_index: u32,
-    /// The addresses to connect to, in the order in which they are tried.
-    pub addresses: Vec<SocketAddr>,
-}
-
-/// The largest number of addresses at which a worker or a controller can be reached. A report of a
-/// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
-pub const MAX_ADDRESSES: usize = 16;
-
-/// The secret of one attempt. Each worker proves that it knows the secret when it connects to
-/// another worker. `Debug` does not print the secret.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JobKey(pub [u8; 32]);
-
-impl fmt::Debug for JobKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("JobKey(…)")
-    }
 }
 
 /// The identity and the job of a built-in worker.

@@ -5,6 +5,8 @@
 mod diagnostic_list;
 mod json;
 mod run_event;
+mod schema;
 
-pub use json::{EventSchema, TimedEvent};
+pub use json::TimedEvent;
 pub use run_event::{Event, FailureReport, WorkerPhase};
+pub use schema::EventSchema;

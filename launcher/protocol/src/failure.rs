@@ -82,6 +82,12 @@ pub enum FailureReason {
         /// The diagnostic code of the error.
         code: Code,
     },
+    /// An agent received no message of the controller for `run.controller_lease`, and ended its
+    /// workers.
+    ControllerSilent {
+        /// The time for which the agent received nothing, in seconds.
+        seconds: u64,
+    },
     /// The connection to a host was lost, or its agent could not be started.
     HostLost {
         /// The name of the host, as the job states it.
@@ -131,6 +137,7 @@ impl FailureReason {
             FailureReason::WorkerLost => run::WORKER_LOST,
             FailureReason::AgentLost => run::AGENT_LOST,
             FailureReason::AgentSilent { .. } => run::AGENT_SILENT,
+            FailureReason::ControllerSilent { .. } => run::CONTROLLER_SILENT,
             FailureReason::HostLost { .. } => run::HOST_LOST,
             FailureReason::TooFewHosts { .. } => run::TOO_FEW_HOSTS,
             FailureReason::WorkerError { code }

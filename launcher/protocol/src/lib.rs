@@ -8,5 +8,6 @@ pub mod exit;
 pub mod failure;
 pub mod frame;
 pub mod hardware;
+pub mod host_name;
 pub mod preflight;
 pub mod probe;

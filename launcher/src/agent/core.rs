@@ -1,22 +1,25 @@
 //! The agent's state machine: messages, process exits and time are its input, and actions are its
 //! output. The state machine does no I/O and reads no clock.
 mod actions;
+mod controller_link;
+mod previous_controller;
+mod report_log;
 mod workers;
 
 pub(crate) use actions::{AgentAction, AgentInput, GroupSignal};
 
 use super::progress::WorkerProgress;
-use crate::leases::{CONTROLLER_LEASE, HEARTBEAT_INTERVAL};
+use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ReloadValues, ids::Rank};
+use previous_controller::PreviousController;
 use protocol::{
     control::{
-        ExitStatus, FromAgent, HostInventory, HostPlan, PROTOCOL_VERSION, ToAgent, ToWorker, WorkerInit,
-        WorkerPeers,
+        ExitStatus, FromAgent, HostInventory, HostPlan, SupervisionTerms, ToWorker, WorkerInit, WorkerPeers,
     },
-    exit::WorkerExit,
     failure::GpuFault,
 };
+use report_log::ReportLog;
 use std::{
     collections::{BTreeMap, VecDeque},
     rc::Rc,
@@ -85,8 +88,20 @@ impl WorkerState {
 /// The state machine of an agent, which decides how to start, supervise and end workers.
 pub(crate) struct AgentCore {
     pid: u32,
+    /// The number of the agent's stream of reports.
+    stream: u64,
     inventory: HostInventory,
+    /// The time of the input that is being handled.
+    now: Duration,
     state: AgentState,
+    /// The terms on which the agent obeys its controller. `None` before the hello, and if the agent
+    /// only answers probes.
+    terms: Option<SupervisionTerms>,
+    reports: ReportLog,
+    /// The newest memo of the controller, which a later controller receives.
+    memo: Option<String>,
+    /// The addresses of the workers of the current attempt; `None` before they arrive.
+    peers: Option<WorkerPeers>,
     plan: Option<Rc<HostPlan>>,
     workers: BTreeMap<Rank, WorkerState>,
     /// The ended workers whose end was not reported to the controller yet, in the order of their
@@ -94,7 +109,14 @@ pub(crate) struct AgentCore {
     unreported: VecDeque<Rank>,
     /// The index in the plan of the next worker to start.
     next: usize,
+    /// Whether a worker is being started, or the start of the first worker is being prepared.
     spawning: bool,
+    /// Whether the logs and shared resources of the attempt are being prepared.
+    preparing: bool,
+    /// Whether the controller has requested that the workers of the attempt stop.
+    stop_requested: bool,
+    /// Whether the controller has requested that the workers of the attempt be killed.
+    kill_requested: bool,
     /// The number of the current attempt or, without workers, of the last attempt.
     attempt: u32,
     /// The reason and the grace period in milliseconds of a kill request that is executed after the
@@ -111,27 +133,42 @@ pub(crate) struct AgentCore {
     /// The time at which the last message of the controller arrived; `None` if the controller has
     /// sent no heartbeat.
     controller_heard_at: Option<Duration>,
-    controller_lost: bool,
+    /// The time since which the agent has no controller; `None` while it has one.
+    unattended_since: Option<Duration>,
+    /// The previous controller, until the present one has given its first order.
+    previous_controller: Option<PreviousController>,
+    /// Whether the agent exits as soon as no worker is left.
+    is_ending: bool,
     /// The time at which the next heartbeat is sent to the controller.
     heartbeat_at: Duration,
-    /// The delay with which the agent reports that a worker died of SIGKILL.
+    /// The delay with which the agent reports that a worker died of SIGKILL or SIGTERM.
     kill_report_delay: Duration,
     out: Vec<AgentAction>,
 }
 
 impl AgentCore {
     /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
-    /// pid of the agent, and `inventory` describes the agent's host.
-    pub(crate) fn new(pid: u32, inventory: HostInventory) -> Self {
+    /// pid of the agent, `stream` the number of its stream of reports, and `inventory` describes
+    /// its host.
+    pub(crate) fn new(pid: u32, stream: u64, inventory: HostInventory) -> Self {
         AgentCore {
             pid,
+            stream,
             inventory,
+            now: Duration::ZERO,
             state: AgentState::AwaitingHello,
+            terms: None,
+            reports: ReportLog::default(),
+            memo: None,
+            peers: None,
             plan: None,
             workers: BTreeMap::new(),
             unreported: VecDeque::new(),
             next: 0,
             spawning: false,
+            preparing: false,
+            stop_requested: false,
+            kill_requested: false,
             attempt: 0,
             kill_after_stacks: None,
             stacks_deadline: Duration::MAX,
@@ -139,7 +176,9 @@ impl AgentCore {
             hang_timeout: None,
             kill_at: None,
             controller_heard_at: None,
-            controller_lost: false,
+            unattended_since: None,
+            previous_controller: None,
+            is_ending: false,
             heartbeat_at: Duration::ZERO,
             kill_report_delay: Duration::ZERO,
             out: Vec::new(),
@@ -152,29 +191,41 @@ impl AgentCore {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns the time at which the driver must pass an [`AgentInput::Tick`] at the latest, on the
-    /// clock of [`AgentCore::handle_input`].
+    /// Returns the latest time for the next [`AgentInput::Tick`], on the clock of
+    /// [`AgentCore::handle_input`].
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
         }
         let first = self.unreported.front().and_then(|rank| self.workers.get(rank));
         let report_at = first.map(|worker| self.report_due_at(worker));
-        [self.kill_at, report_at, Some(self.activity_at), Some(self.stacks_deadline)]
+        let heartbeat_at = self.unattended_since.is_none().then_some(self.heartbeat_at);
+        let (activity_at, stacks_deadline) = (Some(self.activity_at), Some(self.stacks_deadline));
+        [heartbeat_at, self.unattended_deadline(), self.kill_at, report_at, activity_at, stacks_deadline]
             .into_iter()
             .flatten()
-            .fold(self.heartbeat_at, Duration::min)
+            .fold(Duration::MAX, Duration::min)
     }
 
     /// Handles an event and returns the actions that the driver must execute. `now` is the time
     /// since any fixed start and must never decrease.
     pub(crate) fn handle_input(&mut self, now: Duration, input: AgentInput) -> Vec<AgentAction> {
+        self.now = now;
         match input {
             AgentInput::Controller(message) => self.on_controller_message(now, message),
-            AgentInput::ControllerLost => self.on_controller_lost(),
+            AgentInput::ControllerLost => self.on_controller_lost(now, None),
+            AgentInput::AttachRequested { token, purpose } => self.on_attach_requested(now, token, purpose),
+            AgentInput::ControllerReplaced(token) => self.on_controller_replaced(token),
+            AgentInput::CannotStart(diagnostic) => self.fail_and_exit(diagnostic),
+            AgentInput::Prepared { attempt } => {
+                if self.preparing && attempt == self.attempt {
+                    self.preparing = false;
+                    self.spawn_next();
+                }
+            }
             AgentInput::Spawned { rank, pid } => self.on_spawned(now, rank, pid),
             AgentInput::SpawnFailed { rank, diagnostic } => {
-                self.spawning = false;
+                (self.spawning, self.preparing) = (false, false);
                 self.send_to_controller(FromAgent::Failed {
                     attempt: self.attempt,
                     rank: Some(rank),
@@ -206,6 +257,7 @@ impl AgentCore {
                 let event = protocol::event::Event::new_notice(Some(rank), message);
                 self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
             }
+            AgentInput::Terminated => self.on_terminated(now),
             AgentInput::Tick => {}
         }
         self.act_on_deadlines(now);
@@ -214,8 +266,38 @@ impl AgentCore {
         std::mem::take(&mut self.out)
     }
 
+    /// Reports a message to the controller. If the present controller does not receive the message,
+    /// a later one does. Heartbeats and progress are not repeated to a later controller.
     fn send_to_controller(&mut self, message: FromAgent) {
-        self.out.push(AgentAction::Send(message));
+        let is_transient = matches!(message, FromAgent::Heartbeat | FromAgent::Progress { .. });
+        match self.terms {
+            Some(_) if !is_transient => self.reports.append_report(self.now, message),
+            _ => self.send_once(message),
+        }
+    }
+
+    /// Sends a message to the present controller, if there is one.
+    fn send_once(&mut self, message: FromAgent) {
+        if self.unattended_since.is_none() {
+            self.out.push(AgentAction::Send(message));
+        }
+    }
+
+    /// Takes the next report that the driver has to send to the controller. Returns `None` if there
+    /// is no report or no controller.
+    pub(crate) fn take_report(&mut self, now: Duration) -> Option<FromAgent> {
+        self.unattended_since.is_none().then(|| self.reports.take_unsent(now)).flatten()
+    }
+
+    /// Returns whether [`AgentCore::take_report`] has a report to return.
+    pub(crate) fn has_report(&self) -> bool {
+        self.unattended_since.is_none() && self.reports.has_unsent()
+    }
+
+    /// Returns whether the driver must not read messages of workers, because too many events wait
+    /// for a controller.
+    pub(crate) fn is_backlogged(&self) -> bool {
+        self.reports.is_full()
     }
 
     /// Reports an error of the whole agent to the controller and requests an exit with code 1.
@@ -230,64 +312,21 @@ impl AgentCore {
         self.out.push(AgentAction::Exit(code));
     }
 
-    // ---- the controller ----
-
-    fn on_controller_message(&mut self, now: Duration, message: ToAgent) {
-        if self.state == AgentState::AwaitingHello {
-            return match message {
-                ToAgent::Hello { version } if version == PROTOCOL_VERSION => {
-                    self.state = AgentState::Idle;
-                    self.heartbeat_at = now + HEARTBEAT_INTERVAL;
-                    let inventory = self.inventory.clone();
-                    self.send_to_controller(FromAgent::Hello { version: PROTOCOL_VERSION, pid: self.pid, inventory });
-                }
-                ToAgent::Hello { version } => self.fail_and_exit(
-                    Diagnostic::error(
-                        run::AGENT_VERSION_MISMATCH,
-                        format!(
-                            "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller \
-                             version {version}"
-                        ),
-                    )
-                    .with_help("install the same build of launch on every host"),
-                ),
-                _ => self.fail_and_exit(protocol_error("the controller's first message was not a hello")),
-            };
-        }
-        // Every message proves that the controller is alive.
-        self.controller_heard_at = self.controller_heard_at.map(|_| now);
-        let is_current = |attempt: u32| attempt == self.attempt;
-        match message {
-            ToAgent::Hello { .. } => self.fail_and_exit(protocol_error("the controller sent a second hello")),
-            // The driver answers probes, which do not change the state.
-            ToAgent::Probe(_) => {}
-            ToAgent::Heartbeat => self.controller_heard_at = Some(now),
-            ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
-            ToAgent::Start(plan) => self.start_attempt(now, plan),
-            ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => {
-                self.stop_workers(now, deadline_ms)
-            }
-            ToAgent::Save { attempt, signal } if is_current(attempt) => self.request_saves(signal),
-            ToAgent::Kill { attempt, reason, grace_ms, stacks } if is_current(attempt) => {
-                self.kill_workers(now, reason, grace_ms, stacks);
-            }
-            ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
-            // The message is for an attempt that has ended.
-            ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
-            ToAgent::Peers(peers) => self.forward_peers(&peers),
-        }
-    }
+    // ---- orders of the controller ----
 
     /// Sends the addresses of all ranks to the built-in workers of the current attempt.
-    fn forward_peers(&mut self, peers: &WorkerPeers) {
-        if self.plan.as_ref().is_none_or(|plan| plan.attempt != peers.attempt) {
-            return; // of an attempt that has ended
+    /// Ignores the addresses if the workers have them already, from an earlier controller.
+    fn forward_peers(&mut self, peers: WorkerPeers) {
+        let is_current = self.plan.as_ref().is_some_and(|plan| plan.attempt == peers.attempt);
+        if !is_current || self.peers.is_some() {
+            return;
         }
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
                 self.send_to_worker(rank, ToWorker::Peers(peers.clone()));
             }
         }
+        self.peers = Some(peers);
     }
 
     /// Requests a save from all workers: from built-in workers by message, and from programs by the
@@ -309,13 +348,17 @@ impl AgentCore {
     /// from which step on the values apply.
     fn forward_reload(&mut self, values: ReloadValues) {
         self.out.push(AgentAction::ShowOutput(values.log_ranks.clone()));
+        if let Some(plan) = &mut self.plan {
+            // A later controller takes the job from the plan.
+            values.apply_to(&mut Rc::make_mut(plan).job);
+        }
         if self.workers.get(&0).is_some_and(|w| w.builtin && w.is_alive()) {
             self.send_to_worker(0, ToWorker::Reload(values));
         }
     }
 
-    /// Begins a new attempt and starts the first worker of the plan. Fails the agent if the plan is
-    /// inconsistent or workers are still running.
+    /// Begins a new attempt: prepares the start of the workers of the plan. Fails the agent if the
+    /// plan is inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -328,7 +371,9 @@ impl AgentCore {
             ));
         }
         self.state = AgentState::Running;
-        (self.attempt, self.kill_after_stacks) = (plan.attempt, None);
+        self.reports.begin_attempt();
+        (self.attempt, self.kill_after_stacks, self.peers) = (plan.attempt, None, None);
+        (self.stop_requested, self.kill_requested) = (false, false);
         self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
         self.activity_at = if self.hang_timeout.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
         self.workers.clear();
@@ -337,8 +382,8 @@ impl AgentCore {
         self.next = 0;
         let plan: Rc<HostPlan> = plan.into();
         self.plan = Some(plan.clone());
+        (self.preparing, self.spawning) = (true, true);
         self.out.push(AgentAction::PrepareWorkers(plan));
-        self.spawn_next();
     }
 
     /// Requests the start of the next worker of the plan. Does nothing if a kill of the workers is
@@ -355,7 +400,10 @@ impl AgentCore {
     /// Requests that all workers stop. Schedules a kill of the workers that still run `deadline_ms`
     /// milliseconds after `now`. With `None`, no kill is scheduled.
     fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
-        for rank in self.running_ranks() {
+        // A second SIGTERM, from a later controller, would end some programs without a save.
+        let is_repeated = std::mem::replace(&mut self.stop_requested, true);
+        let ranks = if is_repeated { Vec::new() } else { self.running_ranks() };
+        for rank in ranks {
             if self.workers[&rank].builtin {
                 self.send_to_worker(rank, ToWorker::Stop);
             } else {
@@ -398,7 +446,9 @@ impl AgentCore {
     /// period of 0, all workers are killed immediately instead.
     fn end_workers(&mut self, now: Duration, reason: &str, grace_ms: u64) {
         self.schedule_kill(now + Duration::from_millis(grace_ms));
-        if grace_ms == 0 {
+        // A later controller repeats the request. A second SIGTERM would disturb some programs.
+        let is_repeated = std::mem::replace(&mut self.kill_requested, true);
+        if grace_ms == 0 || is_repeated {
             return; // `act_on_deadlines` kills the workers
         }
         for rank in self.running_ranks() {
@@ -421,18 +471,6 @@ impl AgentCore {
         }
     }
 
-    fn on_controller_lost(&mut self) {
-        if self.controller_lost || self.state == AgentState::Exiting {
-            return;
-        }
-        self.controller_lost = true;
-        match self.state {
-            AgentState::AwaitingHello | AgentState::Idle => self.request_exit(0),
-            AgentState::Running => self.kill_at = Some(Duration::ZERO),
-            AgentState::Sweeping | AgentState::Exiting => {}
-        }
-    }
-
     // ---- time ----
 
     /// Performs what is due at `now`: heartbeats, leases, kills and measurements.
@@ -440,12 +478,14 @@ impl AgentCore {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return;
         }
-        if now >= self.heartbeat_at {
+        if now >= self.heartbeat_at && self.unattended_since.is_none() {
             self.heartbeat_at = now + HEARTBEAT_INTERVAL;
             self.send_to_controller(FromAgent::Heartbeat);
         }
-        if self.controller_heard_at.is_some_and(|heard_at| now > heard_at + CONTROLLER_LEASE) {
-            self.on_controller_lost();
+        self.check_controller(now);
+        if self.preparing && self.kill_at.is_some_and(|at| now >= at) {
+            // No worker was started, and the preparation may be blocked by a disk.
+            (self.preparing, self.spawning) = (false, false);
         }
         if self.state == AgentState::Running && self.kill_at.is_some_and(|at| now >= at) {
             // The kill is repeated, so that a worker that was being started meanwhile is killed,
@@ -470,7 +510,12 @@ impl AgentCore {
     /// controller, once per worker.
     fn report_silent_workers(&mut self, now: Duration) {
         let mut silent = Vec::new();
+        let is_backlogged = self.is_backlogged();
         for (rank, worker) in &mut self.workers {
+            if is_backlogged {
+                // The agent does not read the messages of workers at present.
+                worker.last_message_at = now;
+            }
             if worker.builtin
                 && worker.is_alive()
                 && !worker.silence_reported
@@ -525,19 +570,6 @@ impl AgentCore {
 /// Returns the error of a controller that violates the control protocol.
 fn protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
-}
-
-/// Returns whether a message to the controller must not be dropped, because its loss would change
-/// the course or the result of the job.
-pub(crate) fn is_critical(message: &FromAgent) -> bool {
-    match message {
-        FromAgent::Line { .. }
-        | FromAgent::Progress { .. }
-        | FromAgent::Heartbeat
-        | FromAgent::Event { .. } => false,
-        FromAgent::Fatal { exit, .. } => *exit != WorkerExit::Done,
-        _ => true,
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,11 @@
 use super::*;
+use jobspec::ControllerLossAction;
 use proptest::prelude::*;
-use protocol::control::{FromWorker, WorkerPlan};
-use protocol::event::WorkerPhase;
+use protocol::{
+    control::{ControllerToken, FromWorker, JobKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
+    event::WorkerPhase,
+    exit::WorkerExit,
+};
 
 /// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a
 /// built-in worker, `false` for a program.
@@ -31,6 +35,34 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
     }
 }
 
+/// The lease of the controller in [`make_terms`].
+const CONTROLLER_LEASE: Duration = Duration::from_secs(60);
+
+/// Returns the terms of the first controller of a run.
+fn make_terms(on_controller_loss: ControllerLossAction) -> SupervisionTerms {
+    SupervisionTerms {
+        run: "run".into(),
+        host: "host".into(),
+        key: JobKey([1; 32]),
+        token: ControllerToken { epoch: 1, id: 5 },
+        number: 1,
+        host_lease_ms: 5000,
+        controller_lease_ms: CONTROLLER_LEASE.as_millis() as u64,
+        on_controller_loss,
+        controller_timeout_ms: 900_000,
+    }
+}
+
+/// Returns the hello of a controller whose agent only answers probes.
+fn make_hello(version: u32) -> ToAgent {
+    ToAgent::Hello { version, terms: None }
+}
+
+/// Creates the state machine of an agent on a host without hardware.
+fn create_core() -> AgentCore {
+    AgentCore::new(7, 70, HostInventory::default())
+}
+
 const fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
 }
@@ -45,21 +77,32 @@ struct TestAgent {
 impl TestAgent {
     /// Creates an agent, and starts the workers of a plan from [`make_plan`].
     fn start(builtin: &[bool]) -> TestAgent {
-        let mut agent =
-            TestAgent { core: AgentCore::new(7, HostInventory::default()), now: ms(0), next_pid: 100 };
-        agent.receive_message(ToAgent::Hello { version: PROTOCOL_VERSION });
+        TestAgent::start_with_action(builtin, ControllerLossAction::Stop)
+    }
+
+    /// Creates an agent that does this when the controller is lost, and starts the workers of a
+    /// plan from [`make_plan`].
+    fn start_with_action(builtin: &[bool], on_controller_loss: ControllerLossAction) -> TestAgent {
+        let mut agent = TestAgent { core: create_core(), now: ms(0), next_pid: 100 };
+        let terms = Some(Box::new(make_terms(on_controller_loss)));
+        agent.receive_message(ToAgent::Hello { version: PROTOCOL_VERSION, terms });
+        agent.receive_message(ToAgent::Memo("memo".into()));
         agent.receive_message(ToAgent::Start(Box::new(make_plan(builtin))));
         agent
     }
 
-    /// Passes an input to the state machine, and answers the spawns and drains that the state
-    /// machine requests. Returns all requested actions.
+    /// Passes an input to the state machine, and answers the preparations, spawns and drains that
+    /// the state machine requests. Returns all requested actions. The reports to the controller are
+    /// the last ones.
     fn feed_input(&mut self, input: AgentInput) -> Vec<AgentAction> {
         let mut actions = Vec::new();
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             for action in self.core.handle_input(self.now, input) {
                 match &action {
+                    AgentAction::PrepareWorkers(plan) => {
+                        inputs.push_back(AgentInput::Prepared { attempt: plan.attempt });
+                    }
                     AgentAction::Spawn(index) => {
                         let pid = self.next_pid;
                         self.next_pid += 1;
@@ -74,6 +117,9 @@ impl TestAgent {
                 }
                 actions.push(action);
             }
+        }
+        while let Some(FromAgent::Report { message, .. }) = self.core.take_report(self.now) {
+            actions.push(AgentAction::Send(*message));
         }
         actions
     }
@@ -162,10 +208,8 @@ fn a_job_without_failures_runs_to_its_end() {
 
 #[test]
 fn a_hello_of_another_version_and_a_missing_hello_are_rejected() {
-    for message in
-        [ToAgent::Hello { version: PROTOCOL_VERSION + 1 }, ToAgent::Save { attempt: 0, signal: 10 }]
-    {
-        let mut core = AgentCore::new(7, HostInventory::default());
+    for message in [make_hello(PROTOCOL_VERSION + 1), ToAgent::Save { attempt: 0, signal: 10 }] {
+        let mut core = create_core();
         let commands = core.handle_input(ms(0), AgentInput::Controller(message));
         assert!(matches!(select_controller_messages(&commands)[..], [FromAgent::Failed { rank: None, .. }]));
         assert_eq!(find_exit_code(&commands), Some(1));
@@ -179,8 +223,8 @@ fn inconsistent_plans_are_rejected() {
     let mut outside = make_plan(&[false]);
     outside.workers[0].rank = 5;
     for bad in [twice, outside] {
-        let mut core = AgentCore::new(7, HostInventory::default());
-        core.handle_input(ms(0), AgentInput::Controller(ToAgent::Hello { version: PROTOCOL_VERSION }));
+        let mut core = create_core();
+        core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
         assert_eq!(
             find_exit_code(&core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(bad))))),
             Some(1)
@@ -190,13 +234,15 @@ fn inconsistent_plans_are_rejected() {
 
 #[test]
 fn after_a_failed_start_no_further_worker_is_started() {
-    let mut core = AgentCore::new(7, HostInventory::default());
-    core.handle_input(ms(0), AgentInput::Controller(ToAgent::Hello { version: PROTOCOL_VERSION }));
+    let mut core = create_core();
+    core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
     let commands = core.handle_input(
         ms(0),
         AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false, false, false])))),
     );
-    assert!(matches!(commands[..], [AgentAction::PrepareWorkers(_), AgentAction::Spawn(0)]));
+    assert!(matches!(commands[..], [AgentAction::PrepareWorkers(_)]));
+    let commands = core.handle_input(ms(0), AgentInput::Prepared { attempt: 0 });
+    assert!(matches!(commands[..], [AgentAction::Spawn(0)]));
     let commands = core.handle_input(ms(0), AgentInput::Spawned { rank: 0, pid: 5 });
     assert!(matches!(
         commands[..],
@@ -539,7 +585,7 @@ proptest! {
 
 #[test]
 fn workers_get_the_addresses_of_their_attempt_only() {
-    use protocol::control::{JobKey, WorkerAddresses};
+    use protocol::control::WorkerAddresses;
     let mut agent = TestAgent::start(&[true, false]);
     let addresses = vec!["192.0.2.1:4000".parse().unwrap()];
     let actions = agent.feed_input(AgentInput::Worker {

@@ -24,6 +24,7 @@ pub(super) fn log_input(input: &AgentInput) {
         AgentInput::Controller(message) => {
             debug!(target: "agent::message", message = variant_name(message), "received from controller");
         }
+        AgentInput::Terminated => warn!(target: "agent::signal", "received SIGTERM"),
         AgentInput::ControllerLost => warn!(target: "agent::lease", "lost controller"),
         AgentInput::Spawned { rank, pid } => info!(target: "agent::process", rank, pid, "started worker"),
         AgentInput::SpawnFailed { rank, diagnostic } => {

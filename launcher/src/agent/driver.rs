@@ -1,11 +1,18 @@
 //! Executes the actions of the agent's state machine and reports events to it.
+mod controller_connection;
+mod controller_messages;
+mod opened_logs;
+mod worker_start;
+
 use super::{
     activity,
-    core::{AgentAction, AgentCore, AgentInput, is_critical},
-    debug_log, error_file,
+    attach_socket::{self, AttachConnection, LockError},
+    core::{AgentAction, AgentCore, AgentInput},
+    debug_log,
     gpu_faults::GpuFaultWatch,
+    log_thread::LogThread,
     oom::OomWatch,
-    output::{OutputPump, PumpEvent, PumpOptions, RankLog},
+    output::{ConsoleQueue, OutputPump, PumpEvent},
     probe::Prober,
     process,
     stacks::{self, StackTarget},
@@ -13,32 +20,26 @@ use super::{
 use crate::{
     clock::RunningClock,
     cluster,
-    connection::{FrameError, MessagePriority, Outbox, read_frames, write_frames},
+    connection::{FrameError, MessagePriority, Outbox},
     processes::{kill_descendants, reap_children},
     rendezvous::{BoundRendezvous, StoreServer},
 };
-use diagnostic::{Diagnostic, codes};
-use jobspec::{env, ids::Rank};
+use controller_connection::{ConnectionNumber, ControllerConnection};
+use diagnostic::Diagnostic;
+use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
-use protocol::{
-    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
-    event::Event,
+use opened_logs::OpenedLogs;
+use protocol::control::{
+    ExitStatus, FromWorker, HostPlan, RendezvousRequest, SupervisionTerms, ToAgent, ToWorker,
 };
 use std::{
     collections::{HashMap, VecDeque},
-    hash::{BuildHasher, BuildHasherDefault, DefaultHasher},
     io::{self, Write},
-    os::fd::{AsFd, OwnedFd},
-    os::{
-        linux::net::SocketAddrExt,
-        unix::net::{SocketAddr, UnixListener},
-    },
-    path::PathBuf,
+    os::{fd::OwnedFd, unix::net::UnixListener},
     rc::Rc,
     time::Duration,
 };
 use tokio::{
-    net::UnixStream,
     signal::unix::{Signal as SignalStream, SignalKind, signal as signal_stream},
     sync::mpsc,
     time::{Instant, sleep},
@@ -50,7 +51,7 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest pause between two searches for remaining processes during a sweep.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel to the event loop.
-pub(super) const CHANNEL_CAPACITY: usize = 256;
+const CHANNEL_CAPACITY: usize = 256;
 
 /// The rank and the pid of a worker. The pid of a rank differs between attempts and reveals late
 /// messages of an earlier attempt.
@@ -63,9 +64,9 @@ struct WorkerHandle {
     pump: Option<OutputPump>,
 }
 
-/// The receiver of the queue of messages from the controller. `Ok(None)` is the end of the control
-/// connection.
-type ControllerInbox = mpsc::Receiver<((), Result<Option<ToAgent>, FrameError>)>;
+/// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
+/// connection. The number distinguishes the connections of the agent.
+type ControllerMessage = (ConnectionNumber, Result<Option<ToAgent>, FrameError>);
 /// The sender and the receiver of one channel to the event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 /// A message of a worker, the end of the worker's control connection (`Ok(None)`), or a read error
@@ -77,10 +78,30 @@ type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 pub(super) struct AgentDriver {
     core: AgentCore,
     clock: RunningClock,
-    outbox: Outbox<FromAgent>,
-    controller: ControllerInbox,
-    controller_open: bool,
+    /// The connection to the controller; `None` while the agent has no controller.
+    connection: Option<ControllerConnection>,
+    /// The number of connections to controllers so far.
+    connections: ConnectionNumber,
+    /// The terms in the hello of the first controller; `None` before the hello, and if the agent
+    /// only answers probes.
+    terms: Option<SupervisionTerms>,
+    /// The queue of lines to the controller, which all output pumps share.
+    console: ConsoleQueue,
+    controller_messages: ChannelEnds<ControllerMessage>,
+    /// The controller's hello, which is handled once the agent has locked its host.
+    waiting_hello: Option<ToAgent>,
+    /// Delivers the listener of the agent's socket, once the agent has locked its host.
+    host_locks: ChannelEnds<Result<Option<UnixListener>, LockError>>,
+    /// Delivers the connections of other controllers and of later agents of this host.
+    attach_requests: ChannelEnds<AttachConnection>,
+    /// The connection whose request the core decides on at this moment.
+    undecided: Option<AttachConnection>,
+    /// The connections of later agents, which wait for the end of this agent.
+    evicting: Vec<AttachConnection>,
     children: SignalStream,
+    /// The stream of SIGTERM; `None` if no batch system has started this agent. The agent then
+    /// ignores the signal.
+    termination: Option<SignalStream>,
     pump_events: ChannelEnds<(Rank, u32, PumpEvent)>,
     worker_messages: ChannelEnds<WorkerMessage>,
     /// Delivers the number of an attempt after the stacks of the attempt's workers were written.
@@ -93,8 +114,12 @@ pub(super) struct AgentDriver {
     store: Option<StoreServer>,
     oom: OomWatch,
     gpu_faults: GpuFaultWatch,
-    /// The lock that this agent holds while it runs; see [`AgentDriver::lock_host`].
-    host_lock: Option<UnixListener>,
+    /// The thread that writes the logs of all ranks of this host.
+    rank_logs: LogThread,
+    /// Delivers the opened logs of an attempt.
+    opened_logs: ChannelEnds<OpenedLogs>,
+    /// The opened logs of the workers that were not started yet.
+    logs: OpenedLogs,
     /// The last attempt in which the agent warned that a program has no handler for the save
     /// signal.
     missing_handler_reported: Option<u32>,
@@ -106,33 +131,38 @@ pub(super) struct AgentDriver {
     leaders: HashMap<u32, Rank>,
     /// The time at which the current sweep began; `None` if no sweep is running.
     sweep_started_at: Option<Duration>,
-    /// The number of events that were dropped because the controller did not read in time, and that
-    /// were not reported yet.
-    dropped_events: u64,
     /// The exit code of the agent; `None` until the core requests the exit.
     exit: Option<u8>,
     prober: Prober,
 }
 
 impl AgentDriver {
-    /// Creates a driver without workers. Reads the inventory of the host, starts the watches for
-    /// OOM kills and GPU errors, and raises the limit of open files.
-    pub(super) fn new(
-        outbox: Outbox<FromAgent>,
-        controller: ControllerInbox,
-        prober: Prober,
-    ) -> io::Result<Self> {
+    /// Creates a driver without workers and without a controller. Reads the inventory of the host,
+    /// starts the watches for OOM kills and GPU errors, and raises the limit of open files.
+    pub(super) fn new(prober: Prober) -> io::Result<Self> {
         let inventory = crate::discover::local::discover_local()?;
         let mut clock = RunningClock::start();
         clock.now();
+        let stream = draw_stream_number()?;
         Ok(AgentDriver {
-            core: AgentCore::new(std::process::id(), inventory.into_host_inventory())
+            core: AgentCore::new(std::process::id(), stream, inventory.into_report())
                 .with_kill_report_delay(cluster::find_kill_report_delay()),
             clock,
-            outbox,
-            controller,
-            controller_open: true,
+            connection: None,
+            connections: 0,
+            terms: None,
+            console: ConsoleQueue::new(Outbox::channel().0),
+            controller_messages: mpsc::channel(CHANNEL_CAPACITY),
+            waiting_hello: None,
+            host_locks: mpsc::channel(1),
+            attach_requests: mpsc::channel(1),
+            undecided: None,
+            evicting: Vec::new(),
             children: signal_stream(SignalKind::child())?,
+            termination: match cluster::sends_termination() {
+                true => Some(signal_stream(SignalKind::terminate())?),
+                false => None,
+            },
             pump_events: mpsc::channel(CHANNEL_CAPACITY),
             worker_messages: mpsc::channel(CHANNEL_CAPACITY),
             stacks_written: mpsc::channel(1),
@@ -141,7 +171,9 @@ impl AgentDriver {
             store: None,
             oom: OomWatch::start(),
             gpu_faults: GpuFaultWatch::start(),
-            host_lock: None,
+            rank_logs: LogThread::start()?,
+            opened_logs: mpsc::channel(1),
+            logs: OpenedLogs::default(),
             missing_handler_reported: None,
             plan: None,
             shm: None,
@@ -149,27 +181,36 @@ impl AgentDriver {
             workers: HashMap::new(),
             leaders: HashMap::new(),
             sweep_started_at: None,
-            dropped_events: 0,
             exit: None,
             prober,
         })
     }
 
-    /// Runs the event loop until the core requests the exit of the agent. Returns the exit code.
-    pub(super) async fn run_event_loop(&mut self) -> u8 {
+    /// Runs the event loop until the core requests the exit of the agent. Returns the exit code,
+    /// after the last messages and the logs were written.
+    pub(super) async fn run_event_loop(mut self) -> u8 {
         loop {
             if let Some(code) = self.exit {
-                return code;
+                return self.finish(code).await;
             }
             let now = self.clock.now();
             let pause = self.core.next_deadline().saturating_sub(now).min(Duration::from_secs(1));
             let pause = if self.sweep_started_at.is_some() { pause.min(SWEEP_INTERVAL) } else { pause };
             let wake = Instant::now() + pause;
             let input = tokio::select! {
-                message = self.controller.recv(), if self.controller_open => self.on_controller_message(message),
+                Some(message) = self.controller_messages.1.recv(), if self.waiting_hello.is_none() => {
+                    self.on_controller_message(message)
+                }
+                Some(lock) = self.host_locks.1.recv() => self.on_host_locked(lock),
+                Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
+                Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
+                () = wait_for_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
                 _ = self.children.recv() => AgentInput::Tick,
+                () = receive_signal(&mut self.termination) => AgentInput::Terminated,
                 Some((rank, pid, event)) = self.pump_events.1.recv() => self.on_pump_event(rank, pid, event),
-                Some(message) = self.worker_messages.1.recv() => self.on_worker_message(message),
+                Some(message) = self.worker_messages.1.recv(), if !self.core.is_backlogged() => {
+                    self.on_worker_message(message)
+                }
                 Some(attempt) = self.stacks_written.1.recv() => self.on_stacks_written(attempt),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
@@ -181,65 +222,33 @@ impl AgentDriver {
             self.handle_input(input);
             self.reap_workers();
             self.sweep_processes();
-            self.outbox.flush_overflow();
+            self.send_reports();
         }
+    }
+
+    /// Waits until the last messages and the logs of the workers are written, and returns the exit
+    /// code of the agent.
+    async fn finish(mut self, code: u8) -> u8 {
+        self.send_reports();
+        // The pumps write the rest of the output.
+        self.workers.clear();
+        self.close_connection().await;
+        attach_socket::report_end(std::mem::take(&mut self.evicting)).await;
+        if let Some(lost) = self.rank_logs.finish() {
+            _ = writeln!(io::stderr(), "launch agent: {lost}");
+        }
+        code
     }
 
     // ---- events, translated for the core ----
 
-    fn on_controller_message(
-        &mut self,
-        message: Option<((), Result<Option<ToAgent>, FrameError>)>,
-    ) -> AgentInput {
-        match message {
-            Some(((), Ok(Some(ToAgent::Probe(probe))))) => {
-                let mut outbox = self.outbox.clone();
-                let send_answer = move |answer| {
-                    _ = outbox.send_message(MessagePriority::Critical, FromAgent::Probed(answer))
-                };
-                if let Err(error) = self.prober.start_answering(probe, send_answer) {
-                    let diagnostic =
-                        Diagnostic::error(codes::host::PROBE_FAILED, "cannot start a thread for a probe")
-                            .with_cause(&error);
-                    self.send_to_controller(FromAgent::Failed { attempt: 0, rank: None, diagnostic });
-                }
-                AgentInput::Tick
-            }
-            Some(((), Ok(Some(message)))) => AgentInput::Controller(message),
-            Some(((), Err(error))) => {
-                _ = writeln!(io::stderr(), "launch agent: {}", Diagnostic::from(error));
-                self.controller_open = false;
-                AgentInput::ControllerLost
-            }
-            _ => {
-                self.controller_open = false;
-                AgentInput::ControllerLost
-            }
-        }
-    }
-
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
-            PumpEvent::Drained(tail) => {
-                let file = self.find_error_file(rank);
-                AgentInput::Drained {
-                    rank,
-                    tail,
-                    error: file.and_then(|file| error_file::read_error_message(&file)),
-                }
-            }
+            PumpEvent::Drained { tail, error } => AgentInput::Drained { rank, tail, error },
             PumpEvent::Progress => AgentInput::ProgressMarker { rank },
             PumpEvent::LogFailed(warning) => AgentInput::Warning { rank, message: warning.to_string() },
         }
-    }
-
-    /// Returns the path of the file in which the program of a rank may record its error
-    /// (`TORCHELASTIC_ERROR_FILE`). Returns `None` for a worker without the variable.
-    fn find_error_file(&self, rank: Rank) -> Option<PathBuf> {
-        let worker = self.plan.as_ref()?.workers.iter().find(|w| w.rank == rank)?;
-        let variable = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
-        variable.map(|(_, file)| worker.workdir.join(file))
     }
 
     fn on_worker_message(&mut self, ((rank, pid), message): WorkerMessage) -> AgentInput {
@@ -313,6 +322,14 @@ impl AgentDriver {
         debug_log::log_action(&command);
         match command {
             AgentAction::Send(message) => self.send_to_controller(message),
+            AgentAction::Disconnect => self.disconnect(),
+            AgentAction::AcceptController => self.accept_undecided_controller(),
+            AgentAction::AcceptEviction => self.evicting.extend(self.undecided.take()),
+            AgentAction::RejectRequest(rejection) => {
+                if let Some(connection) = self.undecided.take() {
+                    tokio::spawn(attach_socket::reject_request(connection.stream, rejection));
+                }
+            }
             AgentAction::PrepareWorkers(plan) => return self.prepare_workers(plan),
             AgentAction::Spawn(index) => return self.spawn_worker(index),
             AgentAction::SendToWorker(rank, message) => {
@@ -420,160 +437,28 @@ impl AgentDriver {
         // If the thread cannot be started, the core stops waiting after a timeout.
         _ = std::thread::Builder::new().name("stacks".into()).spawn(work);
     }
+}
 
-    /// Queues a message to the controller. Does not block. If the queue is full, drops a message
-    /// that is not critical (see [`is_critical`]).
-    ///
-    /// Counts dropped events. When the queue has space again, a notice with their number precedes
-    /// the next message.
-    fn send_to_controller(&mut self, message: FromAgent) {
-        let priority = match &message {
-            FromAgent::Event { .. } => MessagePriority::Normal,
-            message if is_critical(message) => MessagePriority::Critical,
-            _ => MessagePriority::Low,
-        };
-        let dropped = self.dropped_events;
-        if dropped > 0 && priority != MessagePriority::Low {
-            let message = format!("{dropped} events were dropped while the controller did not read");
-            let event = Event::new_notice(None, message);
-            let attempt = self.plan.as_ref().map_or(0, |plan| plan.attempt);
-            if self.outbox.send_message(MessagePriority::Normal, FromAgent::Event { attempt, rank: 0, event })
-            {
-                self.dropped_events = 0;
-            }
-        }
-        if !self.outbox.send_message(priority, message) && priority == MessagePriority::Normal {
-            self.dropped_events += 1;
-        }
-    }
-
-    /// Prepares the start of the workers of a plan: locks the host, hands the rendezvous over to
-    /// the workers, and creates the shared memory of built-in workers.
-    ///
-    /// Returns [`AgentInput::SpawnFailed`] if the lock or the shared memory is not available.
-    fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
-        // The workers run without the debug log, too.
-        _ = debug_log::start_log(&plan);
-        self.workers.clear();
-        self.shm = None;
-        if let Err(diagnostic) = self.lock_host(&plan) {
-            let rank = plan.workers.first()?.rank;
-            self.plan = None; // no worker is started
-            return Some(AgentInput::SpawnFailed { rank, diagnostic });
-        }
-        // The store serves until the next start, because ranks of other hosts may need the store
-        // longer than the ranks of this host.
-        self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.hand_over_to_workers().1);
-        self.plan = Some(plan.clone());
-        let builtin = plan.workers.iter().find(|w| w.command.is_none())?;
-        match process::create_shared_memory() {
-            Ok(shm) => self.shm = Some(shm),
-            Err(error) => {
-                let message = "cannot create the shared memory of the host (memfd)";
-                let diagnostic =
-                    Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error);
-                return Some(AgentInput::SpawnFailed { rank: builtin.rank, diagnostic });
-            }
-        }
-        None
-    }
-
-    /// Locks this host for the workers of this agent. Fails if another agent of the run holds the
-    /// lock.
-    ///
-    /// If an earlier agent of the run is still alive (disconnected or frozen), the earlier agent's
-    /// workers may be alive, too. The lock is an abstract socket, which the kernel releases however
-    /// the agent ends.
-    fn lock_host(&mut self, plan: &HostPlan) -> diagnostic::Result<()> {
-        if self.host_lock.is_some() {
-            return Ok(());
-        }
-        let host = BuildHasherDefault::<DefaultHasher>::default().hash_one(&plan.host);
-        let address = SocketAddr::from_abstract_name(format!("launch/{}/{host:016x}", plan.run));
-        match address.and_then(|address| UnixListener::bind_addr(&address)) {
-            Ok(lock) => self.host_lock = Some(lock),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                let message = format!(
-                    "an agent of an earlier attempt of this run is still alive on host {}",
-                    plan.host
-                );
-                return Err(Diagnostic::error(codes::host::HOST_IN_USE, message).with_subject(&plan.host));
-            }
-            // Without abstract sockets only the quarantine of a lost host protects against two
-            // agents.
-            Err(_) => {}
-        }
-        Ok(())
-    }
-
-    /// Starts the worker at this index of the current plan. Returns the answer for the core:
-    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
-    fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
-        let plan = self.plan.clone()?;
-        let worker = plan.workers.get(index)?;
-        let rank = worker.rank;
-        match self.start_worker_process(&plan, index) {
-            Ok(pid) => Some(AgentInput::Spawned { rank, pid }),
-            Err(diagnostic) => Some(AgentInput::SpawnFailed { rank, diagnostic }),
-        }
-    }
-
-    /// Opens the log of a worker, and starts the worker's process, output pump and control
-    /// connection. Returns the pid of the process.
-    ///
-    /// Fails if one of them cannot be started. Kills the process if the pump or the connection
-    /// fails.
-    fn start_worker_process(&mut self, plan: &HostPlan, index: usize) -> diagnostic::Result<u32> {
-        let worker = &plan.workers[index];
-        let logs = &plan.job.run.logs;
-        let log = RankLog::open(&worker.log, logs.max_size).map_err(|error| {
-            let file = worker.log.display().to_string();
-            Diagnostic::error(codes::host::WORKER_LOG_UNWRITABLE, format!("cannot open the log {file}"))
-                .with_subject(file)
-                .with_cause(&error)
-        })?;
-        let spawned =
-            process::spawn_worker_process(worker, self.shm.as_ref().map(AsFd::as_fd), self.file_limit)?;
-        let pid = spawned.pid;
-        self.leaders.insert(pid, worker.rank);
-        let mut handle = WorkerHandle { pid, outbox: None, pump: None };
-        let console = self.outbox.clone();
-        let (events, show) = (self.pump_events.0.clone(), logs.show.contains(&worker.rank));
-        let progress_pattern =
-            plan.job.run.progress_pattern.clone().filter(|_| plan.job.run.hang_timeout_ms.is_some());
-        let pump = PumpOptions { rank: worker.rank, show, progress_pattern };
-        let pump = OutputPump::start(pump, pid, log, spawned.stdout, spawned.stderr, console, events);
-        let id = (worker.rank, pid);
-        let connection =
-            spawned.control.map(|stream| start_worker_connection(id, stream, &self.worker_messages.0));
-        let result = match (pump, connection.transpose()) {
-            (Ok(pump), Ok(outbox)) => {
-                handle.pump = Some(pump);
-                handle.outbox = outbox;
-                Ok(pid)
-            }
-            (Err(error), _) | (_, Err(error)) => {
-                process::signal_group(pid, super::core::GroupSignal::Kill);
-                let message = "cannot read the output or the control messages of the worker";
-                Err(Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error))
-            }
-        };
-        self.workers.insert(worker.rank, handle);
-        result
+/// Waits for the next signal of a stream. Waits forever without a stream.
+async fn receive_signal(stream: &mut Option<SignalStream>) {
+    match stream {
+        Some(stream) => _ = stream.recv().await,
+        None => std::future::pending().await,
     }
 }
 
-/// Starts the tasks that read and write the control connection `stream` of a worker. Received
-/// messages are sent to `inbox`. Returns the queue of messages to the worker.
-fn start_worker_connection(
-    id: WorkerId,
-    stream: std::os::unix::net::UnixStream,
-    inbox: &mpsc::Sender<WorkerMessage>,
-) -> io::Result<Outbox<ToWorker>> {
-    stream.set_nonblocking(true)?;
-    let (reader, writer) = UnixStream::from_std(stream)?.into_split();
-    let (outbox, outgoing) = Outbox::channel();
-    tokio::spawn(read_frames(id, reader, inbox.clone()));
-    tokio::spawn(write_frames(writer, outgoing));
-    Ok(outbox)
+/// Waits until the connection has space for a report. Waits forever without a connection.
+async fn wait_for_space(connection: Option<&ControllerConnection>) {
+    match connection {
+        Some(connection) => connection.outbox.wait_for_space().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Draws the random number of the agent's stream of reports. All programs can store the number as a
+/// JSON number.
+fn draw_stream_number() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes) >> 11)
 }

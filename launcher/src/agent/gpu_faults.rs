@@ -7,8 +7,9 @@ use std::{collections::VecDeque, time::Duration};
 /// The largest number of faults that a [`GpuFaultWatch`] keeps. A new fault replaces the oldest
 /// one.
 const MAX_FAULTS: usize = 1000;
-/// How long after a fault without a pid the end of a process is attributed to the fault. A process
-/// fails at its next CUDA call, but may compute on the CPU or wait for data before that.
+/// The longest time from a fault without a pid to the end of a process that is attributed to the
+/// fault. A process fails at its next CUDA call, but may compute on the CPU or wait for data before
+/// that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
 /// The Xid of the cleanup after a process has ended. This Xid follows other faults and is ignored.
@@ -66,8 +67,8 @@ impl GpuFaultWatch {
         self.attribute_fault(pid, now)
     }
 
-    /// Keeps the fault that a record of the kernel log reports, if it reports one. `now` is the
-    /// time since the boot of the host.
+    /// Keeps the fault that a record of the kernel log reports, if there is a fault in the record.
+    /// `now` is the time since the boot of the host.
     fn record_fault(&mut self, record: &str, now: Duration) {
         let Some(fault) = parse_fault(record, now).filter(|fault| fault.xid != XID_CLEANUP) else { return };
         if self.faults.len() == MAX_FAULTS {

@@ -3,15 +3,18 @@
 //! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
 //! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and
 //! none while the log does not grow.
-use crate::clock::read_unix_time_ms;
+use crate::{
+    clock::read_unix_time_ms,
+    private_files::{append_private_file, open_regular_file},
+};
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::{Read, Write},
     path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between two pairs that are written.
+/// The shortest time between the writes of two pairs.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair of time and log size, in bytes.
 const PAIR_BYTES: usize = 16;
@@ -32,7 +35,7 @@ impl LogTimesWriter {
     /// Opens or creates the file of times that belongs to `log`, and removes an incomplete last
     /// pair. If the file cannot be opened, the writer records nothing.
     pub(super) fn open(log: &Path) -> LogTimesWriter {
-        let file = OpenOptions::new().append(true).create(true).open(log_times_path(log)).ok();
+        let file = append_private_file(&log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
         // A pair that a crash truncated would misalign all later ones.
         let whole = size - size % PAIR_BYTES as u64;
@@ -68,7 +71,8 @@ impl LogTimesWriter {
 /// `since_ms`. If no times are recorded for the log, returns 0.
 pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
-    let read = File::open(log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
+    let read =
+        open_regular_file(&log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
     if read.is_err() || bytes.len() < PAIR_BYTES {
         return 0;
     }

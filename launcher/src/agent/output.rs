@@ -3,9 +3,9 @@
 //!
 //! The pump also keeps the last lines, and forwards the lines of shown ranks to the controller. If
 //! the controller reads slowly, lines are not forwarded, so that the worker is never blocked.
-use super::log_times::LogTimesWriter;
+use super::{error_file, rank_log::RankLogWriter};
 use crate::connection::{MessagePriority, Outbox};
-use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
+use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
@@ -15,12 +15,12 @@ use nix::{
 use protocol::control::FromAgent;
 use std::{
     collections::VecDeque,
-    fs::{File, OpenOptions},
-    io::{self, Read, Write},
+    fs::File,
+    io::{self, Read},
     os::fd::{AsFd, OwnedFd},
-    path::Path,
+    path::PathBuf,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
@@ -45,12 +45,16 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// An event that the output pump of a worker reports to the agent.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
-    /// The pipes were drained. Contains the last lines of output. The answer to
-    /// [`OutputPump::request_drain`].
-    Drained(Vec<String>),
+    /// The pipes were drained. The answer to [`OutputPump::request_drain`].
+    Drained {
+        /// The last lines of output.
+        tail: Vec<String>,
+        /// The error that the program recorded in its error file, if any.
+        error: Option<String>,
+    },
     /// A line contains the progress pattern. Reported at most once per [`PROGRESS_INTERVAL`].
     Progress,
-    /// The log cannot be written any more. Contains the warning for the user. The worker continues.
+    /// The log cannot be written. Contains the warning for the user. The worker continues.
     LogFailed(Diagnostic),
 }
 
@@ -63,6 +67,29 @@ pub(crate) struct PumpOptions {
     /// The text that marks a line of output as progress (`run.progress_pattern`); `None` if output
     /// does not count as progress.
     pub(crate) progress_pattern: Option<String>,
+    /// The file in which the program may record its error (`TORCHELASTIC_ERROR_FILE`).
+    pub(crate) error_file: Option<PathBuf>,
+}
+
+/// The queue of lines to the present controller, which all pumps of an agent share.
+#[derive(Clone, Debug)]
+pub(crate) struct ConsoleQueue(Arc<Mutex<Outbox<FromAgent>>>);
+
+impl ConsoleQueue {
+    /// Creates a queue to a controller.
+    pub(crate) fn new(outbox: Outbox<FromAgent>) -> ConsoleQueue {
+        ConsoleQueue(Arc::new(Mutex::new(outbox)))
+    }
+
+    /// Sends all later lines to another controller.
+    pub(crate) fn set_outbox(&self, outbox: Outbox<FromAgent>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
+    }
+
+    /// Queues a message. Returns `false` if the queue is full or there is no controller.
+    fn send_message(&self, priority: MessagePriority, message: FromAgent) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).send_message(priority, message)
+    }
 }
 
 /// The handle of the thread that copies a worker's output. Dropping the handle requests that the
@@ -89,10 +116,10 @@ impl OutputPump {
     pub(crate) fn start(
         options: PumpOptions,
         pid: u32,
-        log: RankLog,
+        log: RankLogWriter,
         stdout: OwnedFd,
         stderr: OwnedFd,
-        console: Outbox<FromAgent>,
+        console: ConsoleQueue,
         events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     ) -> io::Result<OutputPump> {
         for fd in [&stdout, &stderr] {
@@ -251,8 +278,8 @@ struct OutputSink {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
     pid: u32,
-    log: RankLog,
-    console: Outbox<FromAgent>,
+    log: RankLogWriter,
+    console: ConsoleQueue,
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
     /// The number of lines that were not forwarded to the controller because the queue was full,
@@ -294,9 +321,7 @@ impl OutputSink {
     /// Distributes complete lines of one stream to the log, the controller and the tail. Reports
     /// progress if the lines contain the progress pattern.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
-        if let Some(error) = self.log.append(bytes) {
-            self.send_event(PumpEvent::LogFailed(error));
-        }
+        self.log.append(bytes);
         self.detect_progress(bytes);
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
@@ -345,8 +370,8 @@ impl OutputSink {
     /// the lines.
     fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
-            1 => format!("[1 line is only in {}]", self.log.path),
-            n => format!("[{n} lines are only in {}]", self.log.path),
+            1 => format!("[1 line is only in {}]", self.log.path()),
+            n => format!("[{n} lines are only in {}]", self.log.path()),
         };
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
@@ -359,8 +384,10 @@ impl OutputSink {
         {
             self.dropped_lines = 0;
         }
+        self.log.note_dropped_output();
         let tail = self.tail.iter().cloned().collect();
-        self.send_event(PumpEvent::Drained(tail));
+        let error = self.options.error_file.as_deref().and_then(error_file::read_error_message);
+        self.send_event(PumpEvent::Drained { tail, error });
     }
 
     fn send_event(&self, event: PumpEvent) {
@@ -379,63 +406,6 @@ fn format_display_line(line: &[u8]) -> String {
         text.push_str(" […]");
     }
     text
-}
-
-/// The log file of a rank, to which output is appended up to a maximum size.
-#[derive(Debug)]
-pub(crate) struct RankLog {
-    file: File,
-    path: String,
-    size: u64,
-    max_size: u64,
-    times: LogTimesWriter,
-    /// Whether the log is full or could not be written.
-    closed: bool,
-}
-
-impl RankLog {
-    /// Opens the log at `path` for appending. Creates the file and its directory if necessary.
-    /// `max_size` is the maximum size of the log in bytes.
-    pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
-        if let Some(directory) = path.parent() {
-            std::fs::create_dir_all(directory)?;
-        }
-        let file = OpenOptions::new().append(true).create(true).open(path)?;
-        let size = file.metadata()?.len();
-        let times = LogTimesWriter::open(path);
-        Ok(RankLog { file, path: path.display().to_string(), size, max_size, times, closed: false })
-    }
-
-    /// Appends bytes to the log. When the log reaches the maximum size, appends a notice and drops
-    /// all later bytes.
-    ///
-    /// Returns a warning when writing fails for the first time, and `None` otherwise.
-    fn append(&mut self, bytes: &[u8]) -> Option<Diagnostic> {
-        if self.closed {
-            return None;
-        }
-        let free = self.max_size.saturating_sub(self.size);
-        let fits = if bytes.len() as u64 <= free {
-            bytes.len()
-        } else {
-            self.closed = true;
-            bytes[..free as usize].iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1)
-        };
-        self.times.record_size(self.size);
-        let mut result = self.file.write_all(&bytes[..fits]);
-        self.size += fits as u64;
-        if self.closed && result.is_ok() {
-            result = writeln!(
-                self.file,
-                "[launch] this log ends here: it reached run.logs.max_size ({} bytes); later output was not kept",
-                self.max_size
-            );
-        }
-        let error = result.err()?;
-        self.closed = true;
-        let message = format!("cannot write the log {} any more; the worker continues without it", self.path);
-        Some(Diagnostic::warning(WORKER_LOG_UNWRITABLE, message).with_subject(&self.path).with_cause(&error))
-    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 use super::*;
-use std::os::fd::IntoRawFd;
+use crate::agent::{log_thread::LogThread, rank_log::RankLog};
+use std::{io::Write, os::fd::IntoRawFd};
 
 /// A running output pump, with the worker's ends of the pipes and the receivers of the pump's
 /// events and forwarded lines.
@@ -10,6 +11,7 @@ struct PumpHarness {
     events: mpsc::Receiver<(Rank, u32, PumpEvent)>,
     lines: mpsc::Receiver<FromAgent>,
     log: std::path::PathBuf,
+    log_thread: LogThread,
     _dir: tempfile::TempDir,
 }
 
@@ -22,10 +24,23 @@ fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
     let ((out, stdout), (err, stderr)) = (pipe(), pipe());
     let (console, lines) = Outbox::channel();
     let (sender, events) = mpsc::channel(8);
-    let plan = PumpOptions { rank: 0, show, progress_pattern: None };
-    let pump = OutputPump::start(plan, 1, RankLog::open(&log, max_size).unwrap(), out, err, console, sender)
-        .unwrap();
-    PumpHarness { stdout: stdout.into(), stderr: stderr.into(), pump, events, lines, log, _dir: dir }
+    let plan = PumpOptions { rank: 0, show, progress_pattern: None, error_file: None };
+    let log_thread = LogThread::with_capacity(1 << 30).unwrap();
+    let file = RankLog::open(&log, max_size).unwrap();
+    let file =
+        RankLogWriter::new(file, log_thread.clone(), std::sync::Arc::new(|warning| panic!("{warning}")));
+    let console = ConsoleQueue::new(console);
+    let pump = OutputPump::start(plan, 1, file, out, err, console, sender).unwrap();
+    PumpHarness {
+        stdout: stdout.into(),
+        stderr: stderr.into(),
+        pump,
+        events,
+        lines,
+        log,
+        log_thread,
+        _dir: dir,
+    }
 }
 
 impl PumpHarness {
@@ -33,12 +48,13 @@ impl PumpHarness {
     fn drain_tail(&mut self) -> Vec<String> {
         self.pump.request_drain();
         match self.events.blocking_recv() {
-            Some((0, 1, PumpEvent::Drained(tail))) => tail,
+            Some((0, 1, PumpEvent::Drained { tail, error: None })) => tail,
             other => panic!("{other:?}"),
         }
     }
 
     fn read_log(&self) -> String {
+        assert!(self.log_thread.flush(std::time::Duration::from_secs(60)));
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
     }
 
@@ -60,6 +76,7 @@ fn lines_reach_the_log_the_tail_and_the_console() {
     assert_eq!(harness.drain_tail(), ["one", "two"]);
     harness.stderr.write_all(b"bad \xff byte\nno newline").unwrap();
     assert_eq!(harness.drain_tail(), ["one", "two", "bad \u{fffd} byte", "no newline"]);
+    assert!(harness.log_thread.flush(std::time::Duration::from_secs(60)));
     let mut log = std::fs::read(&harness.log).unwrap();
     assert_eq!(log, b"one\ntwo\nbad \xff byte\nno newline");
     let console: Vec<_> = harness.take_console_lines();
@@ -115,34 +132,6 @@ fn a_full_log_ends_with_one_notice() {
 }
 
 #[test]
-fn a_log_that_cannot_be_written_is_reported_once_and_does_not_block_the_worker() {
-    let (console, _lines) = Outbox::<FromAgent>::channel();
-    let (sender, mut events) = mpsc::channel(8);
-    let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).unwrap();
-    let ((out, stdout), (err, _stderr)) = (pipe(), pipe());
-    let full = OpenOptions::new().append(true).open("/dev/full").unwrap();
-    let log = RankLog {
-        file: full,
-        path: "/dev/full".into(),
-        size: 0,
-        max_size: 1 << 20,
-        times: LogTimesWriter::open(Path::new("/dev/null/x")),
-        closed: false,
-    };
-    let plan = PumpOptions { rank: 0, show: false, progress_pattern: None };
-    let pump = OutputPump::start(plan, 1, log, out, err, console, sender).unwrap();
-    let mut stdout = File::from(stdout);
-    for _ in 0..1000 {
-        stdout.write_all(&[b'\n'; 1000]).unwrap();
-    }
-    pump.request_drain();
-    let Some((_, _, PumpEvent::LogFailed(warning))) = events.blocking_recv() else { panic!() };
-    assert_eq!(warning.code(), WORKER_LOG_UNWRITABLE);
-    assert_eq!(warning.causes(), [io::Error::from_raw_os_error(libc::ENOSPC).to_string()]);
-    assert!(matches!(events.blocking_recv(), Some((_, _, PumpEvent::Drained(_)))));
-}
-
-#[test]
 fn a_console_that_does_not_read_loses_lines_and_does_not_block_the_worker() {
     let mut harness = start_pump_harness(1 << 30, true);
     let line = [b"x".repeat(99), b"\n".to_vec()].concat();
@@ -162,8 +151,8 @@ fn a_console_that_does_not_read_loses_lines_and_does_not_block_the_worker() {
 #[test]
 fn dropping_the_pump_ends_its_thread() {
     let harness = start_pump_harness(1 << 20, false);
-    let PumpHarness { stdout, pump, mut events, .. } = harness;
-    drop(pump);
+    let PumpHarness { stdout, pump, mut events, log_thread, .. } = harness;
+    drop((pump, log_thread));
     // The thread owns the sender of `events`, which closes when the thread has ended.
     assert!(events.blocking_recv().is_none());
     // The pipe has no reader any more, so a write fails (Rust programs ignore SIGPIPE).

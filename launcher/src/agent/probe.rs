@@ -18,11 +18,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The prefix of the names of nonce files, by which `launch check` detects shared directories.
+/// The prefix of the names of nonce files. `launch check` detects shared directories by these
+/// files.
 const NONCE_PREFIX: &str = ".launch-check-";
 /// The largest number of addresses of one peer that are tried.
 const MAX_PEER_ADDRESSES: usize = 8;
-/// The number of bytes that are read of a peer's greeting.
+/// The largest number of bytes of a peer's greeting that are read.
 const MAX_GREETING_BYTES: u64 = 256;
 /// The time limit for sending the greeting to one connected peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);

@@ -54,9 +54,9 @@ pub(super) fn fork_process() -> io::Result<Option<Pid>> {
 }
 
 /// Creates an empty memory file (memfd) that the built-in workers of the host share. The workers
-/// set the size of the file.
+/// set the size of the file, and seal the file so that no process can shrink it.
 pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
-    Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC)?)
+    Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?)
 }
 
 /// Returns the numbers of the CPUs on which this process may run, in ascending order. Returns no
@@ -98,10 +98,12 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
 /// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment of the
 /// plan.
 ///
-/// A built-in worker inherits `shm`, the memory that the workers of the host share. `(soft, hard)`
-/// are the worker's limits of open files.
+/// A built-in worker inherits `shm`, the memory that the workers of the host share. The worker does
+/// not inherit the variables `hidden` of the agent's environment. `(soft, hard)` are the worker's
+/// limits of open files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
+    hidden: &[String],
     shm: Option<BorrowedFd<'_>>,
     (soft, hard): OpenFileLimits,
 ) -> diagnostic::Result<SpawnedWorker> {
@@ -112,7 +114,7 @@ pub(super) fn spawn_worker_process(
             UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
         }
     };
-    let mut command = build_worker_command(plan);
+    let mut command = build_worker_command(plan, hidden);
     let mut inherited: Vec<RawFd> = Vec::new();
     if let (Some(worker_end), Some(shm)) = (&worker_end, shm) {
         command.env(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd().to_string());
@@ -157,8 +159,9 @@ pub(super) fn spawn_worker_process(
 /// built-in worker.
 ///
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
-/// pipes.
-fn build_worker_command(plan: &WorkerPlan) -> Command {
+/// pipes. Its environment is that of the agent without the variables `hidden`, and with those of
+/// the plan.
+fn build_worker_command(plan: &WorkerPlan, hidden: &[String]) -> Command {
     let mut command = match plan.command.as_deref() {
         Some([program, arguments @ ..]) => {
             let mut command = Command::new(program);
@@ -174,6 +177,7 @@ fn build_worker_command(plan: &WorkerPlan) -> Command {
         }
     };
     command.env_remove(env::LAUNCH_CONTROL_FD).env_remove(env::LAUNCH_SHM_FD);
+    hidden.iter().for_each(|name| _ = command.env_remove(name));
     command.envs(plan.env.iter().map(|(k, v)| (k, v))).current_dir(&plan.workdir);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command

@@ -16,7 +16,7 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
 /// The largest number of processes of a worker, of threads of a process, and of frames of a thread
 /// that are written.
 const MAX_ITEMS: usize = 64;
-/// The number of bytes to which one `/proc` file and one dump of py-spy are truncated.
+/// The size, in bytes, to which a `/proc` file or a dump of py-spy is truncated.
 const MAX_BYTES: usize = 64 << 10;
 
 /// A worker whose stacks are to be written, and the log to which the stacks are appended.

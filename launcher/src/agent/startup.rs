@@ -1,27 +1,15 @@
 //! [`main`]: prepares the process and the control connection of an agent, and runs its driver.
-use super::{
-    connect_back,
-    driver::{AgentDriver, CHANNEL_CAPACITY},
-    probe::Prober,
-    process,
-};
-use crate::{
-    connection::{Outbox, read_frames, write_frames},
-    processes::become_subreaper,
-};
+use super::{connect_back, driver::AgentDriver, probe::Prober, process, relay::relay_to_agent};
+use crate::{connection::read_frame, processes::become_subreaper};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::signal::{SigHandler, Signal, signal};
-use protocol::preflight::Preflight;
+use protocol::{control::ToAgent, preflight::Preflight};
 use std::{
     fs::OpenOptions,
     io::{self, Write},
     os::fd::{AsFd, OwnedFd},
-    time::Duration,
 };
-use tokio::{net::unix::pipe, sync::mpsc, time::timeout};
-
-/// The time limit for writing the last messages of an exiting agent to the control connection.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+use tokio::net::unix::pipe;
 
 /// The options of the internal command `launch agent`.
 #[derive(Clone)]
@@ -86,12 +74,13 @@ fn report_start_failure(error: &Diagnostic) -> u8 {
     1
 }
 
-/// Returns standard input and output for use as the control connection, after printing the marker.
-/// Replaces stdin by `/dev/null` and stdout by stderr, so that no other code writes to the
-/// connection.
+/// Prints the line with `marker`, by which the controller finds the start of the agent's output,
+/// and returns standard input and output as the control connection. Replaces stdin by `/dev/null`
+/// and stdout by stderr, so that no other code writes to the connection.
 ///
 /// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
-/// operator may send to every process of the job, because the controller handles these signals.
+/// operator may send to every process of the job, because the controller handles these signals. The
+/// driver catches SIGTERM if a batch system has started this process.
 fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)> {
     if let Some(marker) = marker {
         // The marker begins with a line end, because the login shell's output may end without one.
@@ -114,7 +103,8 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
 }
 
 /// Runs the event loop of the agent on a control connection, read from `input` and written to
-/// `output`, until the agent exits. Returns the exit code.
+/// `output`, until the agent exits. Returns the exit code. If the first message asks for the agent
+/// that is already alive on this host, relays the connection to that agent instead.
 async fn run_on_connection(
     input: OwnedFd,
     output: OwnedFd,
@@ -123,17 +113,19 @@ async fn run_on_connection(
     for fd in [&input, &output] {
         set_nonblocking(fd)?;
     }
-    let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
+    let mut input = pipe::Receiver::from_owned_fd_unchecked(input)?;
     let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-    let (outbox, outgoing) = Outbox::channel();
-    let (inbox, controller) = mpsc::channel(CHANNEL_CAPACITY);
-    tokio::spawn(read_frames((), input, inbox));
-    let writer = tokio::spawn(write_frames(output, outgoing));
-    let mut driver = AgentDriver::new(outbox, controller, Prober::new(preflight))?;
-    let code = driver.run_event_loop().await;
-    drop(driver); // ends the output pumps, and with them the last outboxes
-    _ = timeout(FLUSH_TIMEOUT, writer).await;
-    Ok(code)
+    let first = match read_frame(&mut input).await.map_err(io::Error::other)? {
+        Some(ToAgent::Attach(request)) => {
+            relay_to_agent(*request, input, output).await;
+            return Ok(0);
+        }
+        first => first,
+    };
+    let mut driver = AgentDriver::new(Prober::new(preflight))?;
+    driver.connect(input, output);
+    driver.receive_first_message(first).await;
+    Ok(driver.run_event_loop().await)
 }
 
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {

@@ -1,6 +1,6 @@
 //! [`BatchJob`]: a job of a scheduler, and requests to submit one.
 use jobspec::JobSpec;
-use std::path::Path;
+use std::{path::Path, time::Duration};
 
 /// The batch job in which launch runs, which may be requeued after the run.
 #[derive(Clone, Debug)]
@@ -17,6 +17,15 @@ pub(crate) struct BatchJob {
     pub(crate) limit_key: &'static str,
     /// Puts the batch job with this id back into the queue. The scheduler may end this process.
     pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
+}
+
+/// The preemption of the batch job in which launch runs, by a job with a higher priority.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Preemption {
+    /// The batch job as messages name it, with the name of the scheduler.
+    pub(crate) label: String,
+    /// The time until the scheduler ends the remaining processes of the job.
+    pub(crate) time_left: Duration,
 }
 
 /// A request to submit a job to a scheduler.

@@ -1,5 +1,5 @@
-//! [`resolve_hosts`]: the hosts that `cluster.hosts` names and the filters `include` and `exclude`
-//! leave.
+//! [`resolve_hosts`]: determines the hosts of a job from `cluster.hosts` and the filters `include`
+//! and `exclude`.
 use diagnostic::{Diagnostic, codes::job as codes};
 use jobspec::{
     ClusterSpec, HostSelection,

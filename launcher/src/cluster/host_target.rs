@@ -1,9 +1,10 @@
 //! [`HostTarget`]: a host of a job, by the name under which the transport reaches the host.
 use super::host_list::ClusterHost;
 use jobspec::hosts::HostSlots;
+use serde::{Deserialize, Serialize};
 
 /// A host of a job, with the name under which the transport reaches the host.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HostTarget {
     /// The host's name in the job, by which the transport finds the host.
     pub(crate) name: String,

@@ -1,11 +1,11 @@
 //! [`Cluster`]: a provider of hosts, such as this machine, SSH or a scheduler.
 use super::{
-    batch_job::{BatchJob, Submission, SubmitRequest},
+    batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
     host_target::HostTarget,
     transport::{ConnectionStage, Transport},
 };
 use diagnostic::Diagnostic;
-use jobspec::JobSpec;
+use jobspec::{ControllerLossAction, JobSpec};
 use std::time::Duration;
 
 /// A provider of hosts. A provider has no state: it reads the job and the environment of the
@@ -47,18 +47,42 @@ pub(crate) trait Cluster: Sync {
         Err(Diagnostic::error(diagnostic::codes::run::INTERNAL, message).into())
     }
 
+    /// Returns what agents do when the controller of a run is lost, if neither the job nor the
+    /// command line determines it.
+    fn on_controller_loss(&self) -> ControllerLossAction {
+        ControllerLossAction::Stop
+    }
+
     /// Returns the name by which the provider knows the host on which this process runs. Returns
     /// `None` if the provider did not start this process.
     fn host_name(&self) -> Option<String> {
         None
     }
 
-    /// Returns the delay with which an agent must report that a worker died of SIGKILL.
+    /// Returns whether SIGTERM of this process means that the batch system is about to end the job.
+    fn sends_termination(&self) -> bool {
+        false
+    }
+
+    /// Returns the preemption of the batch job in which launch runs, or `None` if the job is not
+    /// being preempted. Blocks. Fails if the batch system does not answer.
+    fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
+        Ok(None)
+    }
+
+    /// Returns the delay with which an agent must report that a worker died of SIGKILL or SIGTERM.
     ///
-    /// Some schedulers end a job by killing workers and agent in any order. If the agent dies
-    /// within the delay, the controller reports the end of the job instead of the end of a worker.
+    /// Some schedulers end a job by signalling workers and agent in any order. If the agent is
+    /// signalled within the delay, the controller reports the end of the job instead of the end of
+    /// a worker.
     fn kill_report_delay(&self) -> Duration {
         Duration::ZERO
+    }
+
+    /// Returns the names of the variables of this process's environment that the workers of a job
+    /// must not see, because they describe only this process.
+    fn hidden_variables(&self, _job: &JobSpec) -> Vec<String> {
+        Vec::new()
     }
 }
 
@@ -79,6 +103,17 @@ pub(crate) enum ClusterError {
     Job(Vec<Diagnostic>),
     /// The provider has no hosts, or cannot be used.
     Provider(Diagnostic),
+}
+
+impl ClusterError {
+    /// Converts the error to a diagnostic. The function `combine` makes one of the mistakes in a
+    /// job.
+    pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
+        match self {
+            ClusterError::Job(mistakes) => combine(mistakes),
+            ClusterError::Provider(error) => error,
+        }
+    }
 }
 
 impl From<Vec<Diagnostic>> for ClusterError {

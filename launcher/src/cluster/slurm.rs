@@ -7,23 +7,24 @@ mod pending_agent;
 mod slurm_transport;
 mod srun;
 mod step;
+mod task_variables;
 
 pub(crate) use allocation::parse_untrusted_variables;
 
 use super::{
-    batch_job::{BatchJob, Submission, SubmitRequest},
+    batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
     host_target::HostTarget,
     provider::{Cluster, ClusterError},
     transport::Transport,
 };
 use allocation::{SlurmAllocation, SlurmNode, read_allocation};
 use diagnostic::{Diagnostic, codes::slurm as codes};
-use jobspec::{DeviceSelection, HostSelection, JobSpec, WorkersPerHost, env};
+use jobspec::{ControllerLossAction, DeviceSelection, HostSelection, JobSpec, WorkersPerHost, env};
 use slurm_transport::SlurmTransport;
 use std::time::Duration;
 
-/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL. Slurm ends
-/// a step by killing workers and agent in any order.
+/// The delay with which an agent in a Slurm step reports that a worker died of SIGKILL or SIGTERM.
+/// Slurm ends a step by signalling workers and agent in any order.
 const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
 /// The provider of the nodes of a Slurm allocation.
@@ -78,16 +79,41 @@ impl Cluster for SlurmCluster {
         Ok(batch_script::submit_script(&script, options)?)
     }
 
+    fn on_controller_loss(&self) -> ControllerLossAction {
+        ControllerLossAction::Continue
+    }
+
     fn host_name(&self) -> Option<String> {
         std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty())
     }
 
-    fn kill_report_delay(&self) -> Duration {
-        match std::env::var_os(env::SLURM_STEP_ID) {
-            Some(_) => STEP_KILL_DELAY,
-            None => Duration::ZERO,
+    fn sends_termination(&self) -> bool {
+        is_in_step()
+    }
+
+    fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
+        match read_current_allocation() {
+            Ok(Some(found)) => command::find_preemption(found.job),
+            _ => Ok(None),
         }
     }
+
+    fn kill_report_delay(&self) -> Duration {
+        if is_in_step() { STEP_KILL_DELAY } else { Duration::ZERO }
+    }
+
+    fn hidden_variables(&self, job: &JobSpec) -> Vec<String> {
+        if job.slurm.step_variables || !is_in_step() {
+            return Vec::new();
+        }
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        names.filter(|name| task_variables::is_task_variable(name)).collect()
+    }
+}
+
+/// Returns whether this process is part of a Slurm step.
+fn is_in_step() -> bool {
+    std::env::var_os(env::SLURM_STEP_ID).is_some()
 }
 
 /// Reads the Slurm allocation from the environment variables of this process. Returns `None`
@@ -96,17 +122,21 @@ fn read_current_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
     read_allocation(&|name| std::env::var(name).ok())
 }
 
-/// Reads the Slurm allocation from the environment variables of this process. Fails outside of
-/// Slurm.
+/// Reads the Slurm allocation from the environment variables of this process. Asks Slurm for the
+/// numbers of GPUs if the job requested GPUs in total (`--gpus`). Fails outside of Slurm.
 fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
-    read_current_allocation()?.ok_or_else(|| {
+    let mut allocation = read_current_allocation()?.ok_or_else(|| -> ClusterError {
         let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
         let error = Diagnostic::error(codes::SLURM_ALLOCATION_MISSING, message);
         error
             .with_subject("cluster.hosts")
             .with_help("start launch inside sbatch or salloc, or submit the job with `launch sbatch`")
             .into()
-    })
+    })?;
+    if allocation.lacks_gpu_counts() {
+        allocation.set_gpu_counts(&command::read_gpu_counts(allocation.job)?);
+    }
+    Ok(allocation)
 }
 
 /// Converts a node of a Slurm allocation to a host of the job.

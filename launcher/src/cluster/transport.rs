@@ -27,8 +27,8 @@ pub(crate) trait Transport {
     /// addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Returns the pids of the running child processes of this process, other than agents, through
-    /// which the transport has started agents on other hosts.
+    /// Returns the pids of the running child processes through which the transport has started
+    /// agents on other hosts, such as `srun`. Agents themselves are not included.
     ///
     /// These processes end by themselves after their agents, so the controller does not kill them
     /// when it cleans up after an agent.

@@ -1,5 +1,5 @@
-//! `launch check`: inspects all hosts of a job in parallel and reports what would prevent it from
-//! starting.
+//! `launch check`: inspects all hosts of a job in parallel and reports the problems that would
+//! prevent the job from starting.
 mod agents;
 mod check_report;
 mod evaluate;
@@ -9,17 +9,14 @@ mod render;
 
 use super::{
     context::CommandContext,
-    output::{invalid_job_error, print_output},
-    prepare::JobArgs,
+    output::{print_json, print_output},
+    prepare::{JobArgs, LoadedJob},
 };
-use crate::{
-    cluster::{ClusterError, find_cluster},
-    discover::read_host_name,
-};
+use crate::cluster::find_cluster;
 use check_report::CheckReport;
 use diagnostic::{Diagnostic, codes::command};
-use jobspec::{JobSource, JobSpec};
-use protocol::exit;
+use jobspec::JobSpec;
+use protocol::{exit, host_name::read_host_name};
 use std::{
     path::PathBuf,
     time::{SystemTime, UNIX_EPOCH},
@@ -29,12 +26,10 @@ use std::{
 /// a check failed.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let report = check_hosts(&args)?;
-    let text = if context.format.json {
-        format!("{}\n", render::render_json(&report))
-    } else {
-        render::render_text(&report)
-    };
-    let code = print_output(&text)?;
+    let code = match context.format.json {
+        true => print_json(&render::render_json(&report)),
+        false => print_output(&render::render_text(&report)),
+    }?;
     Ok(if report.has_failed() { exit::CLUSTER } else { code })
 }
 
@@ -42,28 +37,22 @@ pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result
 /// the answers. Blocks until all hosts have answered or timed out. Fails if the job is invalid or
 /// the hosts cannot be determined.
 fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
-    let file = args.job.display().to_string();
-    let loaded = jobspec::load_job(JobSource::File(args.job.clone()), &args.set);
-    let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
-    let located = |error| match error {
-        ClusterError::Job(mistakes) => {
-            invalid_job_error(&file, mistakes.into_iter().map(|e| map.add_location(e)).collect())
-        }
-        ClusterError::Provider(error) => error,
-    };
-    let cluster = find_cluster(&job).map_err(located)?;
-    let hosts = cluster.hosts(&job, &read_host_name()).map_err(located)?;
+    let loaded = LoadedJob::load(&args.to_request())?;
+    let job = &loaded.job;
+    let located = |error| loaded.cluster_error(error);
+    let cluster = find_cluster(job).map_err(located)?;
+    let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| {
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)
     })?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
         let names = hosts.iter().map(|host| host.name.clone()).collect();
-        let (agents, reaper) = agents::start_agents(cluster.transport(&job).map_err(located)?, names);
-        let (targets, nonce) = (collect_probe_targets(&job), create_nonce());
-        let probes = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(&job)).await;
+        let (agents, reaper) = agents::start_agents(cluster.transport(job).map_err(located)?, names);
+        let (targets, nonce) = (collect_probe_targets(job), create_nonce());
+        let probes = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(job)).await;
         reaper.wait_or_kill().await;
-        Ok(evaluate::evaluate_probes(&job, &hosts, cluster.preflight(), probes))
+        Ok(evaluate::evaluate_probes(job, &hosts, cluster.preflight(), probes))
     })
 }
 

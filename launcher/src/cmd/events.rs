@@ -1,17 +1,20 @@
 //! `launch events`: prints the events of a run from the run's journal.
 use super::{
     context::CommandContext,
-    output::{OutputFormat, output_error},
+    output::{OutputFormat, output_error, path_error},
     ps::resolve_run,
 };
 use crate::{
-    format::{format_clock, replace_control_characters},
     line_follower::{LineFollower, POLL_INTERVAL},
     report::{command_output, format_event},
     runs::{Run, RunFilter},
 };
 use clap::Args;
-use diagnostic::{Diagnostic, codes::command};
+use diagnostic::{
+    codes::command,
+    quantity::format_clock,
+    terminal_text::{escape_json, filter_line},
+};
 use protocol::event::TimedEvent;
 use serde::Deserialize;
 
@@ -38,12 +41,7 @@ pub(crate) fn run(args: EventsArgs, context: &CommandContext) -> diagnostic::Res
 /// ended. Returns early if the reader of stdout closes the pipe.
 fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
     let file = run.record.run_dir.join("events.jsonl");
-    let unreadable = |e: std::io::Error| {
-        let path = file.display().to_string();
-        Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
-            .with_subject(path)
-            .with_cause(&e)
-    };
+    let unreadable = |e: std::io::Error| path_error(command::RUN_FILE_UNREADABLE, "cannot read", &file, &e);
     let mut lines = LineFollower::open(file.clone(), 0).map_err(unreadable)?;
     loop {
         // Checked before reading, so that everything written before the controller's end is read.
@@ -57,7 +55,7 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
             });
         });
         let more = more.map_err(unreadable)?;
-        match command_output::write_data_strict(&text) {
+        match command_output::write_strict(&text) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             other => other.map_err(|error| output_error(&error))?,
         }
@@ -84,7 +82,7 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
         }
         _ => None,
     };
-    format!("{}\n", converted.as_deref().unwrap_or(line))
+    format!("{}\n", escape_json(converted.as_deref().unwrap_or(line)))
 }
 
 /// Returns 1, the schema of journal lines without a schema number, which earlier releases wrote.
@@ -104,7 +102,7 @@ fn format_event_line(line: &str, began_ms: u64) -> String {
         // The line is incomplete after a crash, or has an event of a later version.
         Err(_) => (String::new(), line.to_owned()),
     };
-    format!("{since:>8}  {}\n", replace_control_characters(&text))
+    format!("{since:>8}  {}\n", filter_line(&text))
 }
 
 #[cfg(test)]

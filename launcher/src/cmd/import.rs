@@ -1,6 +1,9 @@
 //! `launch import`: converts another launcher's configuration to a job.yaml and prints the job.yaml
 //! with notes about the conversion.
-use super::{context::CommandContext, output::print_output};
+use super::{
+    context::CommandContext,
+    output::{combine_mistakes, print_file_text, print_json},
+};
 use crate::{
     cluster::{parse_hostfile_entries, read_hostfile},
     import::{self, ImportNote, ImportOptions, ImportedJob},
@@ -37,10 +40,11 @@ pub(crate) struct ImportFileArgs {
     /// Configuration file
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Hostfile of DeepSpeed or Open MPI
+    /// Hostfile of DeepSpeed or Open MPI that names the hosts of the job
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
-    /// Program that the job runs, and its arguments
+    /// Program that the job runs, and its arguments [default: accelerate: a placeholder; deepspeed:
+    /// none, for a job of the built-in training]
     #[arg(last = true, value_name = "PROGRAM")]
     program: Vec<String>,
 }
@@ -48,7 +52,7 @@ pub(crate) struct ImportFileArgs {
 /// Arguments of `launch import torchrun`.
 #[derive(Debug, Args)]
 pub(crate) struct ImportTorchrunArgs {
-    /// Hostfile of DeepSpeed or Open MPI
+    /// Hostfile of DeepSpeed or Open MPI that names the hosts of the job
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
     /// Options of torchrun, the script, and the script's arguments
@@ -62,42 +66,39 @@ pub(crate) fn run(args: ImportArgs, context: &CommandContext) -> diagnostic::Res
     let ImportedJob { job, notes } = import_job(&args.from)?;
     if context.format.json {
         let notes: Vec<String> = notes.iter().map(ImportNote::to_string).collect();
-        let object = json!({ "job": job, "notes": notes });
-        return print_output(&format!("{object}\n"));
+        return print_json(&json!({ "job": job, "notes": notes }));
     }
-    let code = print_output(&job)?;
+    let code = print_file_text(&job)?;
     command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
     Ok(code)
 }
 
 /// Reads the configuration of another launcher and converts it to a job.
 fn import_job(from: &ImportCommand) -> diagnostic::Result<ImportedJob> {
-    match from {
+    let (name, converted) = match from {
         ImportCommand::Accelerate(args) => {
-            let name = args.file.display().to_string();
             let is_json = args.file.extension().is_some_and(|e| e == "json");
             let document =
                 read_document(&args.file, if is_json { DocumentSyntax::Json } else { DocumentSyntax::Yaml })?;
             read_valid_hostfile(args.hostfile.as_deref())?;
-            let context = ImportOptions { hostfile: args.hostfile.as_deref(), program: &args.program };
-            import::convert_accelerate_config(&document, &context)
-                .map_err(|mistakes| invalid_config_error(&name, mistakes))
+            let options = ImportOptions { hostfile: args.hostfile.as_deref(), program: &args.program };
+            (args.file.display().to_string(), import::convert_accelerate_config(&document, &options))
         }
         ImportCommand::Deepspeed(args) => {
-            let name = args.file.display().to_string();
             let document = read_document(&args.file, DocumentSyntax::Json)?;
             let hosts = read_valid_hostfile(args.hostfile.as_deref())?;
-            let context = ImportOptions { hostfile: args.hostfile.as_deref(), program: &args.program };
-            import::convert_deepspeed_config(&document, hosts.as_deref(), &context)
-                .map_err(|mistakes| invalid_config_error(&name, mistakes))
+            let options = ImportOptions { hostfile: args.hostfile.as_deref(), program: &args.program };
+            let converted = import::convert_deepspeed_config(&document, hosts.as_deref(), &options);
+            (args.file.display().to_string(), converted)
         }
         ImportCommand::Torchrun(args) => {
             read_valid_hostfile(args.hostfile.as_deref())?;
-            let context = ImportOptions { hostfile: args.hostfile.as_deref(), program: &[] };
-            import::convert_torchrun_args(&args.arguments, &context)
-                .map_err(|mistakes| invalid_config_error("torchrun's command line", mistakes))
+            let options = ImportOptions { hostfile: args.hostfile.as_deref(), program: &[] };
+            let converted = import::convert_torchrun_args(&args.arguments, &options);
+            ("torchrun's command line".to_owned(), converted)
         }
-    }
+    };
+    converted.map_err(|mistakes| invalid_config_error(&name, mistakes))
 }
 
 /// Reads and parses a configuration file in JSON or YAML.
@@ -109,12 +110,7 @@ fn read_document(file: &Path, syntax: DocumentSyntax) -> diagnostic::Result<Docu
 /// Combines the mistakes in the configuration `name` into one error, which has each mistake as a
 /// detail.
 fn invalid_config_error(name: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
-    let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
-    let message = format!("{name} has {} {noun}; no job was written", mistakes.len());
-    let summary = Diagnostic::error(command::IMPORT_INVALID, message)
-        .with_subject(name)
-        .with_field("mistakes", mistakes.len());
-    mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+    combine_mistakes(command::IMPORT_INVALID, name, mistakes, "no job was written")
 }
 
 /// Reads the file that `--hostfile` names, and returns the text of the file. Returns `None` without

@@ -1,15 +1,19 @@
 //! `launch logs`: prints the output of the ranks of a run from the log files.
-use super::{context::CommandContext, option_value::OptionValueError, output::output_error, ps::resolve_run};
+use super::{
+    context::CommandContext,
+    option_value::OptionValueError,
+    output::{output_error, path_error},
+    ps::resolve_run,
+};
 use crate::{
     agent::log_times::find_offset_at,
     clock::read_unix_time_ms,
-    format::{format_count, replace_control_characters},
     line_follower::{LineFollower, POLL_INTERVAL},
     report::command_output,
     runs::{Run, RunFilter},
 };
 use clap::Args;
-use diagnostic::{Diagnostic, codes::command};
+use diagnostic::{Diagnostic, codes::command, quantity::format_count, terminal_text::filter_colored_text};
 use jobspec::ids::Rank;
 use regex::bytes::Regex;
 use std::{
@@ -21,8 +25,8 @@ use std::{
 /// The help text for a rank whose log is not on this host.
 const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
-/// The file name prefix of the copies of console output that the controller keeps for ranks whose
-/// logs are on other hosts.
+/// The file name prefix of copies of console output. The controller keeps these copies for ranks
+/// whose logs are on other hosts.
 const STREAMED_PREFIX: &str = "streamed-";
 /// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
@@ -104,7 +108,7 @@ impl<'a> LogViewer<'a> {
         let ranks: Option<BTreeSet<Rank>> =
             (!args.rank.is_empty()).then(|| args.rank.concat().into_iter().collect());
         if let Some(rank) = ranks.iter().flatten().find(|rank| **rank >= world) {
-            let workers = format_count(u64::from(world), "worker", "workers");
+            let workers = format_count(world, "worker");
             let message = format!("there is no rank {rank}: the run has {workers}");
             return Err(Diagnostic::error(command::RANK_OUT_OF_RANGE, message)
                 .with_subject("--rank")
@@ -173,10 +177,8 @@ impl<'a> LogViewer<'a> {
         let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();
         if missing > 0 {
-            let noun = if missing == 1 { "rank" } else { "ranks" };
-            command_output::write_message(&format!(
-                "note: the logs of {missing} {noun} are not on this host\n"
-            ));
+            let ranks = format_count(missing, "rank");
+            command_output::write_message(&format!("note: the logs of {ranks} are not on this host\n"));
             command_output::write_message(&format!("  help: {LOGS_ON_OTHER_HOSTS}\n"));
         }
     }
@@ -240,7 +242,7 @@ impl<'a> LogViewer<'a> {
             }
             let text = String::from_utf8_lossy(line);
             out.push_str(&if command_output::stdout_is_terminal() {
-                replace_control_characters(&text)
+                filter_colored_text(&text)
             } else {
                 text.into_owned()
             });
@@ -257,7 +259,7 @@ impl<'a> LogViewer<'a> {
         if !flush && self.out.len() < WRITE_BATCH_BYTES {
             return Ok(());
         }
-        match command_output::write_data_strict(&std::mem::take(&mut self.out)) {
+        match command_output::write_strict(&std::mem::take(&mut self.out)) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.reader_gone = true,
             Err(error) => return Err(output_error(&error)),
             Ok(()) => {}
@@ -268,10 +270,7 @@ impl<'a> LogViewer<'a> {
 
 /// Returns the error of a log file that cannot be read.
 fn unreadable_log_error(file: &Path, error: &io::Error) -> Diagnostic {
-    let path = file.display().to_string();
-    Diagnostic::error(command::RUN_FILE_UNREADABLE, format!("cannot read {path}"))
-        .with_subject(path)
-        .with_cause(error)
+    path_error(command::RUN_FILE_UNREADABLE, "cannot read", file, error)
 }
 
 /// Parses the name of a log file: `rank-3.log.2` is rank 3's log from two rotations ago. Returns

@@ -1,11 +1,11 @@
 //! `launch man`: prints or writes the man pages.
 use super::{
     context::CommandContext,
-    output::{output_error, print_output},
+    output::{output_error, path_error, print_output},
 };
 use clap::Args;
 use clap_mangen::Man;
-use diagnostic::{Diagnostic, codes::command};
+use diagnostic::codes::command;
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -29,12 +29,8 @@ pub(crate) fn run(args: ManArgs, context: &CommandContext) -> diagnostic::Result
         Man::new(definition).render(&mut page).map_err(|error| output_error(&error))?;
         return print_output(&String::from_utf8_lossy(&page));
     };
-    write_pages(definition, &dir).map_err(|error| {
-        let dir = dir.display().to_string();
-        Diagnostic::error(command::OUTPUT_FAILED, format!("cannot write man pages to {dir}"))
-            .with_subject(dir)
-            .with_cause(&error)
-    })?;
+    write_pages(definition, &dir)
+        .map_err(|error| path_error(command::OUTPUT_FAILED, "cannot write man pages to", &dir, &error))?;
     Ok(protocol::exit::DONE)
 }
 

@@ -1,11 +1,13 @@
 //! The output of commands: results, warnings, errors and exit codes.
 use crate::report::command_output;
 use diagnostic::{
-    Diagnostic,
+    Code, Diagnostic,
     codes::{command, job},
+    quantity::format_count,
 };
 use protocol::event::EventSchema;
 use serde_json::{Value, json};
+use std::{fmt::Display, io, path::Path};
 
 /// The format in which a command prints its results.
 #[derive(Clone, Copy, Debug, Default)]
@@ -28,7 +30,7 @@ pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
     command_output::write_message(&diagnostic::render(error, command_output::is_color_enabled()));
     if format.json && format.schema == EventSchema::V2 {
         // The exit code reports the error to a program that has closed stdout.
-        _ = command_output::write_data(&format!("{}\n", build_error_event(error)));
+        _ = print_json(&build_error_event(error));
     }
     error.category().exit_code()
 }
@@ -47,25 +49,66 @@ pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
     command_output::write_message(&diagnostic::render_all(warnings, command_output::is_color_enabled()));
 }
 
-/// Writes the output of a command to stdout and returns the exit code 0. Fails if the write fails.
+/// Writes text to stdout, without unprintable characters, and returns the exit code 0. Fails if the
+/// write fails.
 pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
-    command_output::write_data(text).map_err(|error| output_error(&error))?;
+    convert_write_result(command_output::write_text(text))
+}
+
+/// Writes a value and a line end to stdout, without unprintable characters, and returns the exit
+/// code 0. Fails if the write fails.
+pub(crate) fn print_line(value: impl Display) -> diagnostic::Result<u8> {
+    print_output(&format!("{value}\n"))
+}
+
+/// Writes a value as one line of JSON to stdout, with escapes for unprintable characters, and
+/// returns the exit code 0. Fails if the write fails.
+pub(crate) fn print_json(value: &Value) -> diagnostic::Result<u8> {
+    convert_write_result(command_output::write_json(&format!("{value}\n")))
+}
+
+/// Writes the text of a file to stdout and returns the exit code 0. Only a terminal gets the text
+/// without unprintable characters. Fails if the write fails.
+pub(crate) fn print_file_text(text: &str) -> diagnostic::Result<u8> {
+    convert_write_result(command_output::write_file_text(text))
+}
+
+/// Returns the exit code 0, or the error of a failed write.
+fn convert_write_result(result: io::Result<()>) -> diagnostic::Result<u8> {
+    result.map_err(|error| output_error(&error))?;
     Ok(protocol::exit::DONE)
 }
 
 /// Returns the error that a command reports after a failed write to stdout.
-pub(crate) fn output_error(error: &std::io::Error) -> Diagnostic {
+pub(crate) fn output_error(error: &io::Error) -> Diagnostic {
     Diagnostic::error(command::OUTPUT_FAILED, "cannot write to standard output").with_cause(error)
 }
 
 /// Combines the mistakes in a job file into one error, which has each mistake as a detail.
 pub(crate) fn invalid_job_error(file: &str, mistakes: Vec<Diagnostic>) -> Diagnostic {
-    let noun = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
-    let message = format!("{file} has {} {noun}; nothing was started", mistakes.len());
-    let summary = Diagnostic::error(job::JOB_INVALID, message)
+    combine_mistakes(job::JOB_INVALID, file, mistakes, "nothing was started")
+}
+
+/// Combines the mistakes in a file into one error with the code `code`, which has each mistake as a
+/// detail. `consequence` is the end of the message.
+pub(super) fn combine_mistakes(
+    code: Code,
+    file: &str,
+    mistakes: Vec<Diagnostic>,
+    consequence: &str,
+) -> Diagnostic {
+    let count = format_count(mistakes.len(), "mistake");
+    let summary = Diagnostic::error(code, format!("{file} has {count}; {consequence}"))
         .with_subject(file)
         .with_field("mistakes", mistakes.len());
     mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+}
+
+/// Returns the error that a command reports if an operation on the file or directory `path` failed.
+/// `action` is the operation, such as `cannot read`.
+pub(super) fn path_error(code: Code, action: &str, path: &Path, error: &io::Error) -> Diagnostic {
+    let path = path.display().to_string();
+    Diagnostic::error(code, format!("{action} {path}")).with_subject(path).with_cause(error)
 }
 
 /// Prints a warning to stderr that `--json-schema 1` is deprecated and will be removed.

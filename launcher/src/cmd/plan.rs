@@ -6,10 +6,13 @@ use super::{
 };
 use crate::{
     cluster::HostTarget,
-    format::{format_binary_bytes, quote_shell_words},
+    format::{format_ranges, format_table, quote_shell_words},
     secrets::{REDACTED, redact_job},
 };
-use diagnostic::{Diagnostic, Location};
+use diagnostic::{
+    Diagnostic, Location,
+    quantity::{format_bytes, format_count},
+};
 use jobspec::{EnvSource, ids::RunId};
 use protocol::{
     control::{HostPlan, WorkerPlan},
@@ -40,7 +43,7 @@ fn placeholder_run_id() -> RunId {
 fn print_plan(prepared: &PreparedJob, json: bool, with_job: bool) -> diagnostic::Result<u8> {
     output::print_warnings(&prepared.warnings);
     if json {
-        return output::print_output(&format!("{}\n", render_json(prepared)));
+        return output::print_json(&render_json(prepared));
     }
     let mut text = render_text(prepared);
     if with_job {
@@ -112,13 +115,12 @@ fn warning_to_json(warning: &Diagnostic) -> Value {
 pub(crate) fn render_text(p: &PreparedJob) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
-    let world = p.plan.world;
-    let workers_word = if world == 1 { "worker" } else { "workers" };
+    let workers = format_count(p.plan.world, "worker");
     let hosts = match &p.plan.host_names[..] {
         [one] => one.clone(),
         several => format!("{} hosts", several.len()),
     };
-    _ = writeln!(text, "job {}: {world} {workers_word} on {hosts}", p.job.name);
+    _ = writeln!(text, "job {}: {workers} on {hosts}", p.job.name);
     match &p.job.run.command {
         Some(command) => _ = writeln!(text, "command: {}", quote_shell_words(command)),
         None => _ = writeln!(text, "command: built-in training"),
@@ -139,11 +141,6 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
         _ = write!(text, "{}", format_memory_summary(&report.memory, kind, installed));
     }
     text
-}
-
-/// Returns the workers of all hosts in the order of their ranks.
-fn list_workers(p: &PreparedJob) -> impl Iterator<Item = &WorkerPlan> {
-    p.plan.host_plans.iter().flat_map(|n| &n.workers)
 }
 
 /// Returns the host name and the plan of every worker, in the order of ranks.
@@ -179,9 +176,9 @@ fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
             host.to_owned(),
             w.local_rank.to_string(),
             devices.get(w.rank as usize).cloned().unwrap_or_default(),
-            if w.cpus.is_empty() { "any".to_owned() } else { format_cpu_ranges(&w.cpus) },
+            if w.cpus.is_empty() { "any".to_owned() } else { format_ranges(&w.cpus, ",") },
             w.threads.to_string(),
-            memory.map_or_else(|| "-".to_owned(), |m| format_binary_bytes(m.total)),
+            memory.map_or_else(|| "-".to_owned(), |m| format_bytes(m.total)),
         ];
         row.truncate(columns);
         rows.push(row);
@@ -189,24 +186,11 @@ fn format_rank_rows(p: &PreparedJob) -> Vec<Vec<String>> {
     rows
 }
 
-/// Formats rows as a table with aligned columns, which are two spaces apart.
-pub(crate) fn format_table(rows: &[Vec<String>]) -> String {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let mut text = String::new();
-    for row in rows {
-        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &w)| format!("{cell:<w$}")).collect();
-        _ = writeln!(text, "{}", cells.join("  ").trim_end());
-    }
-    text
-}
-
 /// Formats the environment variables of the workers as text. A value that differs between ranks is
 /// shown as `(by rank)`. A secret is shown only by its source.
 fn format_environment(p: &PreparedJob) -> String {
     let mut text = "environment of each worker:\n".to_owned();
-    let workers: Vec<_> = list_workers(p).map(|worker| complete_env(p, worker)).collect();
+    let workers: Vec<_> = list_workers_with_hosts(p).map(|(_, worker)| complete_env(p, worker)).collect();
     let Some(first) = workers.first() else { return text };
     for (name, value) in first {
         let differs = workers.iter().any(|env| !env.contains(&(name.clone(), value.clone())));
@@ -254,35 +238,18 @@ fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
 fn format_memory_summary(estimates: &[MemoryEstimate], kind: &str, installed: u64) -> String {
     let mut text = String::new();
     let Some(largest) = estimates.iter().max_by_key(|m| m.total) else { return text };
-    _ = writeln!(
-        text,
-        "{kind} of rank {} (the largest): {}",
-        largest.rank,
-        format_binary_bytes(largest.total)
-    );
+    let (rank, bytes) = (largest.rank, format_bytes(largest.total));
+    _ = writeln!(text, "{kind} of rank {rank} (the largest): {bytes}");
     let rows: Vec<Vec<String>> =
-        largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), format_binary_bytes(*n)]).collect();
+        largest.parts.iter().map(|(name, n)| vec![format!("  {name}"), format_bytes(*n)]).collect();
     text.push_str(&format_table(&rows));
     let total = estimates.iter().map(|m| m.total).sum();
     let available = match installed {
         0 => String::new(),
-        installed => format!("; this machine has {}", format_binary_bytes(installed)),
+        installed => format!("; this machine has {}", format_bytes(installed)),
     };
-    _ = writeln!(text, "{kind} of all ranks: {}{available}", format_binary_bytes(total));
+    _ = writeln!(text, "{kind} of all ranks: {}{available}", format_bytes(total));
     text
-}
-
-/// Formats a list of CPU numbers as ranges: `0-3,8`. The numbers must be in ascending order.
-fn format_cpu_ranges(cpus: &[u32]) -> String {
-    let mut parts: Vec<(u32, u32)> = Vec::new();
-    for &cpu in cpus {
-        match parts.last_mut() {
-            Some((_, last)) if *last + 1 == cpu => *last = cpu,
-            _ => parts.push((cpu, cpu)),
-        }
-    }
-    let text = |(a, b): &(u32, u32)| if a == b { a.to_string() } else { format!("{a}-{b}") };
-    parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
 /// Formats a number with thousands separators: `1,234,567`.
@@ -305,7 +272,7 @@ mod tests {
     fn prepare_sample_job(text: &str, report: Option<protocol::preflight::PreflightReport>) -> PreparedJob {
         let source = jobspec::JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
         let (job, _, warnings) = jobspec::load_job(source, &[]).expect("a job");
-        let inventory = crate::discover::Inventory {
+        let inventory = protocol::control::HostInventory {
             host: "node".to_owned(),
             cpus: (0..8).collect(),
             memory: 8 << 30,
@@ -401,7 +368,7 @@ memory of all ranks: 5.0 MiB; this machine has 8.0 GiB
 
     #[test]
     fn cpu_ranges_and_numbers_are_formatted() {
-        assert_eq!(format_cpu_ranges(&[0, 1, 2, 4, 8, 9]), "0-2,4,8-9");
+        assert_eq!(format_ranges(&[0, 1, 2, 4, 8, 9], ","), "0-2,4,8-9");
         assert_eq!(
             (group_digits(7), group_digits(1234), group_digits(1_234_567)),
             ("7".into(), "1,234".into(), "1,234,567".into())

@@ -3,8 +3,7 @@
 use super::output::invalid_job_error;
 use crate::{
     cluster::{ClusterError, HostTarget, find_cluster},
-    discover::{self, Inventory},
-    format::format_binary_bytes,
+    discover,
     plan::{self, Attempt, JobHost, Plan},
     secrets::{self, SecretVariables},
 };
@@ -12,9 +11,13 @@ use clap::Args;
 use diagnostic::{
     Category, Diagnostic,
     codes::{host, job as job_codes},
+    quantity::{format_bytes, format_count},
 };
 use jobspec::{JobSource, JobSpec, MinHosts, SourceMap, ids::RunId};
-use protocol::preflight::{Preflight, PreflightReport};
+use protocol::{
+    control::HostInventory,
+    preflight::{Preflight, PreflightReport},
+};
 use std::path::PathBuf;
 
 /// The job and the overrides of commands that only read a job.
@@ -23,7 +26,7 @@ pub(crate) struct JobArgs {
     /// Job file
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
-    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
+    /// Set a key of the job to a YAML value, such as --set train.steps=50; repeatable
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
 }
@@ -49,7 +52,7 @@ pub(crate) struct JobRequest {
 pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
     /// The inventory of this machine.
-    pub(crate) inventory: Inventory,
+    pub(crate) inventory: HostInventory,
     /// The hosts in the order of their ranks.
     pub(crate) hosts: Vec<HostTarget>,
     /// The preliminary plan, which relies on the job's declarations about other hosts. The
@@ -59,6 +62,40 @@ pub(crate) struct PreparedJob {
     /// The preflight report of built-in training; `None` for a job that runs a program.
     pub(crate) preflight: Option<PreflightReport>,
     pub(crate) warnings: Vec<Diagnostic>,
+}
+
+/// A loaded job. Mistakes that are found later get their positions in the job file from it.
+pub(super) struct LoadedJob {
+    pub(super) job: JobSpec,
+    file: String,
+    sources: SourceMap,
+    warnings: Vec<Diagnostic>,
+}
+
+impl LoadedJob {
+    /// Loads the job of a request. Fails with one error that has each mistake as a detail.
+    pub(super) fn load(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
+        let file = request.source.name();
+        match jobspec::load_job(request.source.clone(), &request.set) {
+            Ok((job, sources, warnings)) => Ok(LoadedJob { job, file, sources, warnings }),
+            Err(mistakes) => Err(invalid_job_error(&file, mistakes)),
+        }
+    }
+
+    /// Combines mistakes in the job into one error, which has each mistake as a detail.
+    pub(super) fn invalid_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
+        invalid_job_error(&self.file, self.locate(mistakes))
+    }
+
+    /// Converts an error of a provider of hosts to a diagnostic.
+    pub(super) fn cluster_error(&self, error: ClusterError) -> Diagnostic {
+        error.into_diagnostic(|mistakes| self.invalid_error(mistakes))
+    }
+
+    /// Adds file, line and column to each diagnostic whose subject is a key of the job.
+    fn locate(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
+        diagnostics.into_iter().map(|diagnostic| self.sources.add_location(diagnostic)).collect()
+    }
 }
 
 /// Loads a job, checks it and makes its plan. Writes no files.
@@ -72,68 +109,63 @@ pub(crate) fn prepare_job(
     run: &RunId,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<PreparedJob> {
-    let file = request.source.name();
-    let loaded = jobspec::load_job(request.source.clone(), &request.set);
-    let (job, map, mut warnings) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
-    let invalid = |mistakes: Vec<Diagnostic>| invalid_job_error(&file, locate_diagnostics(&map, &mistakes));
+    let mut loaded = LoadedJob::load(request)?;
+    let mut warnings = std::mem::take(&mut loaded.warnings);
+    let job = &loaded.job;
+    let invalid = |mistakes| loaded.invalid_error(mistakes);
     if !job.run.workdir.is_dir() {
         let message = format!("the directory `{}` does not exist", job.run.workdir.display());
         let error = Diagnostic::error(job_codes::JOB_WORKDIR_INVALID, message);
         return Err(invalid(vec![error.with_subject("run.workdir")]));
     }
     let secrets = secrets::resolve_secret_variables(&job.run).map_err(invalid)?;
-    let inventory = discover::local::discover_local().map_err(|e| {
-        Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
-            .with_cause(&e)
-            .with_help("launch reads them from /proc; check that it is mounted")
-    })?;
-    let hosts = find_cluster(&job).and_then(|cluster| cluster.hosts(&job, &inventory.host));
-    let hosts = hosts.map_err(|error| match error {
-        ClusterError::Job(mistakes) => invalid(mistakes),
-        ClusterError::Provider(error) => error,
-    })?;
-    let too_few = check_host_counts(&job, hosts.len());
+    let inventory = discover_inventory()?;
+    let hosts = find_cluster(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
+    let hosts = hosts.map_err(|error| loaded.cluster_error(error))?;
+    let too_few = check_host_counts(job, hosts.len());
     if !too_few.is_empty() {
         return Err(invalid(too_few));
     }
     if job.train.is_some() && job.cluster.trains_on_gpus() && hosts.iter().any(|host| host.local) {
-        preflight.check_gpus(&job).map_err(|error| {
+        preflight.check_gpus(job).map_err(|error| {
             error.with_category(Category::Cluster).with_help("`cluster.devices: cpu` trains on CPUs")
         })?;
     }
     let planning: Vec<JobHost> = hosts.iter().map(|host| build_planning_host(host, &inventory)).collect();
-    let plan = plan::plan_attempt(&job, &planning, run, &Attempt::default()).map_err(invalid)?;
-    warnings.extend(locate_diagnostics(&map, &plan.warnings));
-    let report = match &job.train {
-        Some(_) => {
-            let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
-            let report = preflight.check_job(&job, plan.world, threads.unwrap_or(1));
-            if !report.errors.is_empty() {
-                return Err(invalid(report.errors));
-            }
-            warnings.extend(locate_diagnostics(&map, &report.warnings));
-            // GPU memory is checked where it is allocated.
-            let on_cpus = !job.cluster.trains_on_gpus();
-            warnings.extend(check_memory(&map, &inventory, &report).filter(|_| on_cpus));
-            Some(report)
+    let plan = plan::plan_attempt(job, &planning, run, &Attempt::default()).map_err(invalid)?;
+    warnings.extend(loaded.locate(plan.warnings.iter().cloned()));
+    let mut report = None;
+    if job.train.is_some() {
+        let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
+        let checked = preflight.check_job(job, plan.world, threads.unwrap_or(1));
+        if !checked.errors.is_empty() {
+            return Err(invalid(checked.errors));
         }
-        None => None,
-    };
-    Ok(PreparedJob { job, inventory, hosts, plan, secrets, preflight: report, warnings })
+        warnings.extend(loaded.locate(checked.warnings.iter().cloned()));
+        // GPU memory is checked where it is allocated.
+        if !job.cluster.trains_on_gpus() {
+            warnings.extend(loaded.locate(check_memory(&inventory, &checked)));
+        }
+        report = Some(checked);
+    }
+    Ok(PreparedJob { job: loaded.job, inventory, hosts, plan, secrets, preflight: report, warnings })
+}
+
+/// Discovers the inventory of this machine.
+pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
+    discover::local::discover_local().map_err(|e| {
+        Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
+            .with_cause(&e)
+            .with_help("launch reads them from /proc; check that it is mounted")
+    })
 }
 
 /// Returns a host for a plan that is made before the agents run. At that time, only the inventory
 /// of this machine is known, so the inventory of any other host is empty.
-pub(super) fn build_planning_host(target: &HostTarget, local: &Inventory) -> JobHost {
-    let inventory = if target.local { local.clone() } else { Inventory::unknown(&target.name) };
+pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) -> JobHost {
+    let inventory = if target.local { local.clone() } else { HostInventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());
     JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
-}
-
-/// Returns the diagnostics, with file, line and column added to each one whose subject is a key of
-/// the job.
-fn locate_diagnostics(map: &SourceMap, diagnostics: &[Diagnostic]) -> Vec<Diagnostic> {
-    diagnostics.iter().map(|d| map.add_location(d.clone())).collect()
 }
 
 /// Returns an error for `cluster.use_hosts` if it exceeds the number of hosts, and an error for
@@ -145,8 +177,8 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
         [("cluster.use_hosts", used, hosts, "has"), ("run.min_hosts", min_hosts, used.min(hosts), "uses")];
     let exceeded = limits.into_iter().filter(|(_, requested, available, _)| requested > available);
     let error = |(key, requested, available, verb): (&str, usize, usize, &str)| {
-        let noun = if available == 1 { "host" } else { "hosts" };
-        let message = format!("`{key}` is {requested}, but the job {verb} {available} {noun}");
+        let hosts = format_count(available, "host");
+        let message = format!("`{key}` is {requested}, but the job {verb} {hosts}");
         Diagnostic::error(host::HOSTS_TOO_FEW, message)
             .with_subject(key)
             .with_field("requested", requested)
@@ -158,22 +190,22 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
 
 /// Returns a warning if all workers together need more host memory than this machine has. Returns
 /// `None` if the memory suffices or if the memory size of the machine is unknown.
-fn check_memory(map: &SourceMap, inventory: &Inventory, report: &PreflightReport) -> Option<Diagnostic> {
+fn check_memory(inventory: &HostInventory, report: &PreflightReport) -> Option<Diagnostic> {
     let required: u64 = report.memory.iter().map(|m| m.total).sum();
     if inventory.memory == 0 || required <= inventory.memory {
         return None;
     }
     let message = format!(
         "the workers need about {} of memory; this machine has {}",
-        format_binary_bytes(required),
-        format_binary_bytes(inventory.memory)
+        format_bytes(required),
+        format_bytes(inventory.memory)
     );
     let warning = Diagnostic::warning(host::MEMORY_INSUFFICIENT, message)
         .with_subject("train")
         .with_field("required_bytes", required)
         .with_field("available_bytes", inventory.memory)
         .with_help("use a smaller `batch.micro`, `recompute: block` or a higher `zero.stage`");
-    Some(map.add_location(warning))
+    Some(warning)
 }
 
 #[cfg(test)]

@@ -1,12 +1,15 @@
 //! `launch ps`: lists active and past runs. [`resolve_run`] finds the run that a command names.
-use super::{context::CommandContext, output::print_output, plan::format_table};
+use super::{
+    context::CommandContext,
+    output::{print_json, print_output},
+};
 use crate::{
     clock::read_unix_time_ms,
-    format::{format_duration, replace_control_characters},
+    format::format_table,
     runs::{self, LossReason, Run, RunFilter, RunState},
 };
 use clap::Args;
-use diagnostic::{Diagnostic, codes::command};
+use diagnostic::{Diagnostic, codes::command, quantity::format_duration, terminal_text::filter_line};
 use serde_json::{Value, json};
 
 /// The largest number of past runs that `launch ps` shows without `--all`.
@@ -26,13 +29,13 @@ pub(crate) fn run(args: PsArgs, context: &CommandContext) -> diagnostic::Result<
     if !args.show_all {
         let mut past = 0;
         runs.retain(|run| {
-            past += usize::from(run.state != RunState::Running);
-            run.state == RunState::Running || past <= MAX_PAST_RUNS
+            let is_past = !matches!(run.state, RunState::Running | RunState::Unattended);
+            past += usize::from(is_past);
+            !is_past || past <= MAX_PAST_RUNS
         });
     }
     if context.format.json {
-        let runs: Vec<Value> = runs.iter().map(run_to_json).collect();
-        return print_output(&format!("{}\n", Value::from(runs)));
+        return print_json(&runs.iter().map(run_to_json).collect::<Value>());
     }
     if runs.is_empty() {
         crate::report::command_output::write_message("there are no runs\n");
@@ -61,14 +64,15 @@ fn run_to_json(run: &Run) -> Value {
     })
 }
 
-/// Returns the word for the state of a run: `running`, `done`, `stopped`, `failed`, `elsewhere` or
-/// `lost`. Exit codes 130 and 143 mean that a signal stopped the run.
+/// Returns the word for the state of a run: `running`, `done`, `stopped`, `failed`,
+/// `unattended`, `elsewhere` or `lost`. Exit codes 130 and 143 mean that a signal stopped the run.
 fn format_state(state: RunState) -> &'static str {
     match state {
         RunState::Running => "running",
         RunState::Ended(0, _) => "done",
         RunState::Ended(130 | 143, _) => "stopped",
         RunState::Ended(..) => "failed",
+        RunState::Unattended => "unattended",
         RunState::Elsewhere => "elsewhere",
         RunState::Lost(_) => "lost",
     }
@@ -83,7 +87,7 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
         let record = &run.record;
         let age = now_ms.saturating_sub(record.began_ms) as f64 / 1000.0;
         let duration = match run.state {
-            RunState::Running => format_duration(age),
+            RunState::Running | RunState::Unattended => format_duration(age),
             RunState::Ended(_, seconds) => format_duration(seconds),
             RunState::Elsewhere | RunState::Lost(_) => "-".to_owned(),
         };
@@ -98,7 +102,7 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
             record.controller.host.clone(),
             record.run_dir.display().to_string(),
         ];
-        rows.push(row.iter().map(|cell| replace_control_characters(cell)).collect());
+        rows.push(row.iter().map(|cell| filter_line(cell)).collect());
     }
     format_table(&rows)
 }
@@ -159,8 +163,9 @@ mod tests {
             RunState::Ended(0, 1.0),
             RunState::Ended(143, 1.0),
             RunState::Ended(1, 1.0),
+            RunState::Unattended,
             RunState::Lost(LossReason::HostRebooted),
         ];
-        assert_eq!(states.map(format_state), ["running", "done", "stopped", "failed", "lost"]);
+        assert_eq!(states.map(format_state), ["running", "done", "stopped", "failed", "unattended", "lost"]);
     }
 }

@@ -5,9 +5,10 @@ use super::{
     prepare::{JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
-    cluster::{self, ClusterError, Transport},
+    cluster::{self, Cluster, ClusterError},
     controller,
     detached_controller::{DetachedStart, StartNotifier, start_detached_controller},
+    private_files::{append_private_file, create_private_dir},
     report::command_output,
 };
 use clap::Args;
@@ -15,7 +16,9 @@ use diagnostic::{
     Category, Diagnostic,
     codes::{command, run as run_codes},
 };
-use jobspec::{JobArgument, JobSource, JobSpec, ids::RunId};
+use jobspec::{
+    ControllerLossAction, JobArgument, JobSource, JobSpec, hide_secret_values, ids::RunId, make_job_name,
+};
 use protocol::{
     control::ExitStatus,
     event::{Event, FailureReport},
@@ -23,21 +26,31 @@ use protocol::{
 };
 use std::{
     ffi::OsString,
-    fs::{self, OpenOptions},
+    fs,
     hash::{BuildHasher, RandomState},
+    io::{self, Read},
     path::{Path, PathBuf},
     time::{Duration, Instant, SystemTime},
 };
 
+/// Prepares the checkpoint from which programs resume.
+pub(super) const PREPARE_RESUME: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
+
 /// Arguments of `launch run`.
 #[derive(Debug, Args)]
+#[command(
+    override_usage = "launch [run] [OPTIONS] JOB\n       launch [run] [OPTIONS] -- PROGRAM [ARGUMENT]…"
+)]
 pub(crate) struct RunArgs {
     /// Job file
     #[arg(value_name = "JOB", required_unless_present = "command", conflicts_with = "command")]
     pub(crate) job: Option<PathBuf>,
-    /// Change a key of the job, e.g. --set train.steps=50 (YAML value; repeatable)
+    /// Set a key of the job to a YAML value, such as --set train.steps=50; repeatable
     #[arg(long, value_name = "PATH=VALUE")]
     pub(crate) set: Vec<String>,
+    /// Internal: read the values of `--set` from standard input
+    #[arg(long, hide = true, requires = "detached", conflicts_with = "set")]
+    pub(crate) set_from_stdin: bool,
     /// Number of workers of the program after `--`, on this machine [default: 1]
     #[arg(
         long,
@@ -48,11 +61,11 @@ pub(crate) struct RunArgs {
         value_parser = clap::value_parser!(u32).range(1..=1024)
     )]
     pub(crate) workers: Option<u32>,
-    /// Program and arguments to run as workers, without a job file
+    /// Program to run as workers without a job file, and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
     /// In a Slurm batch job: save and requeue the job before its time limit (SIGUSR1), and requeue
-    /// it after the loss of a node; at most `slurm.requeues` times
+    /// the job after the loss of a node, at most `slurm.requeues` times
     #[arg(long, requires = "job")]
     pub(crate) requeue: bool,
     /// Return when the workers have started; the job continues without this terminal
@@ -61,7 +74,7 @@ pub(crate) struct RunArgs {
     /// Internal: name of the run and descriptor of a detached controller
     #[arg(long, hide = true, value_name = "RUN:FD", conflicts_with = "detach")]
     pub(crate) detached: Option<String>,
-    /// Show the plan and the job with all defaults, and run nothing
+    /// Print the plan and the job with all defaults, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
 }
@@ -69,17 +82,19 @@ pub(crate) struct RunArgs {
 /// Runs `launch run`: runs a job in this process, starts a detached run or, with `--dry-run`,
 /// prints the plan. Prints errors and returns the exit code.
 pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let (began, args) = (Instant::now(), &args);
+    let began = Instant::now();
+    let args = &RunArgs { set: read_overrides(&args)?, ..args };
     let &CommandContext { format, preflight, .. } = context;
     let result = build_job_request(args).and_then(|request| match args.dry_run {
         true => super::plan::run_dry(&request, format.json, preflight),
-        false if args.detach => start_detached(args, &request, context),
+        false if args.detach => start_detached(args, &request, context, began),
         false => run_controller(args, &request, context),
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
             // The events replace the JSON object that other commands print for an error.
-            print_failure_events(&error, began.elapsed(), format);
+            let exit_code = error.category().exit_code();
+            print_failure_events(&error, exit_code, began.elapsed(), format);
             Ok(output::report_error(&error, OutputFormat::default()))
         }
         result => result,
@@ -106,14 +121,14 @@ fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
 fn build_program_job(words: &[&str], workers: Option<u32>) -> JobSource {
     let mut text = format!(
         "name: {}\ncluster: {{hosts: local, workers_per_host: ",
-        quote_yaml_string(&derive_job_name(words))
+        jobspec::quote_yaml(&derive_job_name(words))
     );
     let workers_start = text.len();
     text.push_str(&workers.unwrap_or(1).to_string());
     let workers_range = workers_start..text.len();
     text.push_str("}\nrun: {command: ");
     let command_start = text.len();
-    let quoted: Vec<String> = words.iter().map(|word| quote_yaml_string(word)).collect();
+    let quoted: Vec<String> = words.iter().map(|word| jobspec::quote_yaml(word)).collect();
     text.push_str(&format!("[{}]", quoted.join(", ")));
     let command_range = command_start..text.len();
     text.push_str("}\n");
@@ -132,31 +147,21 @@ fn derive_job_name(words: &[&str]) -> String {
     let interpreted = ["python", "sh", "bash"].iter().any(|i| program.starts_with(i));
     let is_script = |name: &String| name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
     let name = script.filter(|name| interpreted && is_script(name)).unwrap_or(program);
-    let safe = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' };
-    let name: String = name.chars().take(100).map(safe).collect();
-    let name = name.trim_start_matches(['.', '-']);
-    if name.is_empty() { "program".to_owned() } else { name.to_owned() }
-}
-
-/// Quotes a text as a double-quoted YAML scalar, with all characters outside of ASCII escaped.
-fn quote_yaml_string(text: &str) -> String {
-    let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => quoted.extend(['\\', c]),
-            ' '..='~' => quoted.push(c),
-            _ => quoted.push_str(&format!("\\U{:08x}", u32::from(c))),
-        }
-    }
-    quoted + "\""
+    make_job_name(&name, "program")
 }
 
 /// Starts a controller in a separate session, and blocks until the workers run or the controller
 /// has ended. Prints the run ID.
 ///
-/// Returns 0, or the exit code of a controller that ended before the workers ran.
-fn start_detached(args: &RunArgs, request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
-    let (json, preflight) = (context.format.json, context.preflight);
+/// Returns 0, or the exit code of a controller that ended before the workers ran. In this case,
+/// prints the output of the controller and, with `--json`, the events of the run.
+fn start_detached(
+    args: &RunArgs,
+    request: &JobRequest,
+    context: &CommandContext,
+    began: Instant,
+) -> diagnostic::Result<u8> {
+    let (format, preflight) = (context.format, context.preflight);
     let run = create_run_id(SystemTime::now(), draw_random_bits());
     // The job is prepared here as well as in the controller, so that mistakes are reported on this
     // terminal.
@@ -164,39 +169,41 @@ fn start_detached(args: &RunArgs, request: &JobRequest, context: &CommandContext
     output::print_warnings(&warnings);
     let directory = &plan.run_dir;
     let console = directory.join("console.log");
-    let file = fs::create_dir_all(directory)
-        .and_then(|()| OpenOptions::new().append(true).create(true).open(&console))
-        .map_err(|e| {
-            let path = console.display().to_string();
-            Diagnostic::error(run_codes::RUN_DIRECTORY_UNWRITABLE, format!("cannot write {path}"))
-                .with_subject(path)
-                .with_cause(&e)
-        })?;
-    let started =
-        start_detached_controller(|fd| build_controller_args(args, &run, fd, context.verbosity), file)
-            .map_err(|e| {
-                Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller")
-                    .with_cause(&e)
-            })?;
+    let file = create_private_dir(directory)
+        .and_then(|()| append_private_file(&console))
+        .map_err(|e| output::path_error(run_codes::RUN_DIRECTORY_UNWRITABLE, "cannot write", &console, &e))?;
+    let started = start_detached_controller(
+        |fd| build_controller_args(args, &run, fd, context.verbosity),
+        &encode_overrides(&args.set),
+        file,
+    )
+    .map_err(|e| {
+        Diagnostic::error(command::CONTROLLER_START_FAILED, "cannot start the controller").with_cause(&e)
+    })?;
     match started {
         DetachedStart::Started(pid) => {
-            if json {
-                let object = serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid});
-                return output::print_output(&format!("{object}\n"));
+            if format.json {
+                return output::print_json(
+                    &serde_json::json!({"run": run.0, "run_dir": directory, "pid": pid}),
+                );
             }
             command_output::write_message(&format!(
                 "launch: run {run} continues in the background (pid {pid}, files in {})\n  \
                  launch logs {run} --follow    launch events {run} --follow    launch stop {run}\n",
                 directory.display()
             ));
-            output::print_output(&format!("{run}\n"))
+            output::print_line(run)
         }
         DetachedStart::Ended(status) => {
             command_output::write_message(&fs::read_to_string(&console).unwrap_or_default());
-            Ok(match status {
+            let exit_code = match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => protocol::exit::FAILED,
-            })
+            };
+            if format.json {
+                print_recorded_events(directory, exit_code, began.elapsed(), format);
+            }
+            Ok(exit_code)
         }
     }
 }
@@ -206,7 +213,7 @@ fn start_detached(args: &RunArgs, request: &JobRequest, context: &CommandContext
 fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
     words.extend((0..verbosity).map(|_| "--verbose".into()));
-    words.extend(args.set.iter().flat_map(|set| ["--set".into(), set.into()]));
+    words.extend((!args.set.is_empty()).then(|| "--set-from-stdin".into()));
     words.extend(["--detached".into(), format!("{run}:{fd}").into()]);
     words.extend(args.requeue.then(|| "--requeue".into()));
     if let Some(job) = &args.job {
@@ -220,9 +227,30 @@ fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) ->
     words
 }
 
+/// Encodes the values of `--set` for the standard input of a detached controller. Lists of
+/// processes do not show them there.
+fn encode_overrides(overrides: &[String]) -> Vec<u8> {
+    overrides.join("\0").into_bytes()
+}
+
+/// Returns the values of `--set`, which a detached controller reads from its standard input.
+fn read_overrides(args: &RunArgs) -> diagnostic::Result<Vec<String>> {
+    if !args.set_from_stdin {
+        return Ok(args.set.clone());
+    }
+    let mut text = String::new();
+    io::stdin().read_to_string(&mut text).map_err(|error| {
+        let message = "`--set-from-stdin` is an internal option of launch";
+        Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message)
+            .with_cause(&error)
+            .with_help("use `--set`")
+    })?;
+    Ok(text.split('\0').map(str::to_owned).collect())
+}
+
 /// Parses the value `RUN:FD` of the internal option `--detached`. Returns the ID of the run, and
 /// the inherited pipe through which the controller reports that the job has started.
-fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
+pub(super) fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";
         Diagnostic::error(command::DETACHED_ARGUMENT_INVALID, message).with_help("use `--detach`")
@@ -246,13 +274,22 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     if let Some(at) = command_line.iter().position(|word| word == "--detached") {
         command_line.drain(at..(at + 2).min(command_line.len()));
     }
+    if let Some(at) = command_line.iter().position(|word| word == "--set-from-stdin") {
+        let overrides = args.set.iter().map(|set| format!("--set={}", hide_secret_values(set)));
+        command_line.splice(at..=at, overrides);
+    }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, .. } =
         prepare_job(request, &run, preflight)?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
-    let prepare_resume = super::ckpt::resume::prepare_program_resume;
+    let prepare_resume = PREPARE_RESUME;
     prepare_resume(&job, &mut plan)?;
-    let transport = create_transport(&job)?;
+    let cluster = find_cluster(&job)?;
+    let transport = cluster.transport(&job).map_err(build_hosts_error)?;
+    // A run without a terminal outlives its controller.
+    let default =
+        if starter.is_some() { ControllerLossAction::Continue } else { cluster.on_controller_loss() };
+    let on_controller_loss = job.run.on_controller_loss.unwrap_or(default);
     let requeue = if args.requeue { cluster::find_batch_job(&job)? } else { None };
     let job_file = match &request.source {
         JobSource::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
@@ -265,23 +302,26 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
         json: format.json,
         schema: format.schema,
         command: command_line,
+        on_controller_loss,
         secrets,
         requeue,
         starter,
         job_file,
+        addresses: Vec::new(),
         hostfile,
     };
     Ok(controller::run_job(request, options))
 }
 
-/// Creates the transport that starts agents on the hosts of a job.
-fn create_transport(job: &JobSpec) -> diagnostic::Result<Box<dyn Transport>> {
-    let transport = cluster::find_cluster(job).and_then(|cluster| cluster.transport(job));
-    transport.map_err(|error| match error {
-        ClusterError::Job(mistakes) => {
-            output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)
-        }
-        ClusterError::Provider(error) => error,
+/// Finds the provider of the hosts of a job.
+pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
+    cluster::find_cluster(job).map_err(build_hosts_error)
+}
+
+/// Converts an error about the hosts of a job to a diagnostic.
+pub(super) fn build_hosts_error(error: ClusterError) -> Diagnostic {
+    error.into_diagnostic(|mistakes| {
+        output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)
     })
 }
 
@@ -297,9 +337,22 @@ fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
+/// Prints the events of a run that ended before its workers ran, as JSON lines to stdout. If the
+/// controller did not record its end, prints that it ended with `exit_code`.
+fn print_recorded_events(run_dir: &Path, exit_code: u8, elapsed: Duration, format: OutputFormat) {
+    let journal = fs::read_to_string(run_dir.join("events.jsonl")).unwrap_or_default();
+    let events: Vec<Event> = journal.lines().filter_map(|line| Event::from_json(line).ok()).collect();
+    print_events(&events, format);
+    if !events.iter().any(|event| matches!(event, Event::Done { .. })) {
+        let message = "the controller ended before the workers ran";
+        let error = Diagnostic::error(command::CONTROLLER_START_FAILED, message);
+        print_failure_events(&error, exit_code, elapsed, format);
+    }
+}
+
 /// Prints the `failure` and `done` events of a run that failed before the controller started, as
 /// JSON lines to stdout. `elapsed` is the duration of the run.
-fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFormat) {
+fn print_failure_events(error: &Diagnostic, exit_code: u8, elapsed: Duration, format: OutputFormat) {
     let failure = Event::Failure(Box::new(FailureReport {
         reason: FailureReason::Rejected { code: error.code() },
         message: error.to_string(),
@@ -307,13 +360,15 @@ fn print_failure_events(error: &Diagnostic, elapsed: Duration, format: OutputFor
         diagnostics: vec![error.clone()],
         ..FailureReport::default()
     }));
-    let exit_code = error.category().exit_code();
     let done = Event::Done { exit_code, step: None, seconds: elapsed.as_secs_f64() };
-    for event in [failure, done] {
-        if let Ok(line) = event.to_json(format.schema) {
-            // The exit code reports the failure to a program that has closed stdout.
-            _ = command_output::write_data(&format!("{line}\n"));
-        }
+    print_events(&[failure, done], format);
+}
+
+/// Prints events as JSON lines to stdout.
+fn print_events(events: &[Event], format: OutputFormat) {
+    for line in events.iter().filter_map(|event| event.to_json(format.schema).ok()) {
+        // The exit code reports the failure to a program that has closed stdout.
+        _ = command_output::write_json(&format!("{line}\n"));
     }
 }
 

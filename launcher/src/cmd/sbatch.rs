@@ -1,10 +1,11 @@
 //! `launch sbatch`: submits a job to the batch system, or prints its batch script.
 use super::{
     context::CommandContext,
-    output::{invalid_job_error, print_output},
+    output::{print_file_text, print_json, print_line},
+    prepare::{JobRequest, LoadedJob},
 };
 use crate::{
-    cluster::{self, ClusterError, Submission, SubmitRequest},
+    cluster::{self, Submission, SubmitRequest},
     report::command_output,
 };
 use clap::Args;
@@ -18,13 +19,13 @@ pub(crate) struct SbatchArgs {
     /// Job file
     #[arg(value_name = "JOB")]
     job: PathBuf,
-    /// Change a key of the job, e.g. --set slurm.nodes=4 (YAML value; repeatable)
+    /// Set a key of the job to a YAML value, such as --set slurm.nodes=4; repeatable
     #[arg(long, value_name = "PATH=VALUE")]
     set: Vec<String>,
     /// Print the script instead of submitting it
     #[arg(long)]
     print: bool,
-    /// Additional options of sbatch, which override those of the script
+    /// Additional options of sbatch, which override those of the script; not with --print
     #[arg(last = true, value_name = "OPTION", conflicts_with = "print")]
     options: Vec<String>,
 }
@@ -33,28 +34,21 @@ pub(crate) struct SbatchArgs {
 ///
 /// Prints the ID of the batch job or, with `--json`, an object with the ID and the output file.
 pub(crate) fn run(args: SbatchArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let file = args.job.display().to_string();
-    let loaded = jobspec::load_job(JobSource::File(args.job.clone()), &args.set);
-    let (job, map, _) = loaded.map_err(|mistakes| invalid_job_error(&file, mistakes))?;
-    let name = job.name.clone();
+    let loaded =
+        LoadedJob::load(&JobRequest { source: JobSource::File(args.job.clone()), set: args.set.clone() })?;
+    let (job, name) = (loaded.job.clone(), &loaded.job.name);
     let request =
         SubmitRequest { job, job_file: &args.job, set: &args.set, options: &args.options, print: args.print };
-    let submission = cluster::submit_job("sbatch", request).map_err(|error| match error {
-        ClusterError::Job(mistakes) => {
-            invalid_job_error(&file, mistakes.into_iter().map(|error| map.add_location(error)).collect())
-        }
-        ClusterError::Provider(error) => error,
-    })?;
-    print_output(&match submission {
-        Submission::Script(text) => text,
+    match cluster::submit_job("sbatch", request).map_err(|error| loaded.cluster_error(error))? {
+        Submission::Script(text) => print_file_text(&text),
         Submission::Queued { id, output } if context.format.json => {
-            format!("{}\n", json!({"job": id, "output": output}))
+            print_json(&json!({"job": id, "output": output}))
         }
         Submission::Queued { id, output } => {
             command_output::write_message(&format!(
                 "submitted {name} as job {id}; its output goes to {output}\n"
             ));
-            format!("{id}\n")
+            print_line(id)
         }
-    })
+    }
 }

@@ -38,6 +38,11 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
     if run.state == RunState::Elsewhere {
         return Err(remote_run_error(name, &controller.host, args.now));
     }
+    if run.state == RunState::Unattended {
+        return Err(Diagnostic::error(command::RUN_UNATTENDED, format!("run {name} has no controller"))
+            .with_subject(name)
+            .with_help(format!("run `launch attach --detach {name}`, and then `launch stop {name}`")));
+    }
     let cannot_signal = |e: &std::io::Error| {
         let message = format!("cannot signal the controller of run {name} (pid {})", controller.pid);
         Diagnostic::error(command::RUN_SIGNAL_FAILED, message)
@@ -45,7 +50,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
             .with_field("pid", controller.pid)
             .with_cause(e)
     };
-    let Some(handle) = controller.open_handle().map_err(|e| cannot_signal(&e))? else {
+    let Some(handle) = runs::open_controller(&run.record).map_err(|e| cannot_signal(&e))? else {
         let reason = match run.state {
             RunState::Lost(LossReason::HostRebooted) => ": this machine was restarted after the run began",
             _ => "",

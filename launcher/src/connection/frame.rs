@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 /// two frames. Fails if the stream ends within a frame, or if the frame is too long or not valid.
 ///
 /// Not cancel-safe: if the future is dropped, a frame that was read in part is lost.
-pub(super) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
+pub(crate) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,
     T: DeserializeOwned,

@@ -11,17 +11,17 @@ use tokio::{
 /// The capacity of a connection's queue of unsent messages. A message that does not fit is dropped
 /// or, if it is critical, kept in the overflow buffer of the [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
-/// A message of [`MessagePriority::Low`] is dropped unless more than this number of the queue's
-/// places are free.
+/// The number of places of the queue that are reserved for messages above [`MessagePriority::Low`].
+/// Messages of low priority are dropped if no further place is free.
 const RESERVED_ABOVE_LOW: usize = 3072;
-/// A message of [`MessagePriority::Normal`] is dropped unless more than this number of the queue's
-/// places are free.
+/// The number of places of the queue that are reserved for critical messages. Messages of
+/// [`MessagePriority::Normal`] are dropped if no further place is free.
 const RESERVED_FOR_CRITICAL: usize = 512;
 /// The capacity of an [`Outbox`]'s overflow buffer, in messages. If queue and buffer are full,
 /// critical messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The number of bytes from which a batch of encoded messages is written without waiting messages
-/// being added to it.
+/// The size of a full batch of encoded messages, in bytes. A full batch is written before waiting
+/// messages are encoded.
 const BATCH_BYTES: usize = 64 << 10;
 
 /// The sending end of a channel that carries the messages of several connections, each with the
@@ -126,6 +126,18 @@ impl<T> Outbox<T> {
             self.overflow.push_back(message);
         }
         fits
+    }
+
+    /// Returns whether the queue has space for a report and for critical messages after it.
+    pub(crate) fn has_space_for_report(&self) -> bool {
+        self.overflow.is_empty() && self.queue.capacity() > RESERVED_FOR_CRITICAL
+    }
+
+    /// Waits until the queue has space for a report, or until the connection has ended.
+    /// Cancel-safe.
+    pub(crate) async fn wait_for_space(&self) {
+        // The permits are returned at once; only the wait matters.
+        _ = self.queue.reserve_many(RESERVED_FOR_CRITICAL + 1).await;
     }
 
     /// Returns whether critical messages wait in the overflow buffer because the queue is full.

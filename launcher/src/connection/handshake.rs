@@ -8,7 +8,7 @@
 //! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
 //! connection relies on a network in which no one modifies traffic.
 use diagnostic::{Code, Diagnostic, codes};
-use protocol::control::MAX_ADDRESSES;
+use protocol::control::{JobKey, MAX_ADDRESSES};
 use std::{fmt, io, net::SocketAddr, time::Duration};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -36,6 +36,11 @@ impl HandshakeKey {
     /// Generates a random key with the kernel's random number generator.
     pub(crate) fn generate() -> io::Result<HandshakeKey> {
         read_random_bytes().map(HandshakeKey)
+    }
+
+    /// Returns the key with which processes of a run prove that they belong to the run.
+    pub(crate) fn from_job_key(key: &JobKey) -> HandshakeKey {
+        HandshakeKey(key.0)
     }
 
     /// Computes the proof that the side with this role must send: a BLAKE3 hash, keyed with this
@@ -249,8 +254,8 @@ where
     Ok(VerifiedControllerStream { stream, proof })
 }
 
-/// A connection on which the controller has proved that it holds the key, and the agent has not yet
-/// proved it.
+/// A connection in the middle of a handshake: the controller has proved that it holds the key, and
+/// the agent has not.
 #[derive(Debug)]
 pub(crate) struct VerifiedControllerStream<S> {
     stream: S,

@@ -6,31 +6,50 @@
 //! attempt is one start of all workers, and messages of other attempts have no effect. The work per
 //! message does not depend on the number of hosts or workers, except for broadcasts and the end of
 //! an attempt.
+mod actions;
+mod adoption;
+mod adoption_state;
+mod attach_failure;
 mod ending;
 pub(super) mod host_state;
 mod hosts;
+mod memo;
+mod orphans;
+mod replay;
+mod resumption;
 mod roster;
+mod run_memo;
+mod setup;
+mod stop_request;
+mod taken_journal;
 mod workers;
 
 use super::{
     peer_exchange::PeerExchange,
     policy::{AttemptEnd, NoRestartReason, RestartHistory},
+    report_id::ReportId,
     root_cause::{AgentEnd, RootCause},
 };
-use crate::{leases::HEARTBEAT_INTERVAL, worker_end::PeerEnd};
+use crate::leases::HEARTBEAT_INTERVAL;
+pub(crate) use actions::{ControllerAction, ControllerInput, PlannedWorker, RunOutcome};
+use adoption_state::Adoption;
+pub(crate) use attach_failure::AttachFailure;
 use diagnostic::Diagnostic;
 pub(crate) use host_state::HostIndex;
-use host_state::{AgentConnectionState, HostState, LeaseQueue};
-use jobspec::{JobSpec, MinHosts, ReloadValues, ids::Rank};
+use host_state::{AgentConnectionState, HostState, LeaseQueue, OrphanedAttempt};
 use protocol::{
-    control::{ExitStatus, FromAgent, HostInventory, ToAgent, WorkerAddresses},
-    event::{Event, WorkerPhase},
-    exit::{self, WorkerExit},
+    control::{ExitStatus, FromAgent, ToAgent},
+    event::Event,
+    exit::WorkerExit,
     failure::FailureReason,
 };
-use std::{path::PathBuf, time::Duration};
+pub(crate) use run_memo::{RunMemo, StoredMemo, UnstoredEvent};
+pub(crate) use setup::{CoreSetup, HostSetup};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+pub(crate) use stop_request::StopRequest;
+pub(crate) use taken_journal::TakenJournal;
 
-/// The time limit for planning an attempt and binding its rendezvous.
+/// The time limit for binding the rendezvous of an attempt.
 pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
 /// because a peer failed.
@@ -42,185 +61,18 @@ pub(crate) const TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
 /// SIGKILL is due.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// The number of failed attempts after which the host that caused them is excluded, if the other
-/// hosts are enough for the job.
+/// The number of failed attempts because of one host after which the host is excluded, if the other
+/// hosts suffice for the job.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
-
-/// A request to save and stop the run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StopRequest {
-    /// The user pressed Ctrl-C: the controller received SIGINT.
-    Interrupt,
-    /// The controller received SIGTERM or SIGHUP, or a signal for which `run.signals` requests to
-    /// save and stop.
-    Terminate,
-    /// The batch system sent its signal before the time limit of the job.
-    TimeLimit,
-}
-
-impl StopRequest {
-    /// Returns the exit code of `launch` for a run that this request ended.
-    fn to_exit_code(self) -> u8 {
-        match self {
-            StopRequest::Interrupt => exit::INTERRUPTED,
-            StopRequest::Terminate | StopRequest::TimeLimit => exit::TERMINATED,
-        }
-    }
-}
-
-/// The name of a host of the job, and whether the host is remote.
-#[derive(Clone, Debug)]
-pub(crate) struct HostSetup {
-    /// The host's name in the job.
-    pub(crate) name: String,
-    /// Whether the host is another machine, so that its agent is not a child of the controller.
-    pub(crate) remote: bool,
-}
-
-/// The settings of a job on which the core's decisions depend.
-#[derive(Clone, Debug)]
-pub(crate) struct CoreSetup {
-    pub(crate) hosts: Vec<HostSetup>,
-    /// Whether workers run the built-in runtime instead of programs.
-    pub(crate) builtin: bool,
-    /// The time from SIGTERM to SIGKILL of programs.
-    pub(crate) grace: Duration,
-    /// The number of restarts that `run.restarts` allows.
-    pub(crate) restarts: u32,
-    /// The number of hosts that an attempt uses if enough hosts are available.
-    pub(crate) use_hosts: usize,
-    /// Whether a change of the list of hosts sets `use_hosts` to the number of listed hosts.
-    pub(crate) use_all_listed: bool,
-    /// The number of hosts without which no attempt starts (`run.min_hosts`).
-    pub(crate) min_hosts: usize,
-    /// The seed of the random jitter of the pauses before restarts.
-    pub(crate) seed: u64,
-}
-
-impl CoreSetup {
-    /// Derives the settings from a job and its list of hosts.
-    pub(crate) fn new(job: &JobSpec, hosts: Vec<HostSetup>, seed: u64) -> Self {
-        let count = hosts.len();
-        let use_hosts = job.cluster.use_hosts.map_or(count, |n| (n as usize).min(count));
-        let min_hosts = match job.run.min_hosts {
-            MinHosts::All => use_hosts,
-            MinHosts::AtLeast(n) => (n as usize).min(use_hosts),
-        };
-        // A job that cannot run on fewer hosts does not use more either. An added host is a spare.
-        let use_all_listed = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
-        CoreSetup {
-            hosts,
-            builtin: job.run.command.is_none(),
-            grace: Duration::from_millis(job.run.grace_period_ms),
-            restarts: job.run.restarts,
-            use_hosts,
-            use_all_listed,
-            min_hosts,
-            seed,
-        }
-    }
-}
-
-/// A worker in the plan of an attempt, reduced to what the core needs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PlannedWorker {
-    /// The path of the worker's log.
-    pub(crate) log: PathBuf,
-}
-
-/// An input of the core: a message, a signal, a changed file, or the passing of time.
-#[derive(Debug)]
-#[cfg_attr(test, derive(Clone))]
-pub(crate) enum ControllerInput {
-    /// A message of the agent on a host.
-    Agent(HostIndex, FromAgent),
-    /// The agent on a host is gone. As far as the controller can know, every process of the job on
-    /// that host is gone with the agent.
-    AgentGone { host: HostIndex, end: AgentEnd },
-    /// An attempt is planned and its rendezvous is bound. `workers` holds the workers of each host
-    /// that [`ControllerAction::Prepare`] named, with ranks ascending.
-    Ready { attempt: u32, workers: Vec<Vec<PlannedWorker>> },
-    /// An attempt could not be planned, or its rendezvous could not be bound.
-    Rejected { attempt: u32, diagnostic: Diagnostic },
-    /// A request to save and stop, from a signal. A second request kills the workers.
-    Stop(StopRequest),
-    /// A request to kill the workers without saving (SIGQUIT).
-    Kill,
-    /// A request to save and continue. Holds the number of the signal that programs get.
-    Save(i32),
-    /// The job file changed. Holds the new values of the reloadable keys.
-    Reload(ReloadValues),
-    /// The list of hosts changed. `added` are the new hosts. `listed` states for each known host,
-    /// by [`HostIndex`], whether the new list contains the host.
-    Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
-    /// Time passed, and a deadline may be due.
-    Tick,
-}
-
-/// An action that the driver executes for the core.
-#[derive(Debug, PartialEq)]
-pub(crate) enum ControllerAction {
-    /// Send a message to the agent on a host.
-    Send(HostIndex, ToAgent),
-    /// Keep the inventory that the agent of a host sent with its hello.
-    RecordInventory(HostIndex, HostInventory),
-    /// Plan this attempt and bind its rendezvous. The driver answers with
-    /// [`ControllerInput::Ready`] or [`ControllerInput::Rejected`].
-    Prepare {
-        attempt: u32,
-        restarts: u32,
-        hosts: Vec<HostIndex>,
-        /// The newest checkpoint of this run; `None` if the run has completed no checkpoint.
-        resume: Option<PathBuf>,
-    },
-    /// Start the workers of the attempt that was prepared last.
-    StartWorkers,
-    /// Start the agent of a host, for the first time or again.
-    StartAgent(HostIndex),
-    /// Close the control connection of an agent that is no longer needed.
-    ReleaseAgent(HostIndex),
-    /// Send all built-in workers the addresses of their peers, with a new key for this attempt.
-    SendPeers { attempt: u32, members: Vec<WorkerAddresses> },
-    /// Report an event to the user and write it to the journal.
-    Event(Event),
-    /// Show a line of a worker's output to the user.
-    Line { rank: Rank, stderr: bool, text: String },
-    /// Show the user the phase in which a worker is, such as training.
-    Progress { rank: Rank, phase: WorkerPhase },
-    /// Kill the agent of a host, because the agent does not answer or cannot do its work.
-    KillAgent(HostIndex),
-    /// The run is over. No action follows.
-    End(RunOutcome),
-}
-
-/// The end of a run: the exit code of `launch` and the circumstances that determine it.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct RunOutcome {
-    /// The exit code with which `launch` ends.
-    pub(crate) exit_code: u8,
-    /// Whether a stop request ended the run.
-    pub(crate) stopped: bool,
-    /// Whether a stop request ended the run without a chance to save.
-    pub(crate) killed: bool,
-    /// Whether the run ended because the time limit of the batch job was near.
-    pub(crate) near_time_limit: bool,
-    /// Whether the root cause is the loss of a host.
-    pub(crate) host_lost: bool,
-    /// Whether the run completed an optimizer step. Always `true` for programs, whose steps are
-    /// unknown.
-    pub(crate) made_progress: bool,
-    /// The last optimizer step; `None` for programs, whose steps are unknown.
-    pub(crate) step: Option<u64>,
-    /// The end of each rank other than the failed rank; empty if the run did not fail.
-    pub(crate) peers: Vec<PeerEnd>,
-}
 
 /// The phase of the current attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttemptState {
+    /// The core takes over a run whose controller was lost.
+    Adopting,
     /// The core waits for the agents of the next attempt.
     Joining,
-    /// The core waits until the attempt is planned and its rendezvous is bound.
+    /// The core waits until the attempt is planned, and then until its rendezvous is bound.
     Preparing,
     /// The workers are started or running.
     Running,
@@ -257,7 +109,12 @@ struct WorkerState {
 }
 
 impl WorkerState {
-    /// Whether the worker's process was started and has not ended.
+    /// Creates the state of a worker that is to be started on a host.
+    fn new(host: HostIndex, log: PathBuf) -> WorkerState {
+        WorkerState { host, log, pid: None, ended: None, oom: false, final_report: None, stalled_for: None }
+    }
+
+    /// Returns whether the worker's process was started and has not ended.
     fn is_running(&self) -> bool {
         self.pid.is_some() && self.ended.is_none()
     }
@@ -278,6 +135,8 @@ pub(crate) struct ControllerCore {
     members: Vec<HostIndex>,
     /// The number of hosts in `members` that may have processes of this attempt.
     active_hosts: usize,
+    /// The planned workers of each member, while their rendezvous is being bound.
+    planned: Option<Vec<Vec<PlannedWorker>>>,
     /// The workers of the attempt, by rank.
     workers: Vec<WorkerState>,
     /// The number of workers of the attempt that are running, on all hosts.
@@ -318,10 +177,24 @@ pub(crate) struct ControllerCore {
     checkpoint: Option<PathBuf>,
     /// The message of the failure after which the run was last restarted.
     last_failure: Option<String>,
+    /// A lost host that may still have all workers of an earlier attempt.
+    orphans: Option<OrphanedAttempt>,
+    /// The lost hosts whose agents were asked to end, with the times until which their answers are
+    /// awaited.
+    awaited_evictions: BTreeMap<HostIndex, Duration>,
+    /// The takeover of the run, until it is complete.
+    adoption: Option<Adoption>,
+    /// The number of memos so far.
+    memos: u64,
     any_remote: bool,
     next_heartbeat: Duration,
     /// The number of hosts that are no longer listed and not yet excluded.
     unlisted: usize,
+    /// The host of each stream of reports.
+    streams: BTreeMap<u64, HostIndex>,
+    /// The report that is being processed, with its age. `None` if the input is not a report, or if
+    /// the report has been recorded.
+    current_report: Option<(ReportId, Duration)>,
     /// How many hosts of the list [`ControllerCore::try_prepare_attempt`] has examined.
     scanned: HostIndex,
     /// How many of the examined hosts take part in the next attempt.
@@ -345,6 +218,7 @@ impl ControllerCore {
             attempt: 0,
             members: Vec::new(),
             active_hosts: 0,
+            planned: None,
             workers: Vec::new(),
             running: 0,
             stalled: 0,
@@ -364,13 +238,31 @@ impl ControllerCore {
             step: None,
             checkpoint: None,
             last_failure: None,
+            orphans: None,
+            awaited_evictions: BTreeMap::new(),
+            adoption: None,
+            memos: 0,
             any_remote,
             next_heartbeat: Duration::ZERO,
             unlisted: 0,
+            streams: BTreeMap::new(),
+            current_report: None,
             scanned: 0,
             scanned_joined: 0,
             actions: Vec::new(),
         }
+    }
+
+    /// Creates the core of a controller that takes over a run. `placement` is the last attempt and
+    /// its hosts, as far as the journal records them. With `is_forced`, the run is taken over
+    /// although hosts do not answer.
+    pub(crate) fn new_takeover(
+        setup: CoreSetup,
+        placement: Option<(u32, Vec<String>)>,
+        is_forced: bool,
+    ) -> Self {
+        let adoption = Some(Adoption::new(setup.hosts.len(), placement, is_forced));
+        ControllerCore { state: AttemptState::Adopting, adoption, ..ControllerCore::new(setup) }
     }
 
     /// Begins the run: returns the actions that send a hello to the agent of each host. The caller
@@ -390,25 +282,36 @@ impl ControllerCore {
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + TAIL_TIMEOUT);
-        let backoff = if let AttemptState::Backoff { until } = self.state { Some(until) } else { None };
+        let backoff = match self.state {
+            AttemptState::Backoff { until } => Some(until.max(self.find_orphan_deadline())),
+            _ => None,
+        };
         let heartbeat = self.any_remote.then_some(self.next_heartbeat);
-        [suspect, tail, backoff, heartbeat, self.phase_deadline, self.leases.find_next_check()]
-            .into_iter()
-            .flatten()
-            .min()
+        let (lease, eviction) = (self.leases.find_next_check(), self.find_next_eviction());
+        [suspect, tail, backoff, heartbeat, self.phase_deadline, lease, eviction].into_iter().flatten().min()
     }
 
     /// Processes an input and returns the actions that the driver has to execute. `now` is the time
     /// since the start of the driver's clock, and never decreases.
     pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
-        if self.state == AttemptState::Finished {
-            return Vec::new();
+        match self.state {
+            AttemptState::Finished => return Vec::new(),
+            AttemptState::Adopting => self.handle_adoption_input(now, input),
+            _ => self.handle_run_input(now, input),
         }
+        self.process_deadlines(now);
+        self.report_failure(now);
+        self.finish_attempt(now);
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Processes an input of a run that this controller controls.
+    fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
                 if self.hosts.get(host).is_some_and(HostState::is_connected) {
                     self.hosts[host].last_heard = now;
-                    self.handle_agent_message(now, host, message);
+                    self.receive_agent_message(now, host, message);
                 }
             }
             ControllerInput::AgentGone { host, end } => {
@@ -416,9 +319,9 @@ impl ControllerCore {
                     self.handle_agent_gone(now, host, end);
                 }
             }
-            ControllerInput::Ready { attempt, workers } => {
+            ControllerInput::Planned { attempt, workers, bind } => {
                 if self.is_preparing(attempt) {
-                    self.start_attempt(now, workers);
+                    self.bind_rendezvous(now, workers, bind);
                 }
             }
             ControllerInput::Rejected { attempt, diagnostic } => {
@@ -426,6 +329,7 @@ impl ControllerCore {
                     self.reject_attempt(now, diagnostic);
                 }
             }
+            ControllerInput::Stored(reports) => self.acknowledge_reports(&reports),
             ControllerInput::Stop(request) => self.handle_stop_request(now, request),
             ControllerInput::Kill => {
                 self.handle_stop_request(now, StopRequest::Terminate);
@@ -438,12 +342,9 @@ impl ControllerCore {
                 self.broadcast_to_agents(&ToAgent::Reload { attempt: self.attempt, values })
             }
             ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
-            ControllerInput::Tick => {}
+            ControllerInput::Evicted(host) => self.handle_eviction(host),
+            ControllerInput::JournalTaken(_) | ControllerInput::Tick => {}
         }
-        self.process_deadlines(now);
-        self.report_failure(now);
-        self.finish_attempt(now);
-        std::mem::take(&mut self.actions)
     }
 
     /// Sends a message to every agent that has workers of this attempt.
@@ -470,19 +371,54 @@ impl ControllerCore {
             self.phase_deadline = None;
             self.handle_phase_timeout(now);
         }
-        if matches!(self.state, AttemptState::Backoff { until } if now >= until) {
+        self.check_orphans(now);
+        let earliest = self.find_orphan_deadline();
+        if matches!(self.state, AttemptState::Backoff { until } if now >= until.max(earliest)) {
             self.begin_next_attempt(now);
+        }
+    }
+
+    /// Processes a message of a connected agent, which may be a report.
+    fn receive_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
+        let FromAgent::Report { seq, age_ms, message } = message else {
+            return self.handle_agent_message(now, host, message);
+        };
+        let is_event = matches!(*message, FromAgent::Event { .. });
+        let report = (self.hosts[host].stream, seq);
+        self.current_report = is_event.then_some((report, Duration::from_millis(age_ms)));
+        self.handle_agent_message(now, host, *message);
+        if let Some((report, age)) = self.current_report.take() {
+            // The agent must not keep an event that nothing records.
+            self.actions.push(ControllerAction::WorkerEvent { report, age, event: None });
+        }
+    }
+
+    /// Lets the agents forget the reports that the journal contains.
+    fn acknowledge_reports(&mut self, reports: &[ReportId]) {
+        for (stream, seq) in reports {
+            let host = self.streams.get(stream).copied();
+            if let Some(host) = host.filter(|host| self.hosts[*host].stream == *stream) {
+                self.actions.push(ControllerAction::Send(host, ToAgent::Acknowledge { seq: *seq }));
+            }
         }
     }
 
     /// Processes a message of a connected agent. Drops messages of earlier attempts, except output
     /// lines and failures of the agent itself.
     fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
-        if let FromAgent::Hello { version, pid, inventory } = message {
+        if let FromAgent::Hello { version, pid, stream, inventory } = message {
+            self.hosts[host].stream = stream;
+            self.streams.insert(stream, host);
             return self.handle_agent_hello(now, host, version, pid, inventory);
         }
         if self.hosts[host].agent != AgentConnectionState::Joined {
             return;
+        }
+        if message == FromAgent::Terminating {
+            return self.handle_termination_notice(now);
+        }
+        if let FromAgent::Bound { attempt, port } = message {
+            return self.handle_bound_rendezvous(now, host, attempt, port);
         }
         // Late messages of an earlier attempt are dropped.
         let is_current = self.hosts[host].active && find_message_attempt(&message) == Some(self.attempt);
@@ -507,9 +443,15 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
         | FromAgent::Fatal { attempt, .. }
         | FromAgent::Failed { attempt, .. }
         | FromAgent::WorkersEnded { attempt } => Some(*attempt),
-        FromAgent::Hello { .. } | FromAgent::Line { .. } | FromAgent::Probed(_) | FromAgent::Heartbeat => {
-            None
-        }
+        FromAgent::Hello { .. }
+        | FromAgent::Report { .. }
+        | FromAgent::Adopted(_)
+        | FromAgent::NotAdopted(_)
+        | FromAgent::Terminating
+        | FromAgent::Released { .. }
+        | FromAgent::Line { .. }
+        | FromAgent::Probed(_)
+        | FromAgent::Heartbeat => None,
     }
 }
 

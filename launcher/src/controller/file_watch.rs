@@ -7,6 +7,7 @@ use std::{
     io::{self, Read},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    thread,
     time::Duration,
 };
 use tokio::{sync::mpsc, time::sleep};
@@ -18,6 +19,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 /// The delay before a file is read again because its content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
+/// How long the start of a watch waits until the file was read.
+const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
 /// The number of changed contents that can wait in the channel to the watcher's caller. If the
 /// channel is full, the watcher waits.
 const CHANNEL_CAPACITY: usize = 4;
@@ -45,45 +48,75 @@ pub(crate) enum FileReadError {
 }
 
 /// Watches a file and sends its content through the returned channel after each change, until the
-/// receiver is dropped. Must be called in a tokio runtime.
+/// receiver is dropped. A separate thread reads the file, because its disk may stall. Blocks until
+/// the file was read for the first time, so that no later change is missed, but at most for
+/// [`FIRST_READ_TIMEOUT`].
 ///
 /// A file of more than `limit` bytes is reported as unreadable. If the file is unreadable or
 /// `is_complete` returns `false` for its text, the file may be partially written. It is then read
 /// again once, after [`REREAD_DELAY`], and the result is sent without another check. Content that
-/// equals the previous content is not sent.
+/// equals the previous content is not sent. With `reports_first`, the content at the start is sent,
+/// too, because the caller does not know it.
 pub(crate) fn watch_file(
     path: PathBuf,
     limit: u64,
+    reports_first: bool,
     is_complete: impl Fn(&str) -> bool + Send + 'static,
 ) -> mpsc::Receiver<WatchedFileContent> {
     let (sender, receiver) = mpsc::channel(CHANNEL_CAPACITY);
-    // The file is read before this function returns, so that no later change is missed.
-    let mut watcher = ChangeWatcher::start(WatchTarget::File(path.clone()));
-    let first = (read_fingerprint(&path), read_content(&path, limit));
-    tokio::spawn(async move {
-        let (mut last_fingerprint, mut last_content) = first;
-        while !sender.is_closed() {
-            watcher.wait_for_change(POLL_INTERVAL).await;
-            let fingerprint = wait_for_settled_fingerprint(&path).await;
-            if fingerprint == last_fingerprint {
-                continue;
+    let (was_read, first_read) = std::sync::mpsc::sync_channel(1);
+    let watch = move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let Ok(runtime) = runtime else { return };
+        runtime.block_on(async {
+            let mut watcher = ChangeWatcher::start(WatchTarget::File(path.clone()));
+            let first = (read_fingerprint(&path), read_content(&path, limit));
+            // An error means that the caller has stopped waiting.
+            _ = was_read.send(());
+            if reports_first && sender.send(first.1.clone()).await.is_err() {
+                return;
             }
-            last_fingerprint = fingerprint;
-            let mut content = read_content(&path, limit);
-            if !matches!(&content, WatchedFileContent::Text(text) if is_complete(text)) {
-                sleep(REREAD_DELAY).await;
-                last_fingerprint = wait_for_settled_fingerprint(&path).await;
-                content = read_content(&path, limit);
-            }
-            if content != last_content {
-                last_content = content.clone();
-                if sender.send(content).await.is_err() {
-                    return;
-                }
+            send_changes(&mut watcher, &path, limit, is_complete, first, sender).await;
+        });
+    };
+    // Without the thread, the run continues and finds no changes.
+    if thread::Builder::new().name("file-watch".into()).spawn(watch).is_ok() {
+        _ = first_read.recv_timeout(FIRST_READ_TIMEOUT);
+    }
+    receiver
+}
+
+/// Sends the content of a file after each change, until the receiver is dropped. `first` is the
+/// state of the file before the first change.
+async fn send_changes(
+    watcher: &mut ChangeWatcher,
+    path: &Path,
+    limit: u64,
+    is_complete: impl Fn(&str) -> bool,
+    first: (FileFingerprint, WatchedFileContent),
+    sender: mpsc::Sender<WatchedFileContent>,
+) {
+    let (mut last_fingerprint, mut last_content) = first;
+    while !sender.is_closed() {
+        watcher.wait_for_change(POLL_INTERVAL).await;
+        let fingerprint = wait_for_settled_fingerprint(path).await;
+        if fingerprint == last_fingerprint {
+            continue;
+        }
+        last_fingerprint = fingerprint;
+        let mut content = read_content(path, limit);
+        if !matches!(&content, WatchedFileContent::Text(text) if is_complete(text)) {
+            sleep(REREAD_DELAY).await;
+            last_fingerprint = wait_for_settled_fingerprint(path).await;
+            content = read_content(path, limit);
+        }
+        if content != last_content {
+            last_content = content.clone();
+            if sender.send(content).await.is_err() {
+                return;
             }
         }
-    });
-    receiver
+    }
 }
 
 /// The device, inode, modification time and size of a file, which differ after each change; `None`
@@ -166,7 +199,7 @@ mod tests {
             let dir = tempfile::tempdir().expect("directory");
             let file = dir.path().join("job.yaml");
             fs::write(&file, "one").expect("written");
-            let mut changes = watch_file(file.clone(), 100, |text| text != "partial");
+            let mut changes = watch_file(file.clone(), 100, false, |text| text != "partial");
             sleep(Duration::from_millis(50)).await;
             fs::write(&file, "two").expect("written");
             assert_eq!(receive_change(&mut changes).await, new_text("two"));
@@ -215,7 +248,7 @@ mod tests {
             let (data, file) = (dir.path().join("data"), dir.path().join("job.yaml"));
             std::os::unix::fs::symlink("a", &data).expect("link");
             std::os::unix::fs::symlink("data/job.yaml", &file).expect("link");
-            let mut changes = watch_file(file, 100, |_| true);
+            let mut changes = watch_file(file, 100, false, |_| true);
             sleep(Duration::from_millis(50)).await;
             std::os::unix::fs::symlink("b", dir.path().join("new")).expect("link");
             fs::rename(dir.path().join("new"), &data).expect("renamed");

@@ -78,8 +78,12 @@ pub(super) struct HostfileWatch {
 
 impl HostfileWatch {
     /// Starts to watch a hostfile. `hosts` are the hosts of the run. Without a hostfile, the watch
-    /// reports no change.
-    pub(super) fn start(file: Option<FilteredHostfile>, hosts: &[HostTarget]) -> HostfileWatch {
+    /// reports no change. With `reports_first`, the present content counts as a change.
+    pub(super) fn start(
+        file: Option<FilteredHostfile>,
+        hosts: &[HostTarget],
+        reports_first: bool,
+    ) -> HostfileWatch {
         let names: HashSet<String> = hosts.iter().map(|h| h.name.clone()).collect();
         let watch = |file: FilteredHostfile| {
             let (path, hostfile) = (file.path.clone(), file.clone());
@@ -91,7 +95,7 @@ impl HostfileWatch {
                     names.iter().all(|name| listed.contains(name))
                 })
             };
-            (file, watch_file(path, MAX_HOSTFILE as u64, is_complete))
+            (file, watch_file(path, MAX_HOSTFILE as u64, reports_first, is_complete))
         };
         HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }

@@ -3,16 +3,25 @@ use super::file_watch::{WatchedFileContent, watch_file};
 use crate::format::format_first_error;
 use diagnostic::Diagnostic;
 use jobspec::{JobSource, JobSpec, MAX_JOB, ReloadValues, SourceMap, compare_jobs, load_job};
+use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
 
 /// The path of a job file, with the overrides of the command line.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JobFile {
     /// The path of the file.
     pub(crate) path: PathBuf,
     /// The arguments of `--set`, which override keys of the file.
     pub(crate) set: Vec<String>,
+}
+
+impl JobFile {
+    /// Returns the file with its absolute path, for a process with another working directory.
+    pub(super) fn with_absolute_path(self) -> JobFile {
+        let path = std::path::absolute(&self.path).unwrap_or(self.path);
+        JobFile { path, ..self }
+    }
 }
 
 /// The consequences of a changed job file: notices and reloaded values.
@@ -33,12 +42,13 @@ pub(super) struct JobFileWatch {
 }
 
 impl JobFileWatch {
-    /// Starts to watch the job file. Without a job file, the watch reports no change.
-    pub(super) fn start(file: Option<JobFile>) -> JobFileWatch {
+    /// Starts to watch the job file. Without a job file, the watch reports no change. With
+    /// `reports_first`, the present content counts as a change.
+    pub(super) fn start(file: Option<JobFile>, reports_first: bool) -> JobFileWatch {
         let watch = |file: JobFile| {
             let (path, job_file) = (file.path.clone(), file.clone());
             let is_complete = move |text: &str| load_job_text(&job_file, text).is_ok();
-            (file, watch_file(path, MAX_JOB, is_complete))
+            (file, watch_file(path, MAX_JOB, reports_first, is_complete))
         };
         JobFileWatch { file: file.map(watch), reported: BTreeSet::new() }
     }

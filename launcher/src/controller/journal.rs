@@ -1,19 +1,50 @@
 //! [`Journal`]: writes the files of a run directory: the job (`job.json`), all events
 //! (`events.jsonl`), and the metrics (`metrics.jsonl`, and an event file for TensorBoard).
 //!
-//! Events are appended line by line, so that a crash loses at most the last line.
-use super::tensorboard::TensorboardFile;
-use crate::{clock::read_unix_time_ms, plan::Plan, runs::write_atomically};
+//! Events are appended line by line on a separate thread, so that no disk can block the controller.
+//! While the disk is full or stalls, events wait in memory. Their number is limited by the agents,
+//! which keep every event until the journal has stored it.
+mod durable_file;
+mod journal_files;
+mod takeover;
+
+use super::{report_id::ReportId, tensorboard};
+use crate::{
+    background_thread::{BackgroundThread, RetryPauses, is_transient},
+    clock::read_unix_time,
+    plan::Plan,
+    private_files::create_private_dir,
+    runs::write_atomically,
+};
+use diagnostic::quantity::format_duration;
 use jobspec::JobSpec;
-use protocol::event::{Event, EventSchema};
+use journal_files::JournalFiles;
+use protocol::event::Event;
 use serde::Serialize;
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, Write},
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant, SystemTime},
 };
+pub(crate) use takeover::JournalSummary;
+use tokio::sync::mpsc;
 
 /// The format version that `job.json` contains.
 const JOB_FILE_VERSION: u32 = 1;
+/// The interval at which the journal is synced to the disk, if it has grown.
+const SYNC_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval at which the journal's modification time is set to the present. `launch ps` derives
+/// from this time how long a run is without a controller.
+const MARK_INTERVAL: Duration = Duration::from_secs(30);
+/// How long a write may take before the user gets a notice.
+const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
+/// How long the end of a run waits for a journal whose disk is full or stalls.
+const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
+/// The number of messages from the journal's thread that may wait until the controller reads them.
+const STATUS_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
 #[derive(Serialize)]
@@ -26,85 +57,235 @@ struct StoredJob<'a> {
     job: &'a JobSpec,
 }
 
-/// The files of a run directory to which the controller appends events and metrics.
+/// The journal of a run.
 #[derive(Debug)]
 pub(super) struct Journal {
-    events: File,
-    metrics: File,
-    tensorboard: Option<TensorboardFile>,
-    /// Whether a write has failed. Nothing is written after a failure.
-    has_failed: bool,
+    run_dir: PathBuf,
+    thread: BackgroundThread,
+    files: Arc<Mutex<Option<JournalFiles>>>,
+    /// The first error of the operation that is being repeated; `None` if no operation fails.
+    error: Arc<Mutex<Option<String>>>,
+    stored: mpsc::Sender<Vec<ReportId>>,
+    /// Whether the journal has grown since the last request to sync it.
+    is_dirty: bool,
+    next_sync: Instant,
+    next_mark: Instant,
+    /// The time at which the reported stall began; `None` if no stall is reported.
+    stalled_since: Option<Instant>,
 }
+
+/// The receiver of the reports that the journal has stored: the newest report of each stream.
+pub(super) type StoredReports = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
     /// Creates the run directory, writes `job.json`, and opens the other files for appending.
-    pub(super) fn create(plan: &Plan, command: &[String]) -> io::Result<Journal> {
-        fs::create_dir_all(&plan.run_dir)?;
+    /// Blocks.
+    pub(super) fn create(plan: &Plan, command: &[String]) -> io::Result<(Journal, StoredReports)> {
+        create_private_dir(&plan.run_dir)?;
         if let Some(node) = plan.host_plans.first() {
             let (version, job) = (JOB_FILE_VERSION, &crate::secrets::redact_job(&node.job));
             let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job };
             write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         }
-        let open = |name: &str| OpenOptions::new().append(true).create(true).open(plan.run_dir.join(name));
-        let (events, metrics) = (open("events.jsonl")?, open("metrics.jsonl")?);
-        Ok(Journal { events, metrics, tensorboard: create_tensorboard_file(plan)?, has_failed: false })
-    }
-
-    /// Appends an event to the files of the run directory. After the first error, which is
-    /// returned, later events are dropped without an error.
-    pub(super) fn append_event(&mut self, event: &Event) -> io::Result<()> {
-        if self.has_failed {
-            return Ok(());
-        }
-        let result = self.write_event(event);
-        self.has_failed = result.is_err();
-        result
-    }
-
-    /// Writes an event to `events.jsonl` and, if the event holds metrics, to `metrics.jsonl` and
-    /// the TensorBoard file. Syncs the JSON files after failures, checkpoints and the end of the
-    /// run.
-    fn write_event(&mut self, event: &Event) -> io::Result<()> {
+        // Programs write their own metrics.
+        let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
         let time = read_unix_time();
-        let line = |schema| event.to_json_at(schema, time).map(|line| line + "\n");
-        self.events.write_all(line(EventSchema::V2)?.as_bytes())?;
-        if matches!(
-            event,
-            Event::Step { .. } | Event::Eval { .. } | Event::Sample { .. } | Event::Overflow { .. }
-        ) {
-            // Metrics have no schema number.
-            self.metrics.write_all(line(EventSchema::V1)?.as_bytes())?;
+        let name = trains.then(|| tensorboard::format_file_name(&plan.run.0, time));
+        let mut files = JournalFiles::open(&plan.run_dir, name.as_deref())?;
+        let (journal, stored) = Journal::start(&plan.run_dir)?;
+        if let Some(file) = &mut files.tensorboard {
+            file.append(&tensorboard::encode_file_version(time), &mut |_| ());
         }
-        if let Some(file) = &mut self.tensorboard {
-            file.append_event(event, time)?;
-        }
-        if matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. }) {
-            self.events.sync_data()?;
-            self.metrics.sync_data()?;
-        }
-        Ok(())
+        *journal.lock_files() = Some(files);
+        Ok((journal, stored))
     }
-}
 
-/// Returns the current time in seconds since 1970.
-fn read_unix_time() -> f64 {
-    read_unix_time_ms() as f64 / 1000.0
-}
+    /// Opens the journal of a run whose controller was lost. The journal accepts no events before
+    /// [`Journal::take_over`].
+    pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReports)> {
+        Journal::start(run_dir)
+    }
 
-/// Creates the TensorBoard file of a run of the built-in training. Returns `None` for a job that
-/// runs programs, because programs write their own metrics.
-fn create_tensorboard_file(plan: &Plan) -> io::Result<Option<TensorboardFile>> {
-    let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
-    trains.then(|| TensorboardFile::create(&plan.run_dir, &plan.run.0, read_unix_time())).transpose()
+    /// Replaces the files of the journal by copies, which this journal continues. Sends a summary
+    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. Never blocks.
+    /// Repeats the takeover while the disk is full or stalls.
+    pub(super) fn take_over(&self, run: &str, trains: bool, done: mpsc::Sender<JournalSummary>) {
+        let time = read_unix_time();
+        let name = trains.then(|| tensorboard::format_file_name(run, time));
+        let (run_dir, files, error) = (self.run_dir.clone(), self.files.clone(), self.error.clone());
+        let set_error = move |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        self.thread.run(0, move || {
+            let mut pauses = RetryPauses::default();
+            let (mut taken, summary) = loop {
+                match takeover::take_over_files(&run_dir, name.as_deref()) {
+                    Ok(taken) => break taken,
+                    Err(e) => set_error(Some(e.to_string())),
+                }
+                thread::sleep(pauses.next_pause());
+            };
+            set_error(None);
+            if let Some(file) = &mut taken.tensorboard {
+                file.append(&tensorboard::encode_file_version(time), &mut |_| ());
+            }
+            *files.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+            // An error means that the controller has ended.
+            _ = done.blocking_send(summary);
+        });
+    }
+
+    /// Starts the thread of a journal whose files are not open.
+    fn start(run_dir: &Path) -> io::Result<(Journal, StoredReports)> {
+        let (stored, receiver) = mpsc::channel(STATUS_CAPACITY);
+        let journal = Journal {
+            run_dir: run_dir.to_owned(),
+            // Events are never dropped, so they have no size in the queue.
+            thread: BackgroundThread::start("journal", 0)?,
+            files: Arc::default(),
+            error: Arc::default(),
+            stored,
+            is_dirty: false,
+            next_sync: Instant::now(),
+            next_mark: Instant::now() + MARK_INTERVAL,
+            stalled_since: None,
+        };
+        Ok((journal, receiver))
+    }
+
+    fn lock_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Appends an event that happened at `time`, in seconds since 1970. `report` is its origin, if
+    /// an agent has reported it. Never blocks.
+    pub(super) fn append_event(&mut self, event: &Event, time: f64, report: Option<ReportId>) {
+        let is_important = matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. });
+        let event = event.clone();
+        self.run(move |files, on_error| files.append(&event, time, report, on_error));
+        self.is_dirty = true;
+        if is_important {
+            self.sync();
+        }
+    }
+
+    /// Counts a report as stored although the journal does not contain it, because journals do not
+    /// record reports of this kind.
+    pub(super) fn skip_report(&mut self, (stream, seq): ReportId) {
+        self.run(move |files, _| _ = files.unsynced.insert(stream, seq));
+        self.is_dirty = true;
+    }
+
+    /// Runs `work` on the journal's thread. `work` gets the open files, and a function that records
+    /// an error. Does nothing if the files are not open.
+    fn run(&self, work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static) {
+        let (files, error) = (self.files.clone(), self.error.clone());
+        self.thread.run(0, move || {
+            let set_error = |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
+            let mut files = files.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(files) = &mut *files {
+                work(files, &mut |e| set_error(Some(e.to_string())));
+                set_error(None);
+            }
+        });
+    }
+
+    /// Runs a function on the journal's thread. Repeats the function while it fails with a
+    /// transient error, such as a full disk. Never blocks.
+    pub(super) fn run_in_background(&self, work: impl Fn() -> io::Result<()> + Send + 'static) {
+        let error = self.error.clone();
+        self.thread.run(0, move || {
+            let set_error = |text| *error.lock().unwrap_or_else(PoisonError::into_inner) = text;
+            let mut pauses = RetryPauses::default();
+            while let Err(e) = work() {
+                if !is_transient(&e) {
+                    break;
+                }
+                set_error(Some(e.to_string()));
+                thread::sleep(pauses.next_pause());
+            }
+            set_error(None);
+        });
+    }
+
+    /// Requests that the files be synced to the disk.
+    fn sync(&mut self) {
+        (self.is_dirty, self.next_sync) = (false, Instant::now() + SYNC_INTERVAL);
+        let stored = self.stored.clone();
+        self.run(move |files, on_error| {
+            let reports = files.sync(on_error);
+            if reports.is_empty() {
+                return;
+            }
+            if let Err(mpsc::error::TrySendError::Full(reports)) = stored.try_send(reports) {
+                // The next sync reports them.
+                files.unsynced.extend(reports);
+            }
+        });
+    }
+
+    /// Performs what is due: requests a sync, marks the journal as used, and finds out whether the
+    /// disk stalls. Returns a notice for the user when a stall begins or ends. The caller calls
+    /// this function about once a second.
+    pub(super) fn tick(&mut self) -> Option<String> {
+        let busy = self.thread.busy_time();
+        if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {
+            self.sync();
+        }
+        if Instant::now() >= self.next_mark && busy < SYNC_INTERVAL {
+            self.next_mark = Instant::now() + MARK_INTERVAL;
+            let path = self.run_dir.join(journal_files::EVENTS_FILE);
+            let mark = move || File::options().append(true).open(&path)?.set_modified(SystemTime::now());
+            self.run_in_background(mark);
+        }
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let is_stalled = error.is_some() || busy >= STALL_REPORT_DELAY;
+        let directory = self.run_dir.display();
+        match (self.stalled_since, is_stalled) {
+            (None, true) => {
+                self.stalled_since = Instant::now().checked_sub(busy);
+                let reason =
+                    error.unwrap_or_else(|| format!("no answer for {}", format_duration(busy.as_secs_f64())));
+                Some(format!(
+                    "the run directory {directory} accepts no writes ({reason}); the job continues, and the \
+                     events are kept in memory"
+                ))
+            }
+            (Some(since), false) => {
+                self.stalled_since = None;
+                let duration = format_duration(since.elapsed().as_secs_f64());
+                Some(format!(
+                    "the run directory {directory} accepts writes again after {duration}; the journal is complete"
+                ))
+            }
+            _ => None,
+        }
+    }
+
+    /// Writes the rest of the journal to the disk and closes it. Blocks for as long as the disk is
+    /// full or stalls, but at most for [`JOURNAL_CLOSE_TIMEOUT`]. `wait` is called if this takes
+    /// longer than a moment. Returns whether the journal is complete.
+    pub(super) fn close(mut self, wait: impl FnOnce(String)) -> bool {
+        self.sync();
+        if self.thread.flush(STALL_REPORT_DELAY) {
+            return true;
+        }
+        wait(format!(
+            "the run has ended; waiting for the run directory {}, which accepts no writes",
+            self.run_dir.display()
+        ));
+        self.thread.flush(JOURNAL_CLOSE_TIMEOUT)
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        durable_file::{AppendFile, DurableFile},
+        *,
+    };
     use crate::testing;
     use jobspec::ids::RunId;
     use protocol::control::HostPlan;
-    use std::path::Path;
+    use std::{fs, path::Path};
 
     /// Builds a plan of one host without workers.
     fn build_plan(run_dir: &Path) -> Plan {
@@ -150,17 +331,24 @@ mod tests {
     fn events_read_back_equal() {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = dir.path().join("a/b");
-        let mut journal =
+        let (mut journal, mut stored) =
             Journal::create(&build_plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
         let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
         let events = [build_step_event(1), Event::new_notice(None, "line\nbreak"), build_step_event(2), done];
-        events.iter().for_each(|event| journal.append_event(event).unwrap());
+        journal.append_event(&events[0], 1.5, Some((5, 1)));
+        journal.skip_report((5, 2));
+        events[1..].iter().for_each(|event| journal.append_event(event, 2.5, None));
+        assert!(journal.close(|text| panic!("{text}")));
+        assert_eq!(stored.blocking_recv(), Some(vec![(5, 2)]));
         let read = |name: &str| -> Vec<Event> {
             let text = fs::read_to_string(run_dir.join(name)).unwrap();
             text.lines().map(|line| Event::from_json(line).unwrap()).collect()
         };
         assert_eq!(read("events.jsonl"), events, "floats have equal bits");
         assert_eq!(read("metrics.jsonl"), [build_step_event(1), build_step_event(2)]);
+        let text = fs::read_to_string(run_dir.join("events.jsonl")).unwrap();
+        let first: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+        assert_eq!((&first["report"], &first["time"]), (&serde_json::json!([5, 1]), &1.5.into()));
         let job: serde_json::Value =
             serde_json::from_slice(&fs::read(run_dir.join("job.json")).unwrap()).unwrap();
         assert_eq!((&job["run"], &job["command"][1]), (&"r1".into(), &"job.yaml".into()));
@@ -169,14 +357,93 @@ mod tests {
         assert_eq!(names.len(), 3, "there is no temporary file: {names:?}");
     }
 
-    #[test]
-    fn a_full_disk_is_reported_once() {
+    /// A disk that rejects or blocks every write until the test opens it.
+    #[derive(Clone, Default)]
+    struct ClosedDisk(Arc<(Mutex<(bool, Vec<u8>)>, std::sync::Condvar)>, bool);
+
+    impl ClosedDisk {
+        fn open(&self) {
+            self.0.0.lock().unwrap().0 = true;
+            self.0.1.notify_all();
+        }
+    }
+
+    impl AppendFile for ClosedDisk {
+        fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let mut state = self.0.0.lock().unwrap();
+            if !state.0 && self.1 {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            state = self.0.1.wait_while(state, |state| !state.0).unwrap();
+            state.1.extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn sync(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn reopen(&mut self, length: u64) -> io::Result<u64> {
+            Ok(length)
+        }
+    }
+
+    /// Opens a journal whose file of events is on this disk, and checks that a stall blocks no
+    /// caller, is reported once, and loses no event.
+    fn check_stall(disk: ClosedDisk) -> Vec<String> {
         let dir = tempfile::tempdir().unwrap();
-        let mut journal = Journal::create(&build_plan(dir.path()), &[]).unwrap();
-        journal.events = OpenOptions::new().append(true).open("/dev/full").unwrap();
-        assert!(journal.append_event(&build_step_event(1)).is_err());
-        assert!(journal.append_event(&build_step_event(2)).is_ok());
-        let nowhere = Journal::create(&build_plan(Path::new("/proc/nowhere")), &[]);
-        assert!(nowhere.is_err());
+        let (mut journal, mut stored) = Journal::create(&build_plan(dir.path()), &[]).unwrap();
+        let mut files = JournalFiles::open(dir.path(), None).unwrap();
+        files.events = DurableFile::new(Box::new(disk.clone()), 0);
+        *journal.lock_files() = Some(files);
+        let began = Instant::now();
+        for step in 1..=20_000 {
+            journal.append_event(&build_step_event(step), 1.0, Some((7, step)));
+        }
+        assert!(began.elapsed() < STALL_REPORT_DELAY, "appending does not block: {:?}", began.elapsed());
+        let mut notices = Vec::new();
+        while notices.is_empty() {
+            notices.extend(journal.tick());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!((0..10).all(|_| journal.tick().is_none()), "one notice");
+        assert!(stored.try_recv().is_err());
+        disk.open();
+        while notices.len() < 2 {
+            notices.extend(journal.tick());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(journal.close(|_| ()));
+        let reports: Vec<ReportId> = std::iter::from_fn(|| stored.try_recv().ok()).flatten().collect();
+        assert_eq!(reports.last(), Some(&(7, 20_000)));
+        let text = String::from_utf8(disk.0.0.lock().unwrap().1.clone()).unwrap();
+        let steps = text.lines().map(|line| match Event::from_json(line).unwrap() {
+            Event::Step { step, .. } => step,
+            other => panic!("{other:?}"),
+        });
+        assert!(steps.eq(1..=20_000));
+        let directory = dir.path().display().to_string();
+        notices.iter().map(|notice| notice.replace(&directory, "[DIR]")).collect()
+    }
+
+    #[test]
+    fn a_full_disk_delays_events_and_loses_none() {
+        let notices = check_stall(ClosedDisk(Arc::default(), true));
+        insta::with_settings!({ filters => [(r"\d+(\.\d+)? m?s", "[TIME]")] }, {
+            insta::assert_snapshot!("notices_of_a_full_disk", notices.join("\n"));
+        });
+    }
+
+    #[test]
+    fn a_stalled_disk_blocks_no_caller_and_loses_no_event() {
+        let notices = check_stall(ClosedDisk(Arc::default(), false));
+        insta::with_settings!({ filters => [(r"\d+(\.\d+)? m?s", "[TIME]")] }, {
+            insta::assert_snapshot!("notices_of_a_stalled_disk", notices.join("\n"));
+        });
+    }
+
+    #[test]
+    fn a_run_directory_that_cannot_be_created_is_an_error() {
+        assert!(Journal::create(&build_plan(Path::new("/proc/nowhere")), &[]).is_err());
     }
 }

@@ -1,6 +1,7 @@
 //! The restart policy: decides whether a failed job is restarted, and after which pause. No I/O and
 //! no clock.
 use protocol::exit;
+use serde::{Deserialize, Serialize};
 use std::{fmt, time::Duration};
 
 /// The pause before the first restart, and before a restart that follows progress.
@@ -13,7 +14,7 @@ pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
 /// The facts about a failed attempt from which the restart policy decides on a restart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttemptEnd {
     /// The exit code that `launch` would have if the run ended after this attempt.
     pub(crate) exit_code: u8,
@@ -40,7 +41,7 @@ pub(crate) struct RestartHistory {
 }
 
 /// The reason why a job is not restarted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum NoRestartReason {
     /// The job file is wrong, and a restart would fail in the same way.
     JobInvalid,
@@ -111,8 +112,9 @@ impl RestartHistory {
         RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Whether the attempt that ended with `end` and the previous failed attempt ended at the same
-    /// step, and neither completed a checkpoint. `false` if no attempt failed before.
+    /// Returns whether the attempt that ended with `end` and the previous failed attempt ended at
+    /// the same step, and neither completed a checkpoint. Returns `false` if no attempt failed
+    /// before.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }

@@ -1,9 +1,8 @@
 //! [`AttemptPreparation`]: what an attempt needs before its workers can start: a plan for its hosts
-//! and a bound rendezvous. [`HostInventories`] holds the inventories for the plan.
+//! and the request to bind the rendezvous. [`HostInventories`] holds the inventories for the plan.
 use super::core::{HostIndex, PlannedWorker};
 use crate::{
     cluster::HostTarget,
-    discover::Inventory,
     plan::{JobHost, Plan},
     rendezvous::BoundRendezvous,
 };
@@ -52,7 +51,7 @@ impl HostInventories {
                 slots: target.slots,
                 selected_slots: target.selected_slots.clone(),
                 local: target.local,
-                inventory: Inventory::from_agent(inventory, &self.chosen),
+                inventory: HostInventory::from_report(inventory, &self.chosen),
             })
         };
         hosts.iter().filter_map(job_host).collect()
@@ -70,6 +69,14 @@ impl HostInventories {
     }
 }
 
+/// An attempt whose plan is complete, except for the rendezvous, or the error of planning it.
+pub(super) struct PlanningAttempt {
+    pub(super) attempt: u32,
+    /// The hosts of the attempt, in the order of ranks.
+    pub(super) hosts: Vec<HostIndex>,
+    pub(super) plan: diagnostic::Result<Plan>,
+}
+
 /// An attempt that is planned and whose workers have not been started.
 pub(super) struct AttemptPreparation {
     pub(super) plan: Plan,
@@ -77,11 +84,6 @@ pub(super) struct AttemptPreparation {
     pub(super) hosts: Vec<HostIndex>,
     /// The request that describes the rendezvous to bind.
     pub(super) bind: RendezvousRequest,
-    /// The bound rendezvous; `None` if the agent on the host of rank 0 binds it.
-    pub(super) rendezvous: Option<BoundRendezvous>,
-    /// The port that the agent on the host of rank 0 has bound; `None` before that, or if the
-    /// controller binds the rendezvous.
-    pub(super) port: Option<u16>,
 }
 
 impl AttemptPreparation {
@@ -94,11 +96,11 @@ impl AttemptPreparation {
         let attempt = plan.host_plans.first().map_or(0, |node| node.attempt);
         let allowed = if address.is_loopback() { Vec::new() } else { allowed.to_vec() };
         let bind = RendezvousRequest { attempt, address, port, store, clients: plan.world, allowed };
-        AttemptPreparation { plan, hosts: Vec::new(), bind, rendezvous: None, port: None }
+        AttemptPreparation { plan, hosts: Vec::new(), bind }
     }
 
-    /// Binds the requested rendezvous in this process. A rendezvous store sends lines for the user
-    /// to `messages`. Fails if the port is not available.
+    /// Binds the requested rendezvous in this process, to find out whether its port is available. A
+    /// rendezvous store sends lines for the user to `messages`. Fails if the port is not available.
     pub(super) fn bind_rendezvous(
         &self,
         messages: &mpsc::Sender<String>,
@@ -108,7 +110,7 @@ impl AttemptPreparation {
 }
 
 /// Lists the workers of each host of a plan, in the form of
-/// [`ControllerInput::Ready`](super::core::ControllerInput::Ready).
+/// [`ControllerInput::Planned`](super::core::ControllerInput::Planned).
 pub(super) fn list_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =
         |host: &HostPlan| host.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect();

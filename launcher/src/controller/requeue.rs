@@ -1,6 +1,7 @@
 //! [`decide_requeue`]: decides whether a batch job is requeued after its run has ended.
 use super::core::RunOutcome;
-use crate::{cluster::BatchJob, format::format_count};
+use crate::cluster::BatchJob;
+use diagnostic::quantity::format_count;
 
 /// The decision whether to requeue the batch job, and a notice about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,10 +13,19 @@ pub(super) struct RequeueDecision {
 }
 
 /// Decides by the outcome of the run whether the batch job is requeued. Returns `None`, without a
-/// notice for the user, unless a host was lost or the time limit of the batch job was near. Decides
-/// against a requeue if `max_requeues` is reached, or if the run completed no step before the time
-/// limit.
-pub(super) fn decide_requeue(job: &BatchJob, outcome: &RunOutcome) -> Option<RequeueDecision> {
+/// notice for the user, unless a host was lost, the time limit of the batch job was near, or the
+/// batch system preempts the job (`is_preempted`). Decides against a requeue if `max_requeues` is
+/// reached, or if the run completed no step before the time limit. A preempted job is always
+/// requeued.
+pub(super) fn decide_requeue(
+    job: &BatchJob,
+    outcome: &RunOutcome,
+    is_preempted: bool,
+) -> Option<RequeueDecision> {
+    if is_preempted {
+        let message = format!("{} is preempted: requeuing it", job.label);
+        return Some(RequeueDecision { requeue: true, message });
+    }
     let why = match outcome {
         RunOutcome { near_time_limit: true, .. } => "the time limit is near",
         RunOutcome { host_lost: true, .. } => "a host was lost",
@@ -23,7 +33,7 @@ pub(super) fn decide_requeue(job: &BatchJob, outcome: &RunOutcome) -> Option<Req
     };
     let BatchJob { label, restarts, max_requeues: most, limit_key, .. } = job;
     let objection = if restarts >= most {
-        let times = format_count(u64::from(*restarts), "time", "times");
+        let times = format_count(*restarts, "time");
         Some(format!("the job was requeued {times} already, and `{limit_key}` is {most}"))
     } else if outcome.near_time_limit && !outcome.made_progress {
         Some(
@@ -52,15 +62,29 @@ mod tests {
     /// Decides whether a batch job that was requeued `restarts` times, and may be requeued twice,
     /// is requeued. Returns `None` if there is no decision.
     fn decide_requeue_after(restarts: u32, outcome: RunOutcome) -> Option<bool> {
-        let job = BatchJob {
+        decide_requeue(&create_batch_job(restarts), &outcome, false).map(|decision| decision.requeue)
+    }
+
+    fn create_batch_job(restarts: u32) -> BatchJob {
+        BatchJob {
             label: "job 7".into(),
             id: "7".into(),
             restarts,
             max_requeues: 2,
             limit_key: "batch.requeues",
             requeue: |_| Ok(()),
+        }
+    }
+
+    #[test]
+    fn preempted_jobs_are_requeued_without_a_limit() {
+        let outcome = RunOutcome { ended_by_batch_system: true, ..RunOutcome::default() };
+        let decide = |restarts, is_preempted| {
+            decide_requeue(&create_batch_job(restarts), &outcome, is_preempted)
+                .map(|decision| decision.requeue)
         };
-        decide_requeue(&job, &outcome).map(|decision| decision.requeue)
+        assert_eq!(decide(9, true), Some(true));
+        assert_eq!(decide(0, false), None, "a user has signalled the processes of the job");
     }
 
     #[test]

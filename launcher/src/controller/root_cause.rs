@@ -1,17 +1,18 @@
 //! [`RootCause`]: the first failure of an attempt, from which the others follow.
 use super::core::host_state::HostIndex;
 use crate::worker_end::{PANIC_EXIT, WorkerEnd, describe_process_end, format_signal_name};
-use diagnostic::Diagnostic;
+use diagnostic::{Diagnostic, codes};
 use jobspec::ids::Rank;
 use protocol::{
     control::ExitStatus,
     exit::{self, WorkerExit},
     failure::{FailureReason, GpuFault},
 };
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The root cause of a failed attempt, or a candidate for it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RootCause {
     pub(crate) host: HostIndex,
     /// The failed rank; `None` if the failure is not that of a worker.
@@ -101,7 +102,8 @@ pub(crate) fn build_worker_error_cause(
         .with_diagnostic(diagnostic)
 }
 
-/// Builds the root cause for a worker that ended because of a peer whose failure was not observed.
+/// Builds the root cause for a worker that ended because of a peer's failure, if that failure was
+/// not observed itself.
 pub(crate) fn build_aborted_cause(
     (host, rank): (HostIndex, Rank),
     final_report: Option<(WorkerExit, Diagnostic)>,
@@ -184,6 +186,8 @@ pub(crate) enum AgentEnd {
     KilledLate { seconds: u64 },
     /// The agent reported an error because of which it cannot do its work.
     Failed(Diagnostic),
+    /// The agent has ended while the run had no controller.
+    EndedUnattended,
 }
 
 /// The host and pid of an agent, for messages about the agent.
@@ -232,6 +236,10 @@ impl AgentEnd {
             AgentEnd::KilledLate { seconds } => {
                 format!("{agent} did not end its workers within {seconds} s and was killed")
             }
+            AgentEnd::EndedUnattended => format!("{agent} ended while the run had no controller"),
+            AgentEnd::Failed(error) if error.code() == codes::run::CONTROLLER_SILENT => {
+                format!("{agent} ended its workers: {error}")
+            }
             AgentEnd::Failed(error) => format!("{agent} failed: {error}"),
         }
     }
@@ -245,10 +253,40 @@ impl AgentEnd {
             _ => None,
         };
         match (self, silent_s) {
+            (AgentEnd::Failed(error), _) if error.code() == codes::run::CONTROLLER_SILENT => {
+                let seconds = error.field("seconds").and_then(|seconds| seconds.as_u64());
+                FailureReason::ControllerSilent { seconds: seconds.unwrap_or_default() }
+            }
             (AgentEnd::Failed(error), _) => FailureReason::AgentFailed { code: error.code() },
             _ if agent.remote => FailureReason::HostLost { host: agent.host.to_owned(), silent_s },
             (_, Some(seconds)) => FailureReason::AgentSilent { seconds },
             _ => FailureReason::AgentLost,
+        }
+    }
+
+    /// Returns whether the connection to the agent has ended, but the agent itself may be alive.
+    pub(crate) fn is_connection_end(&self) -> bool {
+        matches!(
+            self,
+            AgentEnd::StreamBroken(_) | AgentEnd::ConnectionLost(_) | AgentEnd::ConnectionEnded(None)
+        )
+    }
+
+    /// Returns whether the agent has certainly ended, with its workers.
+    pub(crate) fn proves_end(&self) -> bool {
+        match self {
+            AgentEnd::NotStarted(_)
+            | AgentEnd::Exited(_)
+            | AgentEnd::NeverRan
+            | AgentEnd::ConnectionEnded(Some(_))
+            | AgentEnd::Failed(_)
+            | AgentEnd::EndedUnattended => true,
+            AgentEnd::StreamBroken(_)
+            | AgentEnd::ConnectionLost(_)
+            | AgentEnd::ConnectionEnded(None)
+            | AgentEnd::NoHello { .. }
+            | AgentEnd::Silent { .. }
+            | AgentEnd::KilledLate { .. } => false,
         }
     }
 
@@ -264,7 +302,8 @@ impl AgentEnd {
             | AgentEnd::ConnectionEnded(_)
             | AgentEnd::NoHello { .. }
             | AgentEnd::Silent { .. }
-            | AgentEnd::KilledLate { .. } => None,
+            | AgentEnd::KilledLate { .. }
+            | AgentEnd::EndedUnattended => None,
         }
     }
 }
@@ -286,6 +325,10 @@ pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
         }
         FailureReason::Suspended { .. } => {
             "the process received SIGSTOP or is in a debugger: `kill -CONT PID` continues it"
+        }
+        FailureReason::ControllerSilent { .. } => {
+            "a longer `run.controller_lease` tolerates a longer suspension of the controller; \
+             `run.on_controller_loss: continue` lets the workers continue without a controller"
         }
         FailureReason::HostLost { silent_s: Some(_), .. } => {
             "check that the host is up and reachable (`ping`); if it is, read the system log of the host"

@@ -3,12 +3,14 @@ use super::{hostfile::FilteredHostfile, job_file::JobFile};
 use crate::{
     cluster::{BatchJob, HostTarget, Transport},
     detached_controller::StartNotifier,
-    discover::Inventory,
     plan::Plan,
     secrets::SecretVariables,
 };
-use jobspec::JobSpec;
-use protocol::event::EventSchema;
+use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
+use protocol::{
+    control::{HostInventory, JobKey},
+    event::EventSchema,
+};
 
 /// A job that is ready to run, with its hosts and the transport that reaches them.
 pub(crate) struct RunRequest {
@@ -22,7 +24,7 @@ pub(crate) struct RunRequest {
     pub(crate) transport: Box<dyn Transport>,
     /// The inventory of the controller's machine. The variables of its `inherited_env` apply to all
     /// hosts of the job, except those that select visible GPUs, which each host sets itself.
-    pub(crate) local_inventory: Inventory,
+    pub(crate) local_inventory: HostInventory,
     /// Prepares the checkpoint from which programs resume.
     pub(crate) prepare_resume: ResumePreparer,
 }
@@ -32,7 +34,7 @@ pub(crate) struct RunRequest {
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// The options of a run: the form of its output, secrets, and the files to watch.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct RunOptions {
     /// Whether events are printed on stdout as JSON lines.
     pub(crate) json: bool,
@@ -41,6 +43,8 @@ pub(crate) struct RunOptions {
     /// The command line of `launch`. It is stored with the run and shown as the command that
     /// resumes the run.
     pub(crate) command: Vec<String>,
+    /// What agents do when the controller is lost.
+    pub(crate) on_controller_loss: ControllerLossAction,
     /// Secrets for the environment of the workers.
     pub(crate) secrets: SecretVariables,
     /// The batch job that may be requeued after the run; `None` outside of a batch job.
@@ -50,6 +54,21 @@ pub(crate) struct RunOptions {
     pub(crate) starter: Option<StartNotifier>,
     /// The job file to watch for changes while the job runs; `None` to watch no job file.
     pub(crate) job_file: Option<JobFile>,
+    /// Addresses of hosts that the job does not name in its present form.
+    pub(crate) addresses: Vec<HostAddress>,
     /// The hostfile to watch for changes while the job runs; `None` if the job has no hostfile.
     pub(crate) hostfile: Option<FilteredHostfile>,
+}
+
+/// How a controller takes over a run.
+#[derive(Clone, Debug)]
+pub(crate) struct AttachOptions {
+    /// The key of the run.
+    pub(crate) key: JobKey,
+    /// The epoch of the controller, which is greater than that of earlier controllers.
+    pub(crate) epoch: u64,
+    /// The last attempt and its hosts, as far as the journal records them.
+    pub(crate) placement: Option<(u32, Vec<String>)>,
+    /// Whether the run is taken over although hosts do not answer.
+    pub(crate) is_forced: bool,
 }

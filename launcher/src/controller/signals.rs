@@ -83,7 +83,7 @@ fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     }
 }
 
-/// Whether this process currently ignores the signal with this number.
+/// Returns whether this process currently ignores the signal with this number.
 fn is_signal_ignored(signal: i32) -> bool {
     // SAFETY: only queries the current action, and `action` is valid memory for the result.
     unsafe {

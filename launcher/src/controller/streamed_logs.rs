@@ -2,120 +2,94 @@
 //!
 //! If the hosts do not share the run directory, the complete logs are on the hosts of the ranks.
 //! The controller then stores the lines that were streamed to the console in `streamed-rank-N.log`.
+//! A separate thread writes the files, so that a slow disk does not block the controller.
+mod streamed_log_files;
+
+use crate::background_thread::BackgroundThread;
 use jobspec::ids::Rank;
 use std::{
     collections::HashMap,
-    fs::{File, OpenOptions},
-    io::{self, Write},
-    path::{Path, PathBuf},
+    io,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
+use streamed_log_files::StreamedLogFiles;
+use tokio::sync::mpsc;
 
-/// The largest number of files that stay open during an attempt. The file of each further rank is
-/// opened again for every line.
-const MAX_OPEN_FILES: usize = 256;
+/// The limit of the output that waits for the disk, in bytes. Further lines are dropped and
+/// counted.
+const MAX_WAITING_BYTES: usize = 32 << 20;
 
-/// The files in which the controller stores the console output of the ranks on other hosts.
+/// Stores the console output of ranks on other hosts. Never blocks.
 #[derive(Debug)]
 pub(super) struct StreamedLogs {
-    directory: PathBuf,
-    /// The size of the largest file, in bytes (`run.logs.max_size`). Output that would exceed it is
-    /// replaced by a note, and no later output of the rank is stored in this attempt.
-    max_size: u64,
+    thread: BackgroundThread,
+    files: Arc<Mutex<StreamedLogFiles>>,
     /// For each rank of the current attempt, whether the rank runs on another machine than the
     /// controller.
     is_remote: Vec<bool>,
-    files: HashMap<Rank, StreamedLogFile>,
-}
-
-/// The file for the streamed output of one rank.
-#[derive(Debug)]
-enum StreamedLogFile {
-    Open {
-        /// The file to which output is appended; `None` if the file is opened again for every
-        /// line.
-        file: Option<File>,
-        /// The size of the file in bytes, compared with `run.logs.max_size`.
-        size: u64,
-    },
-    /// No output is stored, because the complete log is on this machine, the file is full, or a
-    /// write has failed.
-    Closed,
+    /// The number of dropped lines that the log of a rank does not report yet.
+    dropped: HashMap<Rank, u64>,
+    /// Receives warnings for the user.
+    warnings: mpsc::Sender<String>,
 }
 
 impl StreamedLogs {
-    /// Creates the streamed logs of a run in the directory `logs`. Opens no file.
-    pub(super) fn new(logs: PathBuf, max_size: u64) -> Self {
-        StreamedLogs { directory: logs, max_size, is_remote: Vec::new(), files: HashMap::new() }
+    /// Creates the streamed logs of a run in the directory `logs`, each of at most `max_size`
+    /// bytes. Starts the thread that writes them, and opens no file. Warnings for the user are sent
+    /// to `warnings`.
+    pub(super) fn start(logs: PathBuf, max_size: u64, warnings: mpsc::Sender<String>) -> io::Result<Self> {
+        Ok(StreamedLogs {
+            thread: BackgroundThread::start("streamed-logs", MAX_WAITING_BYTES)?,
+            files: Arc::new(Mutex::new(StreamedLogFiles::new(logs, max_size))),
+            is_remote: Vec::new(),
+            dropped: HashMap::new(),
+            warnings,
+        })
     }
 
-    /// Begins an attempt and closes the files of the previous attempt. `is_remote` states for each
-    /// rank whether the rank runs on another machine than the controller.
+    /// Begins an attempt. `is_remote` states for each rank whether the rank runs on another machine
+    /// than the controller.
     pub(super) fn begin_attempt(&mut self, is_remote: Vec<bool>) {
         self.is_remote = is_remote;
+        self.dropped.clear();
+        let files = self.files.clone();
         // Ranks may have moved to other hosts.
-        self.files.clear();
+        let close = move || files.lock().unwrap_or_else(PoisonError::into_inner).close();
+        self.thread.run(0, close);
     }
 
-    /// Stores a line of a rank's output. Ignores ranks on the controller's machine. Returns a
-    /// warning if the file cannot be written, once per rank and attempt.
-    pub(super) fn append_line(&mut self, rank: Rank, text: &str) -> Option<String> {
+    /// Stores a line of a rank's output. Ignores ranks on the controller's machine. Drops and
+    /// counts the line if too much output waits for the disk.
+    pub(super) fn append_line(&mut self, rank: Rank, text: &str) {
         if !self.is_remote.get(rank as usize).copied().unwrap_or(false) {
-            return None;
+            return;
         }
-        if !self.files.contains_key(&rank) {
-            let opened = self.open_log(rank);
-            let warning = opened.as_ref().err().map(|error| format_write_warning(rank, error));
-            self.files.insert(rank, opened.unwrap_or(StreamedLogFile::Closed));
-            if warning.is_some() {
-                return warning;
-            }
-        }
-        let Some(StreamedLogFile::Open { file, size }) = self.files.get_mut(&rank) else { return None };
-        *size += text.len() as u64 + 1;
-        let full = *size > self.max_size;
-        let line = match full {
-            true => format!(
-                "[launch] output stops here: the file reached run.logs.max_size ({} bytes)\n",
-                self.max_size
-            ),
-            false => format!("{text}\n"),
-        };
-        let written = match file {
-            Some(file) => file.write_all(line.as_bytes()),
-            None => {
-                open_for_appending(&self.directory, rank).and_then(|mut file| file.write_all(line.as_bytes()))
+        let dropped = self.dropped.remove(&rank).unwrap_or(0);
+        let line = match dropped {
+            0 => text.to_owned(),
+            n => {
+                format!(
+                    "[launch] {n} lines of output are missing here: the disk was full or too slow\n{text}"
+                )
             }
         };
-        if full || written.is_err() {
-            self.files.insert(rank, StreamedLogFile::Closed);
+        let (files, warnings) = (self.files.clone(), self.warnings.clone());
+        let accepted = self.thread.run(line.len(), move || {
+            let warning = files.lock().unwrap_or_else(PoisonError::into_inner).append_line(rank, &line);
+            // The warning is dropped if too many messages wait for the user.
+            _ = warning.map(|warning| warnings.try_send(warning));
+        });
+        if !accepted {
+            self.dropped.insert(rank, dropped + 1);
         }
-        written.err().map(|error| format_write_warning(rank, &error))
     }
 
-    /// Opens the streamed log of a rank for appending. The file stays open if fewer than
-    /// [`MAX_OPEN_FILES`] are. If the complete log of the rank is in the directory, opens nothing
-    /// and returns [`StreamedLogFile::Closed`].
-    fn open_log(&self, rank: Rank) -> io::Result<StreamedLogFile> {
-        if self.directory.join(format!("rank-{rank}.log")).exists() {
-            return Ok(StreamedLogFile::Closed);
-        }
-        std::fs::create_dir_all(&self.directory)?;
-        let file = open_for_appending(&self.directory, rank)?;
-        let size = file.metadata()?.len();
-        let is_open = |log: &&StreamedLogFile| matches!(log, StreamedLogFile::Open { file: Some(_), .. });
-        let has_space = self.files.values().filter(is_open).count() < MAX_OPEN_FILES;
-        Ok(StreamedLogFile::Open { file: has_space.then_some(file), size })
+    /// Waits until all lines are stored, but at most for `limit`. Returns whether they are stored.
+    pub(super) fn flush(&self, limit: Duration) -> bool {
+        self.thread.flush(limit)
     }
-}
-
-/// Opens the file for the streamed output of a rank. Creates the file if it does not exist.
-fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
-    OpenOptions::new().append(true).create(true).open(directory.join(format!("streamed-rank-{rank}.log")))
-}
-
-/// Formats the warning that the output of a rank cannot be stored.
-fn format_write_warning(rank: Rank, error: &io::Error) -> String {
-    format!("launch: cannot store the output of rank {rank} for `launch logs`: {error}; the job continues")
 }
 
 #[cfg(test)]
@@ -123,52 +97,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn output_of_remote_ranks_is_stored_up_to_a_size_where_their_logs_are_missing() {
+    fn lines_of_remote_ranks_are_stored_and_lines_beyond_the_queue_are_counted() {
         let dir = tempfile::tempdir().expect("a directory");
-        let logs = dir.path().join("logs");
-        std::fs::create_dir(&logs).expect("a directory");
-        std::fs::write(logs.join("rank-2.log"), "own").expect("a file");
-        let mut logs_of_run = StreamedLogs::new(logs.clone(), 20);
-        logs_of_run.begin_attempt(vec![false, true, true]);
-        for rank in [0, 1, 2, 3, 1] {
-            assert_eq!(logs_of_run.append_line(rank, &format!("line of {rank}")), None);
-        }
-        let names = std::fs::read_dir(&logs).expect("entries").flatten();
-        let mut names: Vec<String> = names.map(|e| e.file_name().to_string_lossy().into_owned()).collect();
-        names.sort();
-        assert_eq!(names, ["rank-2.log", "streamed-rank-1.log"]);
-        let read = || std::fs::read_to_string(logs.join("streamed-rank-1.log")).expect("text");
-        assert_eq!(read(), "line of 1\nline of 1\n");
-        // A later attempt appends to the file of the first one, up to the size limit.
-        logs_of_run.begin_attempt(vec![true, true]);
-        assert_eq!((logs_of_run.append_line(1, "x"), logs_of_run.append_line(1, "y")), (None, None));
-        insta::assert_snapshot!("streamed_log_at_its_largest_size", read());
-    }
-
-    #[test]
-    fn output_of_ranks_beyond_the_limit_of_open_files_is_stored() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let mut logs_of_run = StreamedLogs::new(dir.path().join("logs"), 1 << 20);
-        let ranks = MAX_OPEN_FILES + 2;
-        logs_of_run.begin_attempt(vec![true; ranks]);
-        for text in ["first", "second"] {
-            for rank in 0..ranks as Rank {
-                assert_eq!(logs_of_run.append_line(rank, text), None);
-            }
-        }
-        for rank in 0..ranks {
-            let text = std::fs::read_to_string(dir.path().join(format!("logs/streamed-rank-{rank}.log")));
-            assert_eq!(text.expect("text"), "first\nsecond\n", "rank {rank}");
-        }
-    }
-
-    #[test]
-    fn a_write_error_is_reported_once() {
-        let dir = tempfile::tempdir().expect("a directory");
-        std::fs::write(dir.path().join("logs"), "a file").expect("a file");
-        let mut logs_of_run = StreamedLogs::new(dir.path().join("logs"), 1 << 20);
-        logs_of_run.begin_attempt(vec![true]);
-        assert!(logs_of_run.append_line(0, "a").is_some());
-        assert_eq!(logs_of_run.append_line(0, "b"), None);
+        let (warnings, mut warned) = mpsc::channel(8);
+        let mut logs = StreamedLogs::start(dir.path().into(), 1 << 30, warnings).expect("a thread");
+        logs.begin_attempt(vec![false, true]);
+        assert!(logs.flush(Duration::from_secs(60)));
+        let files = logs.files.clone();
+        let stalled_disk = files.lock().expect("not poisoned");
+        let long = "x".repeat(MAX_WAITING_BYTES / 2);
+        logs.append_line(0, "a line of a rank on this machine");
+        (0..5).for_each(|_| logs.append_line(1, &long));
+        drop(stalled_disk);
+        assert!(logs.flush(Duration::from_secs(60)));
+        logs.append_line(1, "last");
+        assert!(logs.flush(Duration::from_secs(60)));
+        let text = std::fs::read_to_string(dir.path().join("streamed-rank-1.log")).expect("text");
+        let stored = text.matches(&long).count();
+        assert!((2..=3).contains(&stored), "{stored}");
+        let end = text.trim_start_matches(['x', '\n']).replace(&(5 - stored).to_string(), "N");
+        insta::assert_snapshot!("lines_beyond_the_queue", end);
+        assert!(!dir.path().join("streamed-rank-0.log").exists());
+        assert!(warned.try_recv().is_err());
     }
 }

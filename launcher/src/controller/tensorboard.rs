@@ -1,85 +1,63 @@
-//! [`TensorboardFile`]: writes the metrics of a run as scalars to an event file of TensorBoard.
+//! The event file of TensorBoard: encodes the metrics of a run as scalars.
 //!
 //! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C
 //! of the data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol
 //! Buffers encoding. Each attempt writes a session mark with its first step, so that TensorBoard
 //! drops the points of steps that are repeated.
 use protocol::event::Event;
-use std::{
-    fs::{self, File},
-    io::{self, Write},
-    path::Path,
-};
 
 /// The version of the file format. It is the lowest version for which TensorBoard applies session
 /// marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
-/// An event file of TensorBoard that is open for appending.
-#[derive(Debug)]
-pub(super) struct TensorboardFile {
-    out: File,
+/// Returns the name of the event file of a run that began at `time`, in seconds since 1970.
+/// TensorBoard reads files in the order of their names.
+pub(super) fn format_file_name(run: &str, time: f64) -> String {
+    format!("events.out.tfevents.{:010}.{run}", time as u64)
 }
 
-impl TensorboardFile {
-    /// Creates an event file in `directory` and writes its version. `time` is in seconds since
-    /// 1970.
-    pub(super) fn create(directory: &Path, run: &str, time: f64) -> io::Result<Self> {
-        fs::create_dir_all(directory)?;
-        // TensorBoard reads files in the order of their names.
-        let name = format!("events.out.tfevents.{:010}.{run}", time as u64);
-        let out = File::options().append(true).create(true).open(directory.join(name))?;
-        let mut file = TensorboardFile { out };
-        file.write_record(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))?;
-        Ok(file)
-    }
+/// Encodes the first record of an event file, which contains the version. `time` is in seconds
+/// since 1970.
+pub(super) fn encode_file_version(time: f64) -> Vec<u8> {
+    encode_record(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))
+}
 
-    /// Appends the scalars of an event, or the session mark for the start of an attempt. Ignores
-    /// events without scalars. `time` is in seconds since 1970.
-    pub(super) fn append_event(&mut self, event: &Event, time: f64) -> io::Result<()> {
-        let scalars = |step: u64, values: &[(&str, f64)]| {
-            let values: Vec<u8> = values
-                .iter()
-                .flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v)))
-                .collect();
-            encode_event_message(time, step, &encode_bytes_field(5, &values))
-        };
-        let record = match *event {
-            // The session begins with the step after the one it resumes from.
-            Event::Ready { step, .. } => {
-                encode_event_message(time, step + 1, &encode_bytes_field(7, &encode_varint_field(1, 1)))
-            }
-            Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
-                step,
-                &[
-                    ("train/loss", loss),
-                    ("train/grad_norm", grad_norm),
-                    ("train/lr", lr),
-                    ("train/tokens_per_s", tokens_per_s),
-                    ("train/exposed_comm_s", exposed_comm_s),
-                ],
-            ),
-            Event::Eval { step, loss, perplexity, .. } => {
-                scalars(step, &[("eval/loss", loss), ("eval/perplexity", perplexity)])
-            }
-            _ => return Ok(()),
-        };
-        self.write_record(&record)
-    }
+/// Encodes the record with the scalars of an event, or with the session mark for the start of an
+/// attempt. Returns `None` for events without scalars. `time` is in seconds since 1970.
+pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
+    let scalars = |step: u64, values: &[(&str, f64)]| {
+        let values: Vec<u8> =
+            values.iter().flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v))).collect();
+        encode_event_message(time, step, &encode_bytes_field(5, &values))
+    };
+    let message = match *event {
+        // The session begins with the step after the one it resumes from.
+        Event::Ready { step, .. } => {
+            encode_event_message(time, step + 1, &encode_bytes_field(7, &encode_varint_field(1, 1)))
+        }
+        Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } => scalars(
+            step,
+            &[
+                ("train/loss", loss),
+                ("train/grad_norm", grad_norm),
+                ("train/lr", lr),
+                ("train/tokens_per_s", tokens_per_s),
+                ("train/exposed_comm_s", exposed_comm_s),
+            ],
+        ),
+        Event::Eval { step, loss, perplexity, .. } => {
+            scalars(step, &[("eval/loss", loss), ("eval/perplexity", perplexity)])
+        }
+        _ => return None,
+    };
+    Some(encode_record(&message))
+}
 
-    /// Writes a record with one system call. After a crash at most the last record is truncated,
-    /// and readers skip it.
-    fn write_record(&mut self, data: &[u8]) -> io::Result<()> {
-        let length = (data.len() as u64).to_le_bytes();
-        let record = [
-            &length[..],
-            &compute_masked_crc(&length).to_le_bytes(),
-            data,
-            &compute_masked_crc(data).to_le_bytes(),
-        ]
-        .concat();
-        self.out.write_all(&record)
-    }
+/// Encodes a TFRecord with this data.
+fn encode_record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    [&length[..], &compute_masked_crc(&length).to_le_bytes(), data, &compute_masked_crc(data).to_le_bytes()]
+        .concat()
 }
 
 /// Encodes an `Event` message with the fields wall_time (1, in seconds since 1970) and step (2),
@@ -158,11 +136,8 @@ mod tests {
 
     #[test]
     fn records_have_length_and_checksums() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut file = TensorboardFile::create(&dir.path().join("tb"), "r", 7.5).unwrap();
-        file.append_event(&Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 }, 8.0).unwrap();
-        let path = dir.path().join("tb/events.out.tfevents.0000000007.r");
-        let data = fs::read(path).unwrap();
+        let event = Event::Eval { step: 3, loss: 0.5, perplexity: 2.0, tokens: 1 };
+        let data = [encode_file_version(7.5), encode_event_record(&event, 8.0).expect("scalars")].concat();
         let first = u64::from_le_bytes(data[..8].try_into().unwrap()) as usize;
         assert_eq!(&data[12..12 + first][9..], [&[2 << 3, 0, 3 << 3 | 2, 13][..], b"brain.Event:2"].concat());
         let second = &data[16 + first..];
@@ -170,5 +145,7 @@ mod tests {
         assert_eq!(second.len(), length + 16);
         let scalar = [&b"\n\teval/loss\x15"[..], &0.5f32.to_le_bytes()].concat();
         assert!(second.windows(scalar.len()).any(|w| w == scalar));
+        assert_eq!(format_file_name("r", 7.5), "events.out.tfevents.0000000007.r");
+        assert_eq!(encode_event_record(&Event::new_notice(None, "x"), 8.0), None);
     }
 }

@@ -1,24 +1,21 @@
 //! [`discover_local`]: reads the inventory of this machine from /proc, /sys, /dev and the
 //! environment.
-use super::{Inventory, cgroup, cpu_list::parse_cpu_list, gpus, host_name::read_host_name_below, topology};
+use super::{addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, gpus, topology};
 use jobspec::env;
-use protocol::control::InterfaceAddress;
-use std::{fs, io, net::IpAddr, path::Path};
-
-/// The largest number of network addresses in an inventory. Further addresses are left out.
-const MAX_INTERFACE_ADDRESSES: usize = 256;
+use protocol::{control::HostInventory, host_name::read_host_name_below};
+use std::{fs, io, path::Path};
 
 /// Reads the inventory of this machine. The error names the file that cannot be read.
-pub fn discover_local() -> io::Result<Inventory> {
+pub fn discover_local() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let found = discover_below(Path::new("/"))?;
     let gpus = gpus::simulate_gpus(std::env::var(env::LAUNCH_GPUS).ok().as_deref()).unwrap_or(found.gpus);
-    Ok(Inventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
+    Ok(HostInventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
 }
 
 /// Reads an inventory from the files below `root`. The addresses, the size of /dev/shm and the
 /// environment are missing in the result.
-fn discover_below(root: &Path) -> io::Result<Inventory> {
+fn discover_below(root: &Path) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_system_file(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
@@ -36,7 +33,7 @@ fn discover_below(root: &Path) -> io::Result<Inventory> {
         _ => installed,
     };
     let (topology, gpus) = (topology::read_topology(root, &cpus), gpus::detect_gpus(root));
-    Ok(Inventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..Inventory::default() })
+    Ok(HostInventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..HostInventory::default() })
 }
 
 /// Returns the environment variables that an inventory contains, with their values.
@@ -46,23 +43,6 @@ fn read_inherited_env() -> Vec<(String, String)> {
     // An empty list of devices hides all GPUs, so it is kept.
     let devices = env::VISIBLE_DEVICES.iter();
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
-}
-
-/// Returns the addresses of the network interfaces that are up, in the kernel's order.
-fn list_addresses() -> Vec<InterfaceAddress> {
-    use nix::net::if_::InterfaceFlags;
-    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
-    let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
-    let address = |i: nix::ifaddrs::InterfaceAddress| {
-        let storage = i.address?;
-        let ip = match (storage.as_sockaddr_in(), storage.as_sockaddr_in6()) {
-            (Some(v4), _) => IpAddr::V4(v4.ip()),
-            (_, Some(v6)) => IpAddr::V6(v6.ip()),
-            _ => return None,
-        };
-        Some(InterfaceAddress { interface: i.interface_name, address: ip })
-    };
-    up.filter_map(address).take(MAX_INTERFACE_ADDRESSES).collect()
 }
 
 /// Reads the file `path` below `root`. The error contains the path.
@@ -117,14 +97,14 @@ mod tests {
             write(&format!("dev/{file}"), "");
         }
         let inventory = discover_below(root.path()).expect("an inventory");
-        let expected = Inventory {
+        let expected = HostInventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
             quota: Some(2.5),
             memory: 512_000,
             topology: CpuTopology::with_one_core_per_cpu(&[2, 3, 4, 5]),
             gpus: vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; 2],
-            ..Inventory::default()
+            ..HostInventory::default()
         };
         assert_eq!(inventory, expected);
         assert_eq!(inventory.usable_cpus(), 2);

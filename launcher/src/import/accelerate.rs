@@ -203,8 +203,8 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Takes those keys for jobs on several hosts that launch does not need. Adds a note about each key
-/// that has an effect in Accelerate. `machines` is the number of hosts.
+/// Removes from `keys` the keys for jobs on several hosts that launch does not need. Adds a note
+/// about each key that has an effect in Accelerate. `machines` is the number of hosts.
 fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -245,8 +245,8 @@ fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Takes the keys that only apply to TPUs. Adds a note about each key whose value enables or sets
-/// something.
+/// Removes the keys that only apply to TPUs from `keys`. Adds a note about each key whose value
+/// enables or sets something.
 fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

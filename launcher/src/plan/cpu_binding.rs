@@ -1,7 +1,7 @@
 //! [`assign_cpus`]: assigns the CPUs of a host to its workers, by `run.cpu_bind`.
-use crate::{discover::Inventory, format::format_count};
+use diagnostic::quantity::format_count;
 use jobspec::CpuBind;
-use protocol::hardware::CpuCore;
+use protocol::{control::HostInventory, hardware::CpuCore};
 use std::collections::BTreeMap;
 
 /// The CPUs that one worker is bound to, and its number of threads.
@@ -15,7 +15,7 @@ pub(super) struct WorkerCpus {
 
 /// The error that a host has fewer CPUs than workers, although the job requires binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot bind {} to {}", format_count(*workers as u64, "worker", "workers"), format_count(*cpus as u64, "CPU", "CPUs"))]
+#[error("cannot bind {} to {}", format_count(*workers, "worker"), format_count(*cpus, "CPU"))]
 pub(super) struct TooFewCpus {
     pub(super) workers: usize,
     pub(super) cpus: usize,
@@ -29,7 +29,7 @@ pub(super) struct TooFewCpus {
 /// workers of one NUMA node share its CPUs. A limit on CPU time lowers the number of threads, but
 /// does not change the binding.
 pub(super) fn assign_cpus(
-    inventory: &Inventory,
+    inventory: &HostInventory,
     gpu_nodes: &[Option<u32>],
     bind: CpuBind,
 ) -> Result<Vec<WorkerCpus>, TooFewCpus> {

@@ -5,17 +5,17 @@ use protocol::hardware::CpuTopology;
 /// Returns the inventory of a machine with `nodes` NUMA nodes. Each node has `cores` cores of
 /// `threads` hardware threads. CPUs are numbered as Linux numbers them: the first threads of all
 /// cores come first.
-fn build_machine(nodes: u32, cores: u32, threads: u32) -> Inventory {
+fn build_machine(nodes: u32, cores: u32, threads: u32) -> HostInventory {
     let total = nodes * cores;
     let core = |c: u32| CpuCore { cpus: (0..threads).map(|t| t * total + c).collect(), numa_node: c / cores };
     build_inventory(CpuTopology { cores: (0..total).map(core).collect() }, None)
 }
 
 /// Returns an inventory with these cores. `quota` is the limit on CPU time, as a number of CPUs.
-fn build_inventory(topology: CpuTopology, quota: Option<f64>) -> Inventory {
+fn build_inventory(topology: CpuTopology, quota: Option<f64>) -> HostInventory {
     let mut cpus: Vec<u32> = topology.cores.iter().flat_map(|c| c.cpus.clone()).collect();
     cpus.sort_unstable();
-    Inventory { cpus, quota, topology, ..Inventory::default() }
+    HostInventory { cpus, quota, topology, ..HostInventory::default() }
 }
 
 /// Formats the CPUs and threads of each worker as `FIRST-LAST[,…]xTHREADS`.
@@ -36,7 +36,7 @@ fn format_worker_cpus(slots: &[WorkerCpus]) -> Vec<String> {
 
 /// Assigns CPUs to workers, and formats the result. `near[i]` is the NUMA node of the GPU of worker
 /// `i`. Panics if there are too few CPUs.
-fn assign_and_format(inventory: &Inventory, near: &[Option<u32>], bind: CpuBind) -> Vec<String> {
+fn assign_and_format(inventory: &HostInventory, near: &[Option<u32>], bind: CpuBind) -> Vec<String> {
     format_worker_cpus(&assign_cpus(inventory, near, bind).expect("enough CPUs"))
 }
 

@@ -1,12 +1,11 @@
 //! [`GpuSelection`]: the GPUs that the workers of a host can use.
 use super::{job_host::JobHost, key_error::key_error};
-use crate::{discover::Inventory, format::format_count};
-use diagnostic::{Diagnostic, codes::host as codes};
+use diagnostic::{Diagnostic, codes::host as codes, quantity::format_count};
 use jobspec::{
     DeviceSelection, JobSpec, VisibleDevices,
     env::{CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES},
 };
-use protocol::hardware::GpuVendor;
+use protocol::{control::HostInventory, hardware::GpuVendor};
 
 /// The GPUs that a job uses on one host, in the order in which a program numbers them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,7 +32,7 @@ pub(super) struct GpuSelection {
 
 /// Selects the GPUs that the job uses on a host. Fails if the host does not have the GPUs that the
 /// job requires.
-pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::Result<GpuSelection> {
+pub(super) fn select_gpus(job: &JobSpec, inventory: &HostInventory) -> diagnostic::Result<GpuSelection> {
     let inherited =
         |name: &str| inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str());
     let unknown = inventory.is_unknown();
@@ -87,7 +86,7 @@ pub(super) fn select_gpus(job: &JobSpec, inventory: &Inventory) -> diagnostic::R
 }
 
 /// Creates the error that the host has no GPU with the number `number`.
-fn unknown_gpu_error(number: u32, inventory: &Inventory) -> Diagnostic {
+fn unknown_gpu_error(number: u32, inventory: &HostInventory) -> Diagnostic {
     let message = format!("there is no GPU {number} on {}: {}", inventory.host, describe_gpus(inventory));
     key_error(codes::GPU_INDEX_UNKNOWN, "cluster.devices", message)
         .with_field("host", inventory.host.as_str())
@@ -183,7 +182,7 @@ impl GpuSelection {
         &self,
         job: &JobSpec,
         workers: u32,
-        inventory: &Inventory,
+        inventory: &HostInventory,
     ) -> diagnostic::Result<()> {
         let (count, host) = (self.gpu_count(), &inventory.host);
         let too_few = self.worker_capacity() < workers as usize && !(self.unknown && count == 0);
@@ -198,7 +197,7 @@ impl GpuSelection {
             let message = format!(
                 "{workers} workers with {} per GPU need more than the {} of {host}",
                 self.workers_per_gpu,
-                format_count(count as u64, "GPU", "GPUs")
+                format_count(count, "GPU")
             );
             let help = "use fewer workers, or raise `cluster.workers_per_gpu`";
             return reject("cluster.workers_per_host", message, help);
@@ -247,14 +246,14 @@ fn parse_device_list(list: &str) -> Vec<String> {
 
 /// Returns the NUMA node of the GPU whose number is `name`, or whose UUID begins with `name`.
 /// Returns `None` if the node or the GPU is unknown.
-fn find_numa_node(inventory: &Inventory, name: &str) -> Option<u32> {
+fn find_numa_node(inventory: &HostInventory, name: &str) -> Option<u32> {
     let by_number = name.parse::<usize>().ok().and_then(|n| inventory.gpus.get(n));
     let by_uuid = || inventory.gpus.iter().find(|g| g.uuid.as_deref().is_some_and(|u| u.starts_with(name)));
     by_number.or_else(by_uuid)?.numa_node
 }
 
 /// Describes the GPUs of a host for an error message, as "the host has GPUs 0 to 3".
-fn describe_gpus(inventory: &Inventory) -> String {
+fn describe_gpus(inventory: &HostInventory) -> String {
     match inventory.gpus.len() {
         0 => "no GPU was found".to_owned(),
         1 => "the host has GPU 0".to_owned(),
@@ -269,7 +268,7 @@ mod tests {
 
     /// Returns an inventory with one GPU on each of the NUMA nodes `nodes`. `inherited` contains
     /// the environment variables of the host.
-    fn build_inventory(vendor: GpuVendor, nodes: &[u32], inherited: &[(&str, &str)]) -> Inventory {
+    fn build_inventory(vendor: GpuVendor, nodes: &[u32], inherited: &[(&str, &str)]) -> HostInventory {
         let gpu = |(i, node): (usize, &u32)| GpuDevice {
             vendor,
             bus: None,
@@ -277,12 +276,12 @@ mod tests {
             numa_node: Some(*node),
         };
         let inherited_env = inherited.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
-        Inventory {
+        HostInventory {
             host: "h".into(),
             cpus: vec![0],
             gpus: nodes.iter().enumerate().map(gpu).collect(),
             inherited_env,
-            ..Inventory::default()
+            ..HostInventory::default()
         }
     }
 
@@ -295,7 +294,7 @@ mod tests {
     /// Formats the environment variables that select the GPUs of the worker with the local rank
     /// `rank`. Panics if the selection is rejected.
     fn format_env(
-        inventory: &Inventory,
+        inventory: &HostInventory,
         devices: DeviceSelection,
         policy: VisibleDevices,
         rank: u32,
@@ -367,8 +366,8 @@ mod tests {
         let four = build_inventory(GpuVendor::Nvidia, &[0, 0, 1, 1], &[]);
         let chosen = build_inventory(GpuVendor::Nvidia, &[0, 0, 1, 1], &[("CUDA_VISIBLE_DEVICES", "3,1")]);
         let none = build_inventory(GpuVendor::Nvidia, &[], &[]);
-        let unknown = Inventory::unknown("h");
-        let select = |inventory: &Inventory, devices: DeviceSelection, slots: &[u32]| {
+        let unknown = HostInventory::unknown("h");
+        let select = |inventory: &HostInventory, devices: DeviceSelection, slots: &[u32]| {
             let mut job = job_with_devices(devices);
             job.cluster.include = vec!["h:0".into()];
             let (slots, selected_slots) = (Some(slots.len() as u32), Some(slots.to_vec()));

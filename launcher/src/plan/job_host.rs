@@ -1,5 +1,5 @@
 //! [`JobHost`]: a host on which workers are planned.
-use crate::discover::Inventory;
+use protocol::control::HostInventory;
 
 /// A host of the job on which workers are to be planned.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,6 +15,6 @@ pub struct JobHost {
     /// Whether the host is the machine on which the controller runs.
     pub local: bool,
     /// The inventory that the host's agent reported. Before the report, the value of
-    /// [`Inventory::unknown`].
-    pub inventory: Inventory,
+    /// [`HostInventory::unknown`].
+    pub inventory: HostInventory,
 }

@@ -28,7 +28,7 @@ pub(super) fn choose_master_address(
     best.map(Some).ok_or_else(|| no_address_error(first, interface))
 }
 
-/// Creates the error that the first host has no address at which other hosts can reach it.
+/// Creates the error of a job whose first host has no address that other hosts can reach.
 fn no_address_error(first: &JobHost, interface: &InterfaceSelector) -> Diagnostic {
     let names: Vec<&str> = first.inventory.addresses.iter().map(|a| a.interface.as_str()).collect();
     let on_interface = match interface {

@@ -13,15 +13,15 @@ fn load_job_text(text: &str) -> JobSpec {
 
 /// Returns an inventory with these CPUs, each of which is a core. `quota` is the limit on CPU time,
 /// as a number of CPUs.
-fn build_inventory(cpus: &[u32], quota: Option<f64>) -> Inventory {
+fn build_inventory(cpus: &[u32], quota: Option<f64>) -> HostInventory {
     let topology = CpuTopology::with_one_core_per_cpu(cpus);
-    Inventory {
+    HostInventory {
         host: "here".to_owned(),
         cpus: cpus.to_vec(),
         quota,
         memory: 1 << 30,
         topology,
-        ..Inventory::default()
+        ..HostInventory::default()
     }
 }
 
@@ -33,7 +33,7 @@ fn job_with_workers(workers: u32) -> JobSpec {
 }
 
 /// Plans the first attempt of a job on one host, which is the controller's machine.
-fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnostic>> {
+fn plan_local(job: &JobSpec, inventory: &HostInventory) -> Result<Plan, Vec<Diagnostic>> {
     let host = JobHost {
         name: inventory.host.clone(),
         slots: None,
@@ -46,7 +46,7 @@ fn plan_local(job: &JobSpec, inventory: &Inventory) -> Result<Plan, Vec<Diagnost
 
 /// Plans the first attempt of a job on one host, which is the controller's machine. Panics if the
 /// plan is rejected.
-fn expect_plan(job: &JobSpec, inventory: &Inventory) -> Plan {
+fn expect_plan(job: &JobSpec, inventory: &HostInventory) -> Plan {
     plan_local(job, inventory).expect("a plan")
 }
 
@@ -128,7 +128,7 @@ fn the_job_may_set_the_threads() {
 #[test]
 fn the_job_and_the_inherited_environment_override_defaults() {
     let chosen = [("OMP_NUM_THREADS", "7"), ("PYTHONUNBUFFERED", "x")].map(|(n, v)| (n.into(), v.into()));
-    let inventory = Inventory { inherited_env: chosen.to_vec(), ..build_inventory(&[0, 1], None) };
+    let inventory = HostInventory { inherited_env: chosen.to_vec(), ..build_inventory(&[0, 1], None) };
     let values = |text: &str| {
         let env = expect_plan(&load_job_text(text), &inventory).host_plans[0].workers[0].env.clone();
         let values_of = |name: &str| {
@@ -183,7 +183,8 @@ fn a_port_that_is_not_fixed_is_unknown_and_shown_as_auto() {
 
 #[test]
 fn each_worker_gets_its_own_gpu() {
-    let inventory = Inventory { gpus: vec![new_gpu(0), new_gpu(0)], ..build_inventory(&[0, 1, 2, 3], None) };
+    let inventory =
+        HostInventory { gpus: vec![new_gpu(0), new_gpu(0)], ..build_inventory(&[0, 1, 2, 3], None) };
     let script = "run: {command: [python, a.py], visible_devices: one, local_rank_argument: true}";
     let plan = expect_plan(&load_job_text(script), &inventory);
     assert_eq!(plan.world, 2, "as many workers as GPUs");
@@ -218,7 +219,7 @@ fn each_worker_gets_its_own_gpu() {
         plan.host_plans[0].workers[3].env.contains(&("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()))
     };
     assert!(shared("nccl") && !shared("host") && !shared("auto"));
-    let none = Inventory { gpus: Vec::new(), ..inventory.clone() };
+    let none = HostInventory { gpus: Vec::new(), ..inventory.clone() };
     let errors = plan_local(&load_job_text("cluster: {devices: cuda}\ntrain: {data: {files: [a]}}"), &none)
         .expect_err("no GPU");
     assert_eq!(subject_key(&errors[0]), "cluster.devices");
@@ -247,7 +248,7 @@ fn remote_host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
         address("ib0", "10.9.0.7"),
     ];
     let gpus = (0..gpus).map(|_| new_gpu(0)).collect();
-    let inventory = Inventory { gpus, addresses, ..build_inventory(&[0, 1, 2, 3], None) };
+    let inventory = HostInventory { gpus, addresses, ..build_inventory(&[0, 1, 2, 3], None) };
     JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory }
 }
 
@@ -318,7 +319,7 @@ fn the_master_address_is_numeric_and_reachable() {
     lonely.inventory.addresses.truncate(2);
     let errors = master(&[lonely, a.clone()], None).expect_err("link-local addresses only");
     assert_eq!(errors[0].code(), codes::ADDRESS_UNREACHABLE);
-    let unknown = JobHost { inventory: Inventory::unknown("u"), ..a };
+    let unknown = JobHost { inventory: HostInventory::unknown("u"), ..a };
     assert_eq!(master(&[unknown], None), Ok(None), "the agents have not reported yet");
 }
 
@@ -339,7 +340,7 @@ fn each_host_gives_its_own_gpus_and_cores() {
     // A plan accepts GPU numbers on a host without an inventory, and rejects wrong ones once the
     // inventory is known.
     let two = load_job_text("cluster: {devices: [0, 2]}\nrun: {command: [true], cpu_bind: cores}");
-    let unknown = JobHost { inventory: Inventory::unknown("u"), ..remote_host("u", None, 0) };
+    let unknown = JobHost { inventory: HostInventory::unknown("u"), ..remote_host("u", None, 0) };
     assert_eq!(list_device_labels(&one, &unknown.inventory, 1), ["unknown"]);
     assert_eq!(plan_hosts(&two, &[unknown], &Attempt::default()).expect("a plan").world, 2);
     let errors = plan_hosts(&two, &[remote_host("a", None, 2)], &Attempt::default()).expect_err("two GPUs");

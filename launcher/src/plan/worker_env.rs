@@ -1,12 +1,12 @@
 //! [`build_worker_env`]: builds the environment variables that launch sets for a worker.
 use super::{gpu_selection::GpuSelection, key_error::key_error};
-use crate::discover::Inventory;
 use diagnostic::codes;
 use jobspec::{
     CommBackend, JobSpec, StoreHost, VisibleDevices,
     env::{self, OMP_NUM_THREADS},
     ids::{Rank, RunId},
 };
+use protocol::control::HostInventory;
 use std::path::Path;
 
 /// The largest number of threads of one worker.
@@ -43,7 +43,7 @@ pub(super) struct WorkerPosition<'a> {
 /// followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
-    inventory: &Inventory,
+    inventory: &HostInventory,
     position: &WorkerPosition<'_>,
 ) -> Vec<(String, String)> {
     let job = job_env.job;
@@ -86,8 +86,8 @@ pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String
     env.splice(position..position, variables);
 }
 
-/// Returns the value of `LOCAL_RANK`, by which a program selects one of the GPUs that it can see:
-/// `local_rank`, or 0 if the program sees only one GPU.
+/// Returns the value of `LOCAL_RANK`: `local_rank`, or 0 if the program sees only one GPU. By this
+/// variable, a program selects one of its visible GPUs.
 pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     match job.run.visible_devices {
         VisibleDevices::All => local_rank,

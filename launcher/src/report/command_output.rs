@@ -1,21 +1,41 @@
 //! Writes the output of commands other than `launch run` to stdout and stderr, immediately and
 //! completely.
+use diagnostic::terminal_text::{escape_json, filter_colored_text, filter_line, filter_text};
 use std::io::{self, IsTerminal, Write};
 
-/// Writes data to stdout and flushes stdout. Returns `Ok` if stdout is a closed pipe.
-pub(crate) fn write_data(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other,
+/// Writes text to stdout, without unprintable characters. Returns `Ok` if stdout is a closed pipe.
+pub(crate) fn write_text(text: &str) -> io::Result<()> {
+    ignore_closed_pipe(write_strict(&filter_text(text)))
+}
+
+/// Writes JSON to stdout, with escapes for unprintable characters. Returns `Ok` if stdout is a
+/// closed pipe.
+pub(crate) fn write_json(json: &str) -> io::Result<()> {
+    ignore_closed_pipe(write_strict(&escape_json(json)))
+}
+
+/// Writes the text of a file to stdout. Only a terminal gets the text without unprintable
+/// characters. Returns `Ok` if stdout is a closed pipe.
+pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
+    match stdout_is_terminal() {
+        true => write_text(text),
+        false => ignore_closed_pipe(write_strict(text)),
     }
 }
 
-/// Writes data to stdout and flushes stdout. Fails if stdout is a closed pipe, so that a command
-/// that follows a file (`--follow`) can end.
-pub(crate) fn write_data_strict(text: &str) -> io::Result<()> {
+/// Writes text that the caller has filtered to stdout and flushes stdout. Fails if stdout is a
+/// closed pipe, so that a command that follows a file (`--follow`) can end.
+pub(crate) fn write_strict(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
+}
+
+/// Converts the error of a closed pipe to `Ok`.
+fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
 }
 
 /// Returns whether stdout is a terminal. Control sequences of workers must not be written to a
@@ -24,10 +44,16 @@ pub(crate) fn stdout_is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
-/// Writes a message to stderr without adding a line end. Ignores write errors, because there is no
-/// other place to report them.
+/// Writes a message to stderr without adding a line end, and without unprintable characters other
+/// than colors. Ignores write errors, because there is no other place to report them.
 pub(crate) fn write_message(text: &str) {
-    _ = io::stderr().lock().write_all(text.as_bytes());
+    _ = io::stderr().lock().write_all(filter_colored_text(text).as_bytes());
+}
+
+/// Replaces the last line of a terminal on stderr by a text of this program. An empty text erases
+/// the line.
+pub(crate) fn redraw_line(text: &str) {
+    _ = io::stderr().lock().write_all(format!("\r\x1b[K{}", filter_line(text)).as_bytes());
 }
 
 /// Returns whether messages on stderr may have color: stderr is a terminal, and `NO_COLOR` is not

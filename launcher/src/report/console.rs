@@ -1,6 +1,8 @@
 //! [`Console`]: stdout and stderr, with a progress bar at the bottom of a terminal.
+use diagnostic::terminal_text::filter_colored_text;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{
+    borrow::Cow,
     io::{self, IsTerminal, Write},
     time::Duration,
 };
@@ -73,8 +75,24 @@ impl Console {
         }
     }
 
-    /// Writes a line to stderr, above the progress bar. Does nothing after a write error of stderr.
+    /// Writes a line to stderr, above the progress bar, without unprintable characters other than
+    /// colors. Does nothing after a write error of stderr.
     pub(super) fn write_message(&mut self, line: &str) {
+        self.write_to_stderr(&filter_colored_text(line));
+    }
+
+    /// Writes an output line of a worker to stdout or, as a message, to stderr. A terminal gets no
+    /// unprintable characters other than colors. Pipes and files get the bytes of the worker.
+    pub(super) fn write_worker_line(&mut self, line: &str, is_message: bool) {
+        let to_terminal = if is_message { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
+        let line = if to_terminal { Cow::Owned(filter_colored_text(line)) } else { Cow::Borrowed(line) };
+        match is_message {
+            true => self.write_to_stderr(&line),
+            false => self.write_data(&line),
+        }
+    }
+
+    fn write_to_stderr(&mut self, line: &str) {
         if self.stderr_works {
             self.stderr_works = self.write_above_bar(|| write_line(io::stderr().lock(), line)).is_ok();
         }

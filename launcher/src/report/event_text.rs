@@ -1,12 +1,13 @@
 //! Formats events as one line of text for people.
-use crate::format::{format_binary_bytes, format_count, format_duration, format_hosts, format_number};
+use crate::format::{format_hosts, format_number};
+use diagnostic::quantity::{format_bytes, format_count, format_duration};
 use protocol::event::{Event, FailureReport};
 
 /// Formats an event as one line of text. Omits the output lines and the help of a failure.
 pub(crate) fn format_event(event: &Event) -> String {
     match event {
         Event::Start { run, run_dir, world } => {
-            let workers = format_count(u64::from(*world), "worker", "workers");
+            let workers = format_count(*world, "worker");
             format!("run {run}: {workers}, run directory {}", run_dir.display())
         }
         Event::Ready { step, total_steps, parameters, tokens_per_step } => {
@@ -18,7 +19,7 @@ pub(crate) fn format_event(event: &Event) -> String {
         }
         Event::Resume { step, path, world, stage } => {
             let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
-            let workers = world.map(|world| format_count(u64::from(world), "worker", "workers"));
+            let workers = world.map(|world| format_count(world, "worker"));
             let writer =
                 workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
             format!("resuming at step {step} from {}{writer}", path.display())
@@ -36,18 +37,24 @@ pub(crate) fn format_event(event: &Event) -> String {
         }
         Event::Sample { step, prompt, text } => format!("step {step}: prompt {prompt:?} continues {text:?}"),
         Event::Checkpoint { step, path, bytes, seconds } => {
-            let size = format_binary_bytes(*bytes);
+            let size = format_bytes(*bytes);
             format!("step {step}: saved checkpoint {} ({size} in {seconds:.1} s)", path.display())
         }
         Event::Gather { step, path, bytes } => {
-            format!("step {step}: saved full weights {} ({})", path.display(), format_binary_bytes(*bytes))
+            format!("step {step}: saved full weights {} ({})", path.display(), format_bytes(*bytes))
         }
         Event::Reload { step, .. } => format!("job file reloaded, effective from step {}", step + 1),
+        Event::Takeover { host, pid, unattended_s } => {
+            let unattended = format_duration(*unattended_s);
+            format!(
+                "the controller on {host} (pid {pid}) has taken over the run, which had none for {unattended}"
+            )
+        }
         Event::Notice { rank: None, message, .. } => message.clone(),
         Event::Notice { rank: Some(rank), message, .. } => format!("rank {rank}: {message}"),
         Event::Placement { attempt, world, hosts } => {
             let verb = if *attempt > 0 { "restarting" } else { "starting" };
-            let workers = format_count(u64::from(*world), "worker", "workers");
+            let workers = format_count(*world, "worker");
             format!("{verb} {workers} on {}", format_hosts(hosts))
         }
         Event::Failure(failure) => format_failure(failure),
@@ -122,6 +129,7 @@ mod tests {
             Event::Sample { step: 10, prompt: "Once".into(), text: " upon".into() },
             Event::Checkpoint { step: 40, path: path(), bytes: 1 << 20, seconds: 0.25 },
             Event::Gather { step: 40, path: "weights".into(), bytes: 1 << 30 },
+            Event::Takeover { host: "login1".into(), pid: 77, unattended_s: 12.5 },
             Event::new_notice(None, "draining host h1"),
             Event::new_notice(Some(3), "slow storage"),
             Event::Placement { attempt: 0, world: 4, hosts: hosts(2) },

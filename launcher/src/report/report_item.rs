@@ -46,8 +46,17 @@ pub(crate) struct RunSummary {
 #[derive(Debug)]
 pub(super) enum ReportItem {
     Event(Event),
-    Line { rank: Rank, stderr: bool, text: String },
-    Progress { rank: Rank, phase: WorkerPhase },
+    /// An event that is shown to the user, but is not printed with `--json`.
+    Context(Event),
+    Line {
+        rank: Rank,
+        stderr: bool,
+        text: String,
+    },
+    Progress {
+        rank: Rank,
+        phase: WorkerPhase,
+    },
     Message(String),
     Finish(RunSummary),
 }

@@ -3,7 +3,7 @@ use super::{
     report_item::{ReportConfig, ReportItem, RunSummary},
     view::RunView,
 };
-use crate::format::format_count;
+use diagnostic::quantity::format_count;
 use jobspec::ids::Rank;
 use protocol::event::{Event, WorkerPhase};
 use std::{
@@ -86,6 +86,11 @@ impl Reporter {
         self.enqueue(ReportItem::Event(event));
     }
 
+    /// Queues an event that an earlier controller has reported, for the user but not for programs.
+    pub(crate) fn show_context(&mut self, event: Event) {
+        self.enqueue(ReportItem::Context(event));
+    }
+
     /// Queues a line of a worker for the reporting thread. Drops and counts the line if
     /// [`MAX_QUEUED_LINES`] lines are waiting.
     pub(crate) fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
@@ -115,7 +120,7 @@ impl Reporter {
     /// Returns `false` if the queue is full. The item is then dropped and counted.
     fn enqueue(&mut self, item: ReportItem) -> bool {
         if self.dropped > 0 {
-            let lines = format_count(self.dropped, "line", "lines");
+            let lines = format_count(self.dropped, "line");
             let text =
                 format!("[{lines} not shown: output arrived faster than it could be written; see the logs]");
             if self.queue.try_send(ReportItem::Message(text)).is_ok() {

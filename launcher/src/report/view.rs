@@ -9,11 +9,12 @@ use super::{
     report_item::{ReportConfig, ReportItem, RunSummary},
 };
 use crate::{
-    format::{
-        format_clock, format_count, format_duration, format_number, format_phases, format_rank_label,
-        format_ranks, group_ranks_by_value, replace_control_characters,
-    },
+    format::{format_number, format_phases, format_rank_label, format_ranks, group_ranks_by_value},
     worker_end::PeerEnd,
+};
+use diagnostic::{
+    quantity::{format_clock, format_count, format_duration},
+    terminal_text::{escape_json, filter_line},
 };
 use jobspec::ids::Rank;
 use protocol::event::{Event, FailureReport, WorkerPhase};
@@ -24,8 +25,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time without a line about a step after which the next step gets a line, even if the step is
-/// not one of the [`STEP_LINES`]. Applies only without a progress bar.
+/// The longest time without a line about a step. After this time, the next step gets a line, even
+/// if the step is not one of the [`STEP_LINES`]. Applies only without a progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about steps that are shown during a run without a progress bar.
 const STEP_LINES: u64 = 20;
@@ -97,6 +98,10 @@ impl RunView {
         }
         match item {
             ReportItem::Event(event) => self.show_event(&event),
+            ReportItem::Context(event) => {
+                self.update_summary_state(&event);
+                self.write_message(&format_event(&event));
+            }
             ReportItem::Line { rank, stderr, text } => self.queue_line(rank, stderr, text),
             ReportItem::Progress { rank, phase } => {
                 if self.phases.insert(rank, phase) != Some(phase) {
@@ -105,7 +110,7 @@ impl RunView {
             }
             ReportItem::Message(text) => {
                 if !text.is_empty() {
-                    self.console.write_message(&replace_control_characters(&text));
+                    self.console.write_message(&filter_line(&text));
                 }
             }
             ReportItem::Finish(summary) => self.show_summary(&summary),
@@ -137,8 +142,7 @@ impl RunView {
     fn show_lines(&mut self, lines: Vec<MergedLine>) {
         for line in lines {
             let ranks: Vec<Rank> = line.ranks.into_iter().collect();
-            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-            let prefix = format!("[{noun} {}] ", format_ranks(&ranks));
+            let prefix = format!("[{}] ", format_rank_label(&format_ranks(&ranks)));
             self.write_worker_line(prefix, line.stderr, &line.text);
         }
     }
@@ -146,7 +150,7 @@ impl RunView {
     /// Writes a message with the number of lines that the rate limit omitted and the directory of
     /// the logs.
     fn report_omitted_lines(&mut self, omitted: u64) {
-        let (lines, logs) = (format_count(omitted, "line", "lines"), self.config.logs.display());
+        let (lines, logs) = (format_count(omitted, "line"), self.config.logs.display());
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
@@ -173,14 +177,7 @@ impl RunView {
             LineDecision::Omit => return,
             LineDecision::OmitAndReport(omitted) => return self.report_omitted_lines(omitted),
         }
-        // A terminal is protected from control sequences; pipes and files get the bytes of the
-        // worker.
-        let text = if to_terminal { replace_control_characters(text) } else { text.to_owned() };
-        if is_message {
-            self.console.write_message(&format!("{prefix}{text}"));
-        } else {
-            self.console.write_data(&format!("{prefix}{text}"));
-        }
+        self.console.write_worker_line(&format!("{prefix}{text}"), is_message);
     }
 
     /// Shows an event: with `--json`, writes it as one JSON line to stdout. Writes the text of most
@@ -189,7 +186,7 @@ impl RunView {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)
         {
-            self.console.write_data(&line);
+            self.console.write_data(&escape_json(&line));
         }
         match event {
             Event::Start { .. } if !self.config.builtin => {}
@@ -213,6 +210,7 @@ impl RunView {
             | Event::Checkpoint { .. }
             | Event::Gather { .. }
             | Event::Reload { .. }
+            | Event::Takeover { .. }
             | Event::Notice { .. }
             | Event::Placement { .. } => {
                 self.update_summary_state(event);
@@ -245,7 +243,7 @@ impl RunView {
     }
 
     fn write_message(&mut self, text: &str) {
-        self.console.write_message(&format!("launch: {}", replace_control_characters(text)));
+        self.console.write_message(&format!("launch: {}", filter_line(text)));
     }
 
     // ---- steps ----
@@ -301,7 +299,7 @@ impl RunView {
         parts.push(if self.config.builtin {
             format_phases(&self.phases)
         } else {
-            format!("{} running", format_count(u64::from(self.config.world), "worker", "workers"))
+            format!("{} running", format_count(self.config.world, "worker"))
         });
         self.console.set_status(done, parts.join("  "));
     }
@@ -311,18 +309,18 @@ impl RunView {
     /// Writes a failure to stderr, with the last output lines and the log path of the failed rank
     /// and the help texts.
     fn show_failure(&mut self, failure: &FailureReport) {
-        self.console.write_message(&replace_control_characters(&format_failure(failure)));
+        self.console.write_message(&filter_line(&format_failure(failure)));
         if !failure.tail.is_empty() {
             self.console.write_message("  last lines of its output:");
         }
         for line in &failure.tail {
-            self.console.write_message(&format!("  | {}", replace_control_characters(line)));
+            self.console.write_message(&format!("  | {line}"));
         }
         if let Some(log) = failure.log.as_ref().filter(|_| failure.pid != 0) {
-            self.console.write_message(&format!("  log: {}", log.display()));
+            self.console.write_message(&format!("  log: {}", filter_line(&log.display().to_string())));
         }
         for help in &failure.help {
-            self.console.write_message(&format!("  help: {}", replace_control_characters(help)));
+            self.console.write_message(&format!("  help: {}", filter_line(help)));
         }
     }
 

@@ -1,17 +1,37 @@
-//! [`write_atomically`]: replaces a file of a run directory in one step.
+//! Replaces the files of a run directory in one step, and reads files that no other user can have
+//! written.
+use crate::private_files::{PRIVATE_FILE_MODE, open_own_file_without_links};
 use std::{
-    fs::{self, File},
-    io::{self, Write},
+    fs::{self, File, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::OpenOptionsExt,
     path::Path,
 };
 
 /// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. After
-/// a crash, the file has either all of `bytes` or its previous content.
+/// a crash, the file has either all of `bytes` or its previous content. Only the user can read the
+/// file.
 pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = directory.join(format!(".{name}.tmp"));
-    let mut file = File::create(&temporary)?;
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file =
+        OpenOptions::new().write(true).create_new(true).mode(PRIVATE_FILE_MODE).open(&temporary)?;
     file.write_all(bytes)?;
     file.sync_all()?;
     fs::rename(&temporary, directory.join(name))?;
     File::open(directory)?.sync_all()
+}
+
+/// Reads a file. Fails if the file is not a regular file of this user, if other users can write it,
+/// or if it is longer than `limit` bytes.
+pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_own_file_without_links(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        return Err(io::Error::other(format!("the file is longer than {limit} bytes")));
+    }
+    Ok(bytes)
 }

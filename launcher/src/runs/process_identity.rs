@@ -1,10 +1,11 @@
 //! [`ProcessIdentity`]: identifies a process even after another process got the same pid.
-use crate::{discover::read_host_name, processes::read_start_ticks};
+use crate::processes::read_start_ticks;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::signal::Signal,
 };
+use protocol::host_name::read_host_name;
 use serde::{Deserialize, Serialize};
 use std::{
     fs, io,

@@ -1,19 +1,26 @@
 //! Records the runs of this user, and determines which runs are active and how the others ended.
 use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
-use crate::{clock::read_unix_time_ms, plan::Plan};
+use crate::{
+    clock::read_unix_time_ms,
+    plan::Plan,
+    private_files::{create_private_dir, identify_file, open_own_file, truncate_private_file},
+};
 use jobspec::env;
 use protocol::event::Event;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
-    io::{self, Read, Seek, SeekFrom},
+    fs,
+    io::{self, Read, Seek, SeekFrom, Write},
     os::unix::fs::symlink,
     path::{Path, PathBuf},
+    time::{Duration, SystemTime},
 };
 
 /// The version of the format of `run.json`.
 const RECORD_VERSION: u32 = 1;
+/// The file of a run directory that contains the journal of events.
+pub(super) const JOURNAL_FILE: &str = "events.jsonl";
 /// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
 /// The largest number of links to records in the state directory. The links of the oldest ended
@@ -21,6 +28,9 @@ const MAX_RECORD_BYTES: u64 = 256 << 10;
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries that are read of one directory.
 const MAX_DIR_ENTRIES: usize = 10_000;
+/// How much longer than `run.controller_timeout` a run may be without a controller before it counts
+/// as lost. A controller marks its journal as used less often than all the time.
+const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
 /// The number of bytes at the end of a journal that are searched for the last step and for the
 /// `done` event.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
@@ -43,6 +53,10 @@ pub(crate) struct RunRecord {
     pub(crate) began_ms: u64,
     /// The command line that started the run.
     pub(crate) command: Vec<String>,
+    /// How long the workers continue when the controller is lost, in milliseconds; `None` if they
+    /// end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) controller_timeout_ms: Option<u64>,
     /// The controller's process.
     #[serde(rename = "by")]
     pub(crate) controller: ProcessIdentity,
@@ -68,6 +82,9 @@ pub(crate) enum RunState {
     Ended(u8, f64),
     /// The controller was started on another machine. The journal records no end.
     Elsewhere,
+    /// The controller was started on this machine, and has ended. The journal records no end, and
+    /// the workers may continue without a controller.
+    Unattended,
     /// The controller was started on this machine, and has ended. The journal records no end.
     Lost(LossReason),
 }
@@ -83,8 +100,14 @@ pub(crate) enum LossReason {
 
 /// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
 /// in the state directory. Removes the oldest links of other runs if there are too many.
-pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::Result<()> {
-    let record = RunRecord {
+/// `controller_timeout_ms` is how long the workers continue when the controller is lost.
+pub(crate) fn register_run(
+    plan: &Plan,
+    name: &str,
+    command: &[String],
+    controller_timeout_ms: Option<u64>,
+) -> io::Result<()> {
+    write_record(&RunRecord {
         version: RECORD_VERSION,
         run: plan.run.0.clone(),
         name: name.to_owned(),
@@ -92,15 +115,30 @@ pub(crate) fn register_run(plan: &Plan, name: &str, command: &[String]) -> io::R
         world: plan.world,
         began_ms: read_unix_time_ms(),
         command: command.to_vec(),
+        controller_timeout_ms,
         controller: ProcessIdentity::current()?,
-    };
-    let bytes = serde_json::to_vec_pretty(&record)?;
-    write_atomically(&plan.run_dir, "run.json", &bytes)?;
+    })
+}
+
+/// Records this process as the controller of a run that it has taken over.
+pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
+    let record = read_record(&run_dir.join("run.json"));
+    let record = record.ok_or_else(|| io::Error::other("the run directory has no valid `run.json`"))?;
+    write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record })
+}
+
+/// Writes the `run.json` of a run, and creates a link to the file in the state directory. Removes
+/// the oldest links of other runs if there are too many.
+fn write_record(record: &RunRecord) -> io::Result<()> {
+    write_atomically(&record.run_dir, "run.json", &serde_json::to_vec_pretty(record)?)?;
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
-    fs::create_dir_all(&directory)?;
+    create_private_dir(&directory)?;
     remove_old_records(&directory);
     // After the removal of the run directory, the symbolic link dangles and leaves no stale record.
-    symlink(plan.run_dir.join("run.json"), directory.join(format!("{}.json", plan.run.0)))
+    match symlink(record.run_dir.join("run.json"), directory.join(format!("{}.json", record.run))) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        created => created,
+    }
 }
 
 /// Returns the state directory with the links to run records. Returns `None` if neither
@@ -157,53 +195,92 @@ pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
 }
 
 /// Reads a run record from the `run.json` at `file`. Returns `None` if the file is unreadable or
-/// invalid, or has another version than [`RECORD_VERSION`].
+/// invalid, has another version than [`RECORD_VERSION`], does not belong to this user, or names the
+/// run directory of another record.
 fn read_record(file: &Path) -> Option<RunRecord> {
-    let mut bytes = Vec::new();
-    File::open(file).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
+    let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
+    let identity = identify_file(&opened.metadata().ok()?);
+    opened.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
     let record: RunRecord = serde_json::from_slice(&bytes).ok()?;
-    (record.version == RECORD_VERSION && record.run_dir.is_absolute()).then_some(record)
+    let in_run_dir = fs::metadata(record.run_dir.join("run.json"));
+    let is_of_run = in_run_dir.is_ok_and(|metadata| identify_file(&metadata) == identity);
+    (record.version == RECORD_VERSION && record.run_dir.is_absolute() && is_of_run).then_some(record)
 }
 
 /// Determines the state and the last step of a recorded run from the controller's process and the
 /// journal.
 pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
-    let (step, end) = read_last_progress(&record.run_dir.join("events.jsonl"));
+    let journal = read_journal_end(&record.run_dir.join(JOURNAL_FILE));
+    let step = journal.step;
+    let end = journal.end.or_else(|| read_recorded_end(&record.run));
+    let may_continue = record.controller_timeout_ms.is_some_and(|timeout_ms| {
+        let limit = Duration::from_millis(timeout_ms) + UNATTENDED_MARGIN;
+        journal.modified.is_some_and(|at| at.elapsed().map_or(true, |age| age < limit))
+    });
     let state = match end {
         _ if alive => RunState::Running,
         Some((code, seconds)) => RunState::Ended(code, seconds),
         None if !record.controller.is_on_this_host() => RunState::Elsewhere,
+        None if may_continue => RunState::Unattended,
         None if !record.controller.is_on_this_boot() => RunState::Lost(LossReason::HostRebooted),
         None => RunState::Lost(LossReason::ControllerDied),
     };
     Run { record, state, step }
 }
 
-/// Reads the end of a journal. Returns the last step, and the exit code and the duration in seconds
-/// if the journal records the end of the run.
-fn read_last_progress(journal: &Path) -> (Option<u64>, Option<(u8, f64)>) {
+/// The end of a journal.
+#[derive(Debug, Default, PartialEq)]
+struct JournalEnd {
+    /// The last step.
+    step: Option<u64>,
+    /// The exit code and the duration in seconds, if the journal records the end of the run.
+    end: Option<(u8, f64)>,
+    /// The time at which a controller last used the journal.
+    modified: Option<SystemTime>,
+}
+
+/// Reads the end of a journal.
+fn read_journal_end(journal: &Path) -> JournalEnd {
     let mut bytes = Vec::new();
-    let read = File::open(journal).and_then(|mut file| {
-        let size = file.metadata()?.len();
-        file.seek(SeekFrom::Start(size.saturating_sub(JOURNAL_TAIL_BYTES)))?;
-        file.take(JOURNAL_TAIL_BYTES).read_to_end(&mut bytes)
+    let read = open_own_file(journal).and_then(|mut file| {
+        let metadata = file.metadata()?;
+        file.seek(SeekFrom::Start(metadata.len().saturating_sub(JOURNAL_TAIL_BYTES)))?;
+        file.take(JOURNAL_TAIL_BYTES).read_to_end(&mut bytes)?;
+        metadata.modified()
     });
-    if read.is_err() {
-        return (None, None);
-    }
-    let (mut last_step, mut end) = (None, None);
+    let mut journal = JournalEnd { modified: read.ok(), ..JournalEnd::default() };
     for line in String::from_utf8_lossy(&bytes).lines() {
         match Event::from_json(line) {
-            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => last_step = Some(step),
+            Ok(Event::Step { step, .. } | Event::Checkpoint { step, .. }) => journal.step = Some(step),
             Ok(Event::Done { exit_code, seconds, step }) => {
-                last_step = step.or(last_step);
-                end = Some((exit_code, seconds));
+                journal.step = step.or(journal.step);
+                journal.end = Some((exit_code, seconds));
             }
             _ => {}
         }
     }
-    (last_step, end)
+    journal
+}
+
+/// Returns the file of the state directory that records the end of a run.
+fn find_end_file(run: &str) -> Option<PathBuf> {
+    Some(resolve_state_dir()?.join(format!("{run}.end")))
+}
+
+/// Records the end of a run whose journal cannot be completed: the exit code and the duration in
+/// seconds.
+pub(crate) fn record_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
+    let file = find_end_file(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
+    create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
+    truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
+}
+
+/// Reads the end of a run that [`record_end`] has recorded.
+fn read_recorded_end(run: &str) -> Option<(u8, f64)> {
+    let mut bytes = Vec::new();
+    open_own_file(&find_end_file(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
+    serde_json::from_slice(&bytes).ok()
 }
 
 #[cfg(test)]
@@ -220,6 +297,7 @@ mod tests {
             world: 1,
             began_ms: 5,
             command: vec![],
+            controller_timeout_ms: None,
             controller,
         }
     }
@@ -234,6 +312,15 @@ mod tests {
         assert_eq!(state(&gone).state, RunState::Lost(LossReason::ControllerDied));
         assert_eq!(state(&this.with_other_boot()).state, RunState::Lost(LossReason::HostRebooted));
         assert_eq!(state(&this.with_other_host()).state, RunState::Elsewhere);
+        let continues =
+            RunRecord { controller_timeout_ms: Some(60_000), ..make_record(dir.path(), gone.clone()) };
+        fs::write(dir.path().join("events.jsonl"), "").expect("a journal");
+        assert_eq!(load_run(continues.clone()).state, RunState::Unattended);
+        let journal =
+            fs::File::options().append(true).open(dir.path().join("events.jsonl")).expect("a journal");
+        let long_ago = SystemTime::now() - UNATTENDED_MARGIN - Duration::from_secs(61);
+        journal.set_modified(long_ago).expect("modified");
+        assert_eq!(load_run(continues).state, RunState::Lost(LossReason::ControllerDied));
         let journal =
             "{\"event\":\"done\",\"exit_code\":143,\"step\":7,\"seconds\":2.5,\"time\":1}\n{\"event\":\"st";
         fs::write(dir.path().join("events.jsonl"), journal).expect("a journal");
@@ -257,6 +344,46 @@ mod tests {
         assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
     }
 
+    /// Files that another user, or the author of an archive, put below the current directory.
+    #[test]
+    fn planted_records_are_skipped_and_never_block() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let make_run = |name: &str| {
+            let run_dir = dir.path().join("runs/job").join(name);
+            fs::create_dir_all(&run_dir).expect("a directory");
+            run_dir
+        };
+        let this = ProcessIdentity::current().expect("this process");
+        let write = |run_dir: &Path, record: &RunRecord| {
+            fs::write(run_dir.join("run.json"), serde_json::to_vec(record).expect("JSON")).expect("a file");
+        };
+        let real = make_run("real");
+        let record = make_record(&real, this);
+        write(&real, &RunRecord { run: "real".into(), ..record.clone() });
+        // A record that names the directory of another run.
+        write(&make_run("copied"), &RunRecord { run: "copied".into(), ..record.clone() });
+        let pipe = make_run("pipe");
+        nix::unistd::mkfifo(&pipe.join("run.json"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        fs::create_dir(make_run("directory").join("run.json")).expect("a directory");
+        let (open, other) = (make_run("open"), make_run("other"));
+        write(&open, &RunRecord { run: "open".into(), run_dir: open.clone(), ..record.clone() });
+        let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        fs::set_permissions(open.join("run.json"), everybody).expect("changed");
+        let mut expected = vec!["real"];
+        write(&other, &RunRecord { run: "other".into(), run_dir: other.clone(), ..record });
+        match nix::unistd::geteuid().is_root() {
+            true => std::os::unix::fs::chown(other.join("run.json"), Some(65_534), None).expect("given away"),
+            false => expected.insert(0, "other"),
+        }
+        // The journal of a listed run may be a pipe, too.
+        nix::unistd::mkfifo(&real.join(JOURNAL_FILE), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        let of_base = list_runs(dir.path()).into_iter().filter(|r| r.record.run_dir.starts_with(dir.path()));
+        let mut names: Vec<String> = of_base.map(|r| r.record.run).collect();
+        names.sort();
+        assert_eq!(names, expected);
+        assert!(load_run_in_directory(&pipe).is_none());
+    }
+
     /// Checks the names of the members of `run.json`, which other versions of launch read.
     #[test]
     fn the_names_in_a_record_are_stable() {
@@ -275,8 +402,11 @@ mod tests {
         let this = ProcessIdentity::current().expect("this process");
         for i in 0..MAX_RECORDS + 3 {
             let controller = if i == 0 { this.clone() } else { this.with_other_start() };
-            let bytes = serde_json::to_vec(&make_record(dir.path(), controller)).expect("JSON");
-            fs::write(dir.path().join(format!("2026-{i:05}.json")), bytes).expect("a file");
+            let run_dir = dir.path().join(format!("run-{i}"));
+            fs::create_dir(&run_dir).expect("a directory");
+            let bytes = serde_json::to_vec(&make_record(&run_dir, controller)).expect("JSON");
+            fs::write(run_dir.join("run.json"), bytes).expect("a file");
+            symlink(run_dir.join("run.json"), dir.path().join(format!("2026-{i:05}.json"))).expect("a link");
         }
         remove_old_records(dir.path());
         let remaining = list_json_files(dir.path());

@@ -11,6 +11,9 @@ pub(crate) enum RunFilter {
     /// An active run, for a command that signals the controller. Without a name, the active run is
     /// selected.
     Active,
+    /// A run without a controller, for a command that continues the run. Without a name, the only
+    /// such run is selected.
+    Unattended,
 }
 
 /// The error of a command line that does not select exactly one run.
@@ -22,6 +25,12 @@ pub(crate) enum RunSelectionError<'r> {
     /// No run is active.
     #[error("no run is active")]
     NoneActive,
+    /// No run is without a controller.
+    #[error("no run is without a controller")]
+    NoneUnattended,
+    /// Several runs are without a controller.
+    #[error("{} runs are without a controller; specify one", .0.len())]
+    SeveralUnattended(Vec<&'r Run>),
     /// No run and no job has this name.
     #[error("no run and no job is named `{0}`")]
     NotFound(String),
@@ -44,8 +53,12 @@ impl RunSelectionError<'_> {
     /// slice for other errors.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
-            RunSelectionError::NoRuns | RunSelectionError::NoneActive | RunSelectionError::NotFound(_) => &[],
+            RunSelectionError::NoRuns
+            | RunSelectionError::NoneActive
+            | RunSelectionError::NoneUnattended
+            | RunSelectionError::NotFound(_) => &[],
             RunSelectionError::SeveralActive(runs)
+            | RunSelectionError::SeveralUnattended(runs)
             | RunSelectionError::SeveralOfJob(_, runs)
             | RunSelectionError::SeveralWithPrefix(_, runs)
             | RunSelectionError::SeveralRemote(runs) => runs,
@@ -57,7 +70,7 @@ impl From<RunSelectionError<'_>> for Diagnostic {
     fn from(error: RunSelectionError<'_>) -> Diagnostic {
         let code = match &error {
             RunSelectionError::NoRuns | RunSelectionError::NotFound(_) => command::RUN_NOT_FOUND,
-            RunSelectionError::NoneActive => command::RUN_NOT_ACTIVE,
+            RunSelectionError::NoneActive | RunSelectionError::NoneUnattended => command::RUN_NOT_ACTIVE,
             _ => command::RUN_AMBIGUOUS,
         };
         let names: Vec<&str> = error.candidates().iter().map(|run| run.record.run.as_str()).collect();
@@ -80,6 +93,9 @@ pub(crate) fn select_run<'r>(
     filter: RunFilter,
 ) -> Result<&'r Run, RunSelectionError<'r>> {
     let is_active = |run: &&Run| run.state == RunState::Running;
+    if let (None, RunFilter::Unattended) = (name, filter) {
+        return select_unattended_run(runs);
+    }
     let Some(name) = name else {
         let active: Vec<&Run> = runs.iter().filter(is_active).collect();
         return match (active.as_slice(), runs.first(), filter) {
@@ -106,6 +122,16 @@ pub(crate) fn select_run<'r>(
         [one] => Ok(one),
         [] => Err(RunSelectionError::NotFound(name.to_owned())),
         _ => Err(RunSelectionError::SeveralWithPrefix(name.to_owned(), with_prefix)),
+    }
+}
+
+/// Selects the only run without a controller.
+fn select_unattended_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
+    let unattended: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Unattended).collect();
+    match unattended.as_slice() {
+        [] => Err(RunSelectionError::NoneUnattended),
+        [one] => Ok(one),
+        _ => Err(RunSelectionError::SeveralUnattended(unattended)),
     }
 }
 
@@ -142,6 +168,7 @@ mod tests {
                 world: 1,
                 began_ms: 0,
                 command: vec![],
+                controller_timeout_ms: None,
                 controller: this.clone(),
             },
             state,
@@ -159,7 +186,12 @@ mod tests {
             run("2026-2", "c", RunState::Elsewhere),
         ];
         type ExpectedSelection<'a> = Result<&'a str, (Code, usize)>;
-        let cases: [(&[Run], Option<&str>, RunFilter, ExpectedSelection<'_>); 14] = [
+        let left = [
+            run("2026-3", "b", ended),
+            run("2026-2", "a", RunState::Unattended),
+            run("2026-1", "a", RunState::Unattended),
+        ];
+        let cases: [(&[Run], Option<&str>, RunFilter, ExpectedSelection<'_>); 18] = [
             (&none, None, RunFilter::Any, Err((command::RUN_NOT_FOUND, 0))),
             (&past, None, RunFilter::Any, Ok("2026-3")),
             (&past, None, RunFilter::Active, Err((command::RUN_NOT_ACTIVE, 0))),
@@ -174,6 +206,10 @@ mod tests {
             (&past, Some("2026"), RunFilter::Any, Err((command::RUN_AMBIGUOUS, 2))),
             (&past, Some("2026-2"), RunFilter::Any, Ok("2026-2")),
             (&past, Some("x"), RunFilter::Any, Err((command::RUN_NOT_FOUND, 0))),
+            (&past, None, RunFilter::Unattended, Err((command::RUN_NOT_ACTIVE, 0))),
+            (&left[..2], None, RunFilter::Unattended, Ok("2026-2")),
+            (&left, None, RunFilter::Unattended, Err((command::RUN_AMBIGUOUS, 2))),
+            (&left, Some("2026-3"), RunFilter::Unattended, Ok("2026-3")),
         ];
         for (runs, name, filter, expected) in cases {
             let selected = select_run(runs, name, filter);

@@ -8,7 +8,7 @@ use protocol::{
 };
 use std::path::Path;
 
-/// The limit on the memory for parsing a few kilobytes, bytes.
+/// The limit on the memory for parsing a few kilobytes, in bytes.
 const CAP: usize = 64 << 20;
 /// Mutated copies of each file for each parser.
 const MUTATIONS: u64 = 1000;
@@ -43,10 +43,13 @@ fn streams() -> [Vec<u8>; 2] {
         error: None,
         gpu: None,
     };
-    let agent =
-        [FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, inventory }, exited, FromAgent::Heartbeat];
+    let agent = [
+        FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, stream: 5, inventory },
+        exited,
+        FromAgent::Heartbeat,
+    ];
     let kill = ToAgent::Kill { attempt: 0, reason: "a peer failed".into(), grace_ms: 5, stacks: false };
-    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION }, kill, ToAgent::Heartbeat];
+    let controller = [ToAgent::Hello { version: PROTOCOL_VERSION, terms: None }, kill, ToAgent::Heartbeat];
     [
         agent.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),
         controller.iter().flat_map(|m| frame::encode_frame(m).expect("encodable")).collect(),

@@ -1,6 +1,6 @@
 //! Runs scripts in processes forked from a Python that has imported their modules
 //! (scripts/oracle/fork_server.py).
-#![allow(clippy::unwrap_used)] // a test that panics has failed
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 use super::environment::{create_test_directory, isolated_command};
 use std::{
     io::{BufRead, BufReader},

@@ -1,5 +1,5 @@
 //! Creates jobs of the built-in runtime that resume from recorded checkpoints of other programs.
-#![allow(clippy::unwrap_used)] // a test that panics has failed
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 use super::{FinishedRun, JobDirectory, list_files_below};
 use serde_json::Value;
 use std::{

@@ -1,5 +1,5 @@
 //! Runs unmodified scripts with HF Trainer or Accelerate as jobs of launch.
-#![allow(clippy::unwrap_used)] // a test that panics has failed
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 use super::{FinishedRun, JobDirectory, assert_snapshot, list_files_below};
 use serde_json::{Value, json};
 use std::{fs, path::Path};

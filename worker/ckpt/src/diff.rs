@@ -7,16 +7,16 @@ mod stats;
 
 pub use crate::diff::stats::{ElementDiff, ElementPair, RoundingCast};
 
-use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TiedWeight};
+use crate::catalog::{TensorInfo, TensorSource, TiedWeight, request_spans};
 use crate::diff::stats::DiffStats;
-use crate::error::{CkptError, Result};
+use crate::error::Result;
+use crate::parallel;
 use crate::tensor::{Dtype, TensorRole};
 use serde::Serialize;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Maximum number of elements of each checkpoint that a thread compares at a time.
 const WINDOW_ELEMENTS: u64 = 1 << 20;
@@ -40,7 +40,7 @@ pub struct DiffOptions {
 }
 
 /// The differences between two checkpoints `a` and `b`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct DiffReport {
     /// Path of the first checkpoint.
     pub a: PathBuf,
@@ -159,7 +159,7 @@ pub fn diff_checkpoints(
             None => report.equal += 1,
             Some(values) => {
                 report.different.push(FloatTensorDiff {
-                    tensor: format_tensor_label(&pair.a),
+                    tensor: pair.a.label(),
                     shape: pair.a.shape.clone(),
                     values,
                 });
@@ -169,14 +169,9 @@ pub fn diff_checkpoints(
     Ok(report)
 }
 
-/// Formats the name of a tensor as `role/name`.
-fn format_tensor_label(info: &TensorInfo) -> String {
-    format!("{}/{}", info.role, info.name)
-}
-
 /// Formats an alias and its target as `role/alias = role/target`.
 fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
-    format!("{} = {}", format_tensor_label(alias), format_tensor_label(target))
+    format!("{} = {}", alias.label(), target.label())
 }
 
 /// A tensor of `a` and the corresponding tensor of `b`, with equal shapes.
@@ -193,29 +188,17 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
         |side: DiffSide<'_>| side.source.tensors().into_iter().filter(is_compared).collect::<Vec<_>>();
     let (tensors_a, tensors_b) = (tensors(a), tensors(b));
     let (index_a, index_b) = (TensorIndex::new(&tensors_a, a.ties), TensorIndex::new(&tensors_b, b.ties));
-    let mut report = DiffReport {
-        a: a.source.path().to_owned(),
-        b: b.source.path().to_owned(),
-        compared: 0,
-        equal: 0,
-        different: Vec::new(),
-        only_a: Vec::new(),
-        only_b: Vec::new(),
-        shapes: Vec::new(),
-        dtypes: Vec::new(),
-        tied: Vec::new(),
-        not_compared: Vec::new(),
-        other_bytes: Vec::new(),
-    };
+    let mut report =
+        DiffReport { a: a.source.path().to_owned(), b: b.source.path().to_owned(), ..DiffReport::default() };
     let mut pairs = Vec::new();
     let mut covered = HashSet::new();
     for info in &tensors_a {
         match index_b.find_tensor(info) {
-            None => report.only_a.push(format_tensor_label(info)),
+            None => report.only_a.push(info.label()),
             Some((other, tied)) => {
                 if tied {
                     report.tied.push(format!("{} in b", format_alias(info, other)));
-                    covered.insert(format_tensor_label(other));
+                    covered.insert(other.label());
                 }
                 pairs.extend(report.pair_if_comparable(info, other));
             }
@@ -223,10 +206,10 @@ fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (Dif
     }
     for info in &tensors_b {
         match index_a.find_tensor(info) {
-            None => report.only_b.push(format_tensor_label(info)),
+            None => report.only_b.push(info.label()),
             Some((other, true)) => {
                 report.tied.push(format!("{} in a", format_alias(info, other)));
-                covered.insert(format_tensor_label(other));
+                covered.insert(other.label());
                 pairs.extend(report.pair_if_comparable(other, info));
             }
             Some((_, false)) => {}
@@ -252,7 +235,7 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and name of `info`, or the tensor for which this name is an
+    /// Finds the tensor with the role and name of `info`, or the tensor that has this name as an
     /// alias. Returns the tensor, and true if the name is an alias. Returns `None` if there is no
     /// such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
@@ -269,18 +252,14 @@ impl DiffReport {
     /// tensors if their elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
-            self.dtypes.push(DtypeDiff { tensor: format_tensor_label(a), a: a.dtype, b: b.dtype });
+            self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });
         }
         if a.shape != b.shape {
-            self.shapes.push(ShapeDiff {
-                tensor: format_tensor_label(a),
-                a: a.shape.clone(),
-                b: b.shape.clone(),
-            });
+            self.shapes.push(ShapeDiff { tensor: a.label(), a: a.shape.clone(), b: b.shape.clone() });
             return None;
         }
         if a.dtype != b.dtype && !(a.dtype.is_float() && b.dtype.is_float()) {
-            self.not_compared.push(format_tensor_label(a));
+            self.not_compared.push(a.label());
             return None;
         }
         Some(TensorPair { a: a.clone(), b: b.clone() })
@@ -312,13 +291,7 @@ fn compare_bytes(
         start += count;
     }
     let (shape, dtype) = (pair.a.shape.clone(), pair.a.dtype);
-    Ok(first.map(|first| IntegerTensorDiff {
-        tensor: format_tensor_label(&pair.a),
-        shape,
-        dtype,
-        first,
-        differing,
-    }))
+    Ok(first.map(|first| IntegerTensorDiff { tensor: pair.a.label(), shape, dtype, first, differing }))
 }
 
 /// A range of elements that both tensors of one pair have. `pair` is the index of the pair.
@@ -358,66 +331,37 @@ fn compare_elements(
 ) -> Result<Vec<DiffStats>> {
     let windows = divide_into_windows(pairs);
     let total: u64 = pairs.iter().map(|p| p.a.element_count()).sum();
-    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let done = Mutex::new((BTreeMap::new(), progress, 0u64));
-    let compare_windows = || -> Result<()> {
-        let (mut left, mut right) = (Vec::new(), Vec::new());
-        while let Some((number, spans)) = take_window(&windows, &next, &failed) {
-            let stats = compare_window(a, b, pairs, spans, &mut left, &mut right).inspect_err(|_| {
-                failed.store(true, Ordering::Relaxed);
-            })?;
-            let elements: u64 = spans.iter().map(|s| s.range.end - s.range.start).sum();
-            let mut done = done.lock().map_err(|_| CkptError::internal("a thread panicked"))?;
-            done.0.insert(number, stats);
-            done.2 += elements;
-            let so_far = done.2;
-            (done.1)(so_far, total);
-        }
-        Ok(())
+    let progress = Mutex::new((progress, 0u64));
+    let compare = |buffers: &mut [Vec<f32>; 2], i: usize| {
+        let stats = compare_window(a, b, pairs, &windows[i], buffers)?;
+        let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let (report, done) = &mut *progress;
+        *done += windows[i].iter().map(|s| s.range.end - s.range.start).sum::<u64>();
+        report(*done, total);
+        Ok(stats)
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(compare_windows)).collect();
-        let ended =
-            workers.into_iter().map(|w| w.join().map_err(|_| CkptError::internal("a thread panicked")));
-        ended.collect::<Vec<_>>().into_iter().try_for_each(|result| result?)
-    })?;
-    let (found, ..) = done.into_inner().map_err(|_| CkptError::internal("a thread panicked"))?;
     let mut totals: Vec<DiffStats> = pairs.iter().map(|_| DiffStats::default()).collect();
     // in the order of windows, so that sums don't depend on thread timing
-    for (pair, stats) in found.into_values().flatten() {
-        totals[pair].append_range(stats);
+    for window in parallel::map_indices(threads, windows.len(), Default::default, compare) {
+        window?.into_iter().for_each(|(pair, stats)| totals[pair].append_range(stats));
     }
     Ok(totals)
 }
 
-/// Takes the next window for a thread. Returns the number and the spans of the window. Returns
-/// `None` if all windows are taken or a thread has failed.
-fn take_window<'a>(
-    windows: &'a [Vec<PairSpan>],
-    next: &AtomicUsize,
-    failed: &AtomicBool,
-) -> Option<(usize, &'a [PairSpan])> {
-    if failed.load(Ordering::Relaxed) {
-        return None;
-    }
-    let number = next.fetch_add(1, Ordering::Relaxed);
-    windows.get(number).map(|spans| (number, spans.as_slice()))
-}
-
-/// Reads the elements of `spans` from both checkpoints into the buffers `left` and `right`, and
-/// compares the buffers. Returns for each span the index of its tensor pair and the statistics of
-/// the differences.
+/// Reads the elements of `spans` from both checkpoints into `buffers`, and compares the buffers.
+/// Returns for each span the index of its tensor pair and the statistics of the differences.
 fn compare_window(
     a: &dyn TensorSource,
     b: &dyn TensorSource,
     pairs: &[TensorPair],
     spans: &[PairSpan],
-    left: &mut Vec<f32>,
-    right: &mut Vec<f32>,
+    [left, right]: &mut [Vec<f32>; 2],
 ) -> Result<Vec<(usize, DiffStats)>> {
-    read_spans(a, spans, |s| &pairs[s.pair].a, left)?;
-    read_spans(b, spans, |s| &pairs[s.pair].b, right)?;
+    let spans_of_a = spans.iter().map(|s| (Some(&pairs[s.pair].a), s.range.clone()));
+    let spans_of_b = spans.iter().map(|s| (Some(&pairs[s.pair].b), s.range.clone()));
+    a.read_many(&mut request_spans(spans_of_a, left))?;
+    b.read_many(&mut request_spans(spans_of_b, right))?;
     let (mut found, mut at) = (Vec::new(), 0);
     for span in spans {
         let count = (span.range.end - span.range.start) as usize;
@@ -426,28 +370,4 @@ fn compare_window(
         at += count;
     }
     Ok(found)
-}
-
-/// Reads the elements of `spans` from one checkpoint into `buffer`, one span after another.
-fn read_spans<'a>(
-    source: &dyn TensorSource,
-    spans: &[PairSpan],
-    tensor_of: impl Fn(&PairSpan) -> &'a TensorInfo,
-    buffer: &mut Vec<f32>,
-) -> Result<()> {
-    let total: u64 = spans.iter().map(|s| s.range.end - s.range.start).sum();
-    buffer.resize(total as usize, 0.0);
-    let (mut rest, mut requests) = (buffer.as_mut_slice(), Vec::new());
-    for span in spans {
-        let info = tensor_of(span);
-        let (out, tail) = rest.split_at_mut((span.range.end - span.range.start) as usize);
-        rest = tail;
-        requests.push(ReadRequest {
-            name: &info.name,
-            role: info.role,
-            start_element: span.range.start,
-            out,
-        });
-    }
-    source.read_many(&mut requests)
 }

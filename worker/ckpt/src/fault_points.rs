@@ -5,8 +5,11 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+/// Whether this process counts the fault points that it passes.
 static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
+/// The number of the fault point at which the process is killed.
 static KILLED_POINT: AtomicU64 = AtomicU64::new(0);
+/// The names of the fault points that were passed, in order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
 /// Starts counting the fault points that this process passes, again from 1. The point with the

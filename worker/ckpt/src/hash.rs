@@ -1,5 +1,5 @@
-//! [`struct@Hash`]: a BLAKE3 hash. Text formats serialize the hash as hex digits, and binary
-//! formats as 32 bytes.
+//! [`struct@Hash`]: a BLAKE3 hash, as `b3sum` prints it. Text formats serialize the hash as hex
+//! digits, and binary formats as 32 bytes.
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 
@@ -16,6 +16,22 @@ impl Hash {
     /// Formats the hash as 64 lower-case hex digits.
     pub(crate) fn to_hex(self) -> String {
         blake3::Hash::from_bytes(self.0).to_hex().to_string()
+    }
+}
+
+/// Computes the hash of bytes that arrive in parts.
+#[derive(Default)]
+pub(crate) struct FileHasher(blake3::Hasher);
+
+impl FileHasher {
+    /// Adds the next bytes. Parts of at least 16 KiB are hashed faster than smaller ones.
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// Returns the hash of all bytes.
+    pub(crate) fn finish(&self) -> Hash {
+        Hash(*self.0.finalize().as_bytes())
     }
 }
 

@@ -34,6 +34,7 @@ mod gather;
 mod hash;
 mod layout;
 mod open;
+mod parallel;
 mod repair;
 pub mod rng_files;
 mod save;
@@ -62,9 +63,9 @@ pub use diff::{
 };
 pub use error::{
     CkptError, ConvertError, Damage, DamageReason, Diagnosis, MissingPart, OptionProblem, OutputProblem,
-    ReadFailure, RemoteShard, Result, SaveProblem, UnsupportedFeature, format_bytes,
+    ReadFailure, RemoteShard, Result, SaveProblem, UnsupportedFeature,
 };
-pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights};
+pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights, gather_weights_until};
 pub use hash::Hash;
 pub use layout::native::{
     BlockFetcher, BlockRange, BlockSink, Checkpoint, find_latest, list_checkpoints, step_dir_name,
@@ -75,6 +76,7 @@ pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
     CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,
     commit_save, commit_save_with_parity, host_local, prune_checkpoints, write_parity, write_shard,
+    write_shard_until,
 };
 pub use tensor::{Dtype, TensorRole};
 pub use verify::{

@@ -2,30 +2,17 @@
 //!
 //! Each function fails if the bytes are invalid. A function must not panic, loop forever, or
 //! allocate more memory than the limits of its parser.
-use crate::codec::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
+use crate::catalog::GLOBALS;
+use crate::codec::sealed_json::JsonSeal;
+use crate::codec::torch_file::{TorchFile, copy_content};
 use crate::codec::{safetensors as header, zip as container};
 use crate::error::CkptError;
 use crate::layout::dcp;
 use crate::layout::hf::optimizer_state as state_dict;
 use crate::layout::native::Manifest;
+use crate::save::output_record::GATHER_MARKER;
 use diagnostic::{Diagnostic, Result};
-use std::io;
 use std::path::Path;
-
-/// Fills `out` with the bytes of a slice from offset `at` on, as a read of a file does.
-///
-/// # Errors
-/// Fails with [`io::ErrorKind::UnexpectedEof`] if the slice is too short.
-fn read_at(bytes: &[u8], at: u64, out: &mut [u8]) -> io::Result<()> {
-    let start = usize::try_from(at).ok();
-    match start.and_then(|s| bytes.get(s..)?.get(..out.len())) {
-        Some(found) => {
-            out.copy_from_slice(found);
-            Ok(())
-        }
-        None => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
-}
 
 /// Makes the diagnostic of an input that a parser rejected.
 fn report_rejected(reason: impl Into<crate::DamageReason>) -> Diagnostic {
@@ -34,22 +21,22 @@ fn report_rejected(reason: impl Into<crate::DamageReason>) -> Diagnostic {
 
 /// Parses a pickle that is not in a container, and converts it to JSON.
 pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
-    let tree = crate::codec::pickle::parse_pickle(bytes, &[TENSOR_GLOBALS, PLAIN_GLOBALS]);
+    let tree = crate::codec::pickle::parse_pickle(bytes, GLOBALS);
     tree.map(|tree| drop(tree.root_value().to_json()))
         .map_err(|e| report_rejected(crate::error::TorchFileError::from(e)))
 }
 
 /// Parses the central directory of a zip file.
 pub fn parse_zip(bytes: &[u8]) -> Result<()> {
-    container::read_members(bytes.len() as u64, |at, out| read_at(bytes, at, out))
+    container::read_members(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
         .map(drop)
         .map_err(report_rejected)
 }
 
 /// Parses the zip or legacy structure of a torch file in memory, and its pickle.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
-    let read = |at: u64, out: &mut [u8]| read_at(bytes, at, out);
-    TorchFile::parse(bytes.len() as u64, read, &[TENSOR_GLOBALS, PLAIN_GLOBALS]).map_err(report_rejected)
+    let read = |at: u64, out: &mut [u8]| copy_content(bytes, at, out);
+    TorchFile::parse(bytes.len() as u64, read, GLOBALS).map_err(report_rejected)
 }
 
 /// Parses a torch file of the zip or the legacy format, and every tensor at the top level of its
@@ -73,7 +60,7 @@ pub fn parse_optimizer(bytes: &[u8]) -> Result<()> {
 
 /// Parses the header of a safetensors file.
 pub fn parse_safetensors(bytes: &[u8]) -> Result<()> {
-    header::read_header(bytes.len() as u64, |at, out| read_at(bytes, at, out))
+    header::read_header(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
         .map(drop)
         .map_err(report_rejected)
 }
@@ -94,6 +81,13 @@ pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
 /// Without the matching hash, the parser would reject every modified input.
 pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
-    Manifest::seal_text(&mut text);
+    JsonSeal::COMPACT.seal(&mut text);
     Manifest::parse(Path::new("."), text).map(drop).map_err(Into::into)
+}
+
+/// Parses the record of a gather after writing the matching hash into the text.
+pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
+    let mut text = bytes.to_vec();
+    JsonSeal::INDENTED.seal(&mut text);
+    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(report_rejected)
 }

@@ -5,22 +5,18 @@
 //! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
 //! changed for a while. A native checkpoint gets its final name when it is complete.
 use crate::catalog::StatePart;
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, FileState, exists, list_file_states};
 use crate::error::Result;
 use crate::layout::deepspeed;
 use crate::layout::native::{list_checkpoints, parse_step_dir_name};
 use crate::open::open_external_checkpoint;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Maximum depth of the subdirectories of a checkpoint whose files are checked for changes.
 const DEPTH_MAX: u32 = 4;
-/// Maximum number of files of a checkpoint. A directory with more files is not reported.
-const FILES_MAX: usize = 1 << 20;
 
 /// Returns true for a part of a training state that programs write last. A save may still be in
 /// progress while such a part is missing. If `is_deepspeed` is true, DeepSpeed wrote the
@@ -68,7 +64,7 @@ pub struct DirectoryReport {
 /// The state of a directory at the previous poll.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
-    snapshot: FileSnapshot,
+    snapshot: Vec<FileState>,
     /// Time of the first poll that found this snapshot.
     since: Instant,
     /// Whether the status of the directory with this snapshot was reported.
@@ -116,8 +112,8 @@ impl CheckpointWatch {
         };
         self.states.retain(|path, _| found.contains(path));
         for path in found {
-            // a directory that is being removed is skipped
-            let Some(snapshot) = take_snapshot(&path) else { continue };
+            // a directory that is being removed, or has too many files, is skipped
+            let Ok(snapshot) = list_file_states(&path, DEPTH_MAX) else { continue };
             let fresh = || DirectoryState { snapshot: snapshot.clone(), since: now, reported: false };
             let state = self.states.entry(path.clone()).or_insert_with(fresh);
             if state.snapshot != snapshot {
@@ -214,30 +210,4 @@ fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
     found.retain(|(_, path)| path.symlink_metadata().is_ok_and(|m| m.is_dir()));
     found.sort();
     Ok(found.into_iter().map(|(_, path)| path).collect())
-}
-
-/// Path, size in bytes, and modification time (seconds, nanoseconds) of each file in a directory.
-type FileSnapshot = Vec<(PathBuf, u64, i64, i64)>;
-
-/// Takes a snapshot of the files in a directory tree. Returns `None` if a file or directory is
-/// removed meanwhile, or if there are more than [`FILES_MAX`] files.
-fn take_snapshot(path: &Path) -> Option<FileSnapshot> {
-    let mut files = Vec::new();
-    let mut directories = vec![(path.to_owned(), DEPTH_MAX)];
-    while let Some((directory, depth)) = directories.pop() {
-        for entry in fs::read_dir(&directory).ok()? {
-            let path = entry.ok()?.path();
-            let m = path.symlink_metadata().ok()?;
-            match m.is_dir() {
-                true if depth > 0 => directories.push((path, depth - 1)),
-                true => {}
-                false => files.push((path, m.size(), m.mtime(), m.mtime_nsec())),
-            }
-            if files.len() > FILES_MAX {
-                return None;
-            }
-        }
-    }
-    files.sort();
-    Some(files)
 }

@@ -53,7 +53,7 @@ fn main() {
 
 /// Starts one process per rank and waits until all have ended. Panics if a process fails.
 fn spawn_ranks(args: &BenchArgs) {
-    let fd = memfd_create("comm-bench", MFdFlags::empty()).expect("a memfd can be created");
+    let fd = memfd_create("comm-bench", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd can be created");
     let spawn = |r: usize| {
         Command::new(std::env::current_exe().expect("the path of this executable is known"))
             .args([args.world.to_string(), args.filter.clone(), r.to_string(), fd.as_raw_fd().to_string()])

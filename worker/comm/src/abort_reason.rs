@@ -3,8 +3,7 @@
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
 //! Both carry the bytes of [`AbortReason::encode`]: kind (u8), rank (u32), observer (u32),
 //! milliseconds (u64), all little-endian, then text in UTF-8.
-use crate::message_text::format_seconds;
-use diagnostic::{Code, Diagnostic, codes::collective as codes};
+use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
 /// Size in bytes of the fixed fields of an encoded abort reason, which precede the text.

@@ -48,6 +48,8 @@ pub(crate) struct CollectiveCall {
     elements: u64,
     /// Hash of the other arguments that must be equal on all ranks: counts, root and element size.
     digest: u64,
+    /// Size of an element in bytes, for messages.
+    element_bytes: usize,
 }
 
 /// Writes the collective and the call number: `barrier (call 12)`. All transports name a call in
@@ -63,13 +65,15 @@ impl CollectiveCall {
     /// a hash of the numbers in `agreed`. Both are compared with those of the peers, so calls with
     /// different values do not match.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
-        CollectiveCall { kind, number: 0, elements: elements as u64, digest: hash_arguments(agreed) }
+        let (elements, digest) = (elements as u64, hash_arguments(agreed));
+        CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
     }
 
     /// Returns this call with the element size, in bytes, added to the arguments that must be equal
     /// on all ranks.
     fn with_element_size(self, bytes: usize) -> Self {
-        CollectiveCall { digest: hash_arguments([self.digest as usize, bytes]), ..self }
+        let digest = hash_arguments([self.digest as usize, bytes]);
+        CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
     /// Returns this call with the call number `number`.
@@ -194,8 +198,8 @@ impl CollectiveCall {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Compares this call, which rank `rank` made, with the encoded call `peer_words` of rank
-    /// `peer`. Fails if the calls differ.
+    /// Compares this call with the call of rank `peer`, encoded as `peer_words`. `rank` is the rank
+    /// that made this call. Fails if the calls differ.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -208,6 +212,26 @@ impl CollectiveCall {
         }
         let (call, peer_call) = (decode_call_summary(words), decode_call_summary(peer_words));
         Err(CallMismatch::Call { rank, call, peer, peer_call })
+    }
+
+    /// Fails if the number of bytes that rank `from` sends to rank `to` (`sent`) differs from the
+    /// number that `to` expects. The error has amounts in elements if these differ, otherwise in
+    /// bytes.
+    pub(crate) fn check_byte_transfer(
+        &self,
+        from: usize,
+        to: usize,
+        sent: u64,
+        expected: u64,
+    ) -> std::result::Result<(), CallMismatch> {
+        let size = self.element_bytes as u64;
+        if size > 1 {
+            check_transfer_lengths(from, to, sent / size, expected / size)?;
+        }
+        if sent == expected {
+            return Ok(());
+        }
+        Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Bytes })
     }
 }
 
@@ -244,6 +268,12 @@ pub(crate) fn compute_offsets(counts: &[usize]) -> Vec<usize> {
             Some(start)
         })
         .collect()
+}
+
+/// Computes the index ranges of parts with the lengths `lens`, which are stored one after the
+/// other.
+pub(crate) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
+    compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
 
 /// Computes the range of elements that `rank` gets if `len` elements are divided among `world`

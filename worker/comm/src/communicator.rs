@@ -28,8 +28,8 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Passes rank r's part of every partial vector of every rank to the `sink` of rank r, in the
-    /// order (source rank, index of the partial).
+    /// Passes part r of every partial vector of every rank to the `sink` of rank r, in the order
+    /// (source rank, index of the partial).
     ///
     /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
     /// the caller reduces the pieces in the order in which they arrive.
@@ -96,8 +96,8 @@ pub trait Comm: Send + Sync {
     /// passes more than [`crate::MAX_GATHER_BYTES`].
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Gathers numbers from every rank, each any number of them, and returns the numbers of all
-    /// ranks, indexed by rank. Has the limit of [`Comm::all_gather_bytes`].
+    /// Gathers a list of numbers from every rank, and returns the lists of all ranks, indexed by
+    /// rank. The lists may differ in length. Has the limit of [`Comm::all_gather_bytes`].
     fn all_gather_u64(&self, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
         let gathered = self.all_gather_bytes(bytemuck::cast_slice(numbers))?;
         let incomplete = |rank: usize, bytes: usize| CallMismatch::IncompleteNumber { rank, bytes };

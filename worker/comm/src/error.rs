@@ -4,11 +4,11 @@ use crate::{
     call_error::{ArgumentError, CallMismatch},
     collective_kind::CollectiveKind,
     join_error::{ConnectFailure, GroupError, RejectReason, SharedMemoryError},
-    message_text::{format_ranks, format_seconds},
+    message_text::format_ranks,
     nccl_error::NcclError,
 };
 use device::{cuda::CudaError, storage::DeviceError};
-use diagnostic::{Code, Diagnostic, codes::collective as codes};
+use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
 /// Error of a collective, or of an attempt to join a group.

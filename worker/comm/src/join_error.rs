@@ -64,12 +64,20 @@ pub enum SharedMemoryError {
     /// The operating system failed to inspect, resize or map the file.
     #[error("cannot {operation} the shared memory ({bytes} bytes): {}", errno.desc())]
     Os {
-        /// The operation that failed: `inspect`, `resize` or `map`.
+        /// The operation that failed: `inspect`, `resize`, `seal` or `map`.
         operation: &'static str,
-        /// Number of bytes that were requested; 0 for `inspect`.
+        /// Number of bytes that were requested; 0 for `inspect` and `seal`.
         bytes: usize,
         /// The operating system's error.
         errno: nix::errno::Errno,
+    },
+    /// The shared memory belongs to another user.
+    #[error("the shared memory belongs to the user {uid}, but this process to the user {expected}")]
+    OtherOwner {
+        /// The user id of the owner.
+        uid: u32,
+        /// The user id of this process.
+        expected: u32,
     },
     /// The header of the shared memory was written by another program, or for another group.
     #[error("the {field} of the shared memory is {found:#x}, but this rank has {expected:#x}")]

@@ -32,8 +32,8 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The largest length, in elements, up to which every rank computes the whole sum of an all-reduce,
-/// with one exchange instead of two.
+/// The largest length, in elements, of an all-reduce that needs one exchange instead of two,
+/// because every rank computes the whole sum.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
 /// Creates the communicators of `world` ranks, indexed by rank. Each communicator is meant for one

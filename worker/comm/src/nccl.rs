@@ -13,7 +13,8 @@ mod group;
 mod library;
 
 pub use crate::nccl_error::{NcclError, Result};
-pub use binding::{DataType, ID_BYTES, ReduceOp};
+pub use binding::ID_BYTES;
 pub use comm::NcclComm;
+pub use cudarc::nccl::sys::ncclDataType_t;
 pub use group::{CudaStream, NcclGroup, PeerBuffer};
 pub use library::NcclLibrary;

@@ -1,7 +1,7 @@
 //! [`NcclError`]: errors of opening NCCL, of its calls, and of work on the GPU.
-use crate::{abort_reason::AbortReason, message_text::format_seconds};
+use crate::abort_reason::AbortReason;
 use device::cuda::CudaError;
-use diagnostic::{Code, Diagnostic, codes::collective as codes};
+use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::{path::PathBuf, time::Duration};
 
 /// Error of opening NCCL, of a call of NCCL, or of work that a group enqueued.

@@ -56,9 +56,14 @@ impl SharedWindow {
 }
 
 impl SharedView {
-    /// Returns a view of the elements of all ranks. No rank may write its elements while the
-    /// returned view is in use.
-    pub fn view(&self) -> View<'_> {
+    /// Returns a view of the elements of all ranks.
+    ///
+    /// # Safety
+    ///
+    /// The caller must guarantee that no rank, this rank included, writes elements of the window
+    /// while the view is in use. [`Comm::shared_window`](crate::Comm::shared_window) states how the
+    /// ranks agree on that.
+    pub unsafe fn view(&self) -> View<'_> {
         self.elements.view()
     }
 

@@ -14,16 +14,16 @@
 //! the rank gets SIGBUS.
 use crate::{
     AbortReason, CallMismatch, Comm, PartialSink, Result, SharedWindow,
-    call::{self, BufferShape, CollectiveCall},
+    call::{self, BufferShape, CollectiveCall, compute_consecutive_ranges},
 };
 use device::{Dtype, View, ViewMut};
 use segment::{HeaderMapping, WindowMapping};
 use std::{
+    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
 };
 
-mod chunk_transfer;
 mod communicator;
 mod host_exchange;
 mod limits;
@@ -37,7 +37,7 @@ mod wait;
 
 pub(crate) use communicator::JobRanks;
 pub use communicator::ShmComm;
-pub(crate) use host_exchange::{OutgoingMessage, check_byte_transfer};
+pub(crate) use host_exchange::OutgoingMessage;
 pub use limits::ShmLimits;
 pub use ordered_reduce::count_assembly_elements;
 pub(crate) use ordered_reduce::partition_into_windows;
@@ -73,7 +73,15 @@ impl ShmComm {
             return Ok(());
         }
         let size = send_shape.element_bytes;
-        self.all_to_all_in_chunks(&mut call_state, &call, (recv, recv_counts), (send, send_counts), size)
+        let to_ranges = |counts: &[usize]| {
+            compute_consecutive_ranges(&counts.iter().map(|n| n * size).collect::<Vec<_>>())
+        };
+        let (recv_ranges, send_ranges) = (to_ranges(recv_counts), to_ranges(send_counts));
+        let (parts, me) = ([send], self.position.rank);
+        recv[recv_ranges[me].clone()].copy_from_slice(&send[send_ranges[me].clone()]);
+        let message = |range: Range<usize>| OutgoingMessage { parts: &parts, range };
+        let messages: Vec<OutgoingMessage> = send_ranges.into_iter().map(message).collect();
+        self.exchange_messages(&mut call_state, &call, &messages, recv, &recv_ranges)
     }
 }
 
@@ -147,7 +155,10 @@ impl Comm for ShmComm {
         if self.position.world == 1 {
             return Ok(());
         }
-        self.broadcast_in_chunks(&mut call_state, &call, x.host(), root)
+        let x: &mut [u8] = bytemuck::cast_slice_mut(x.host());
+        let mut ranges = vec![Vec::new(); self.position.world];
+        ranges[root].push(0..x.len());
+        self.replicate_ranges(&mut call_state, &call, x, &ranges)
     }
 
     fn all_to_all(

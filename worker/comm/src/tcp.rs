@@ -11,10 +11,10 @@
 //! The buffer is limited to 8 × staging or two of the largest pieces, whichever is more.
 use crate::{
     AbortReason, CallMismatch, Comm, CommError, PartialSink, Result,
-    call::{self, BufferShape, CollectiveCall},
+    call::{self, BufferShape, CollectiveCall, compute_consecutive_ranges},
     shm::{OutgoingMessage, partition_into_windows},
 };
-use communicator::{AbortOnPanic, compute_consecutive_ranges};
+use communicator::AbortOnPanic;
 use device::{View, ViewMut};
 use std::ops::Range;
 
@@ -29,8 +29,8 @@ mod topology;
 pub use communicator::{TcpComm, TcpLimits};
 pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankListener};
 
-/// The largest size in bytes up to which every rank computes the whole sum of an all-reduce, in one
-/// network step instead of two.
+/// The largest size, in bytes, of an all-reduce that needs one network step instead of two, because
+/// every rank computes the whole sum.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
 /// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;

@@ -2,8 +2,15 @@
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
 //! [--level NAME]]`
-use device::ops::{AdamWHyperparams, AttentionShape, ClassifierGrads, NORM_BLOCK_LEN, RowGroup, WriteMode};
-use device::{Buf, Cpu, Ops};
+mod peak_flops;
+
+use device::ops::{
+    ActivationOps, AdamWHyperparams, AttentionOps, AttentionShape, ClassifierGrads, ClassifierOps,
+    ClassifierShape, EmbeddingOps, GroupedMatmulOps, MatmulOps, NORM_BLOCK_LEN, OptimizerOps, RmsNormOps,
+    RopeOps, RopeShape, RowGroup, VectorOps, WriteMode,
+};
+use device::{Buf, Cpu};
+use peak_flops::measure_peak_flops;
 use std::time::{Duration, Instant};
 
 const HIDDEN: usize = 384;
@@ -37,7 +44,7 @@ fn main() {
             .into_iter()
             .find(fits)
             .expect("an instruction set of this machine");
-        let peak = cpu.measure_peak_flops(Duration::from_millis(300));
+        let peak = measure_peak_flops(&cpu.describe(), n, Duration::from_millis(300));
         println!(
             "\n{}: FMA peak {:.0} GFLOP/s, memcpy {:.1} GB/s",
             cpu.describe(),
@@ -212,7 +219,8 @@ impl<'a> TrainingStep<'a> {
                     );
                     let (cos, sin) = (self.cos.view(), self.sin.view());
                     let AttentionShape { b, t, .. } = self.shape;
-                    cpu.rope_forward(l.qkv.view_mut(), cos, sin, b, t, 2 * HEADS, HEAD_DIM, 3 * d);
+                    let shape = RopeShape { b, t, heads: 2 * HEADS, head_dim: HEAD_DIM, stride: 3 * d };
+                    cpu.rope_forward(l.qkv.view_mut(), cos, sin, shape);
                     let (out, lse) = (l.o.view_mut(), l.lse.view_mut());
                     cpu.attention_forward(out, lse, l.qkv.view(), &self.starts, self.shape);
                     cpu.matmul_forward(
@@ -244,7 +252,8 @@ impl<'a> TrainingStep<'a> {
         let (dx, dw) = (self.dx.view_mut(), self.head.dw.view_mut());
         let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 / m as f32 };
         let (x, w) = (self.x.view(), self.head.w.view());
-        cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, m, d, VOCABULARY, Some(grads));
+        let shape = ClassifierShape { m, d, v: VOCABULARY, softcap: None };
+        cpu.compute_classifier_loss(self.loss.view_mut(), x, w, &self.tokens, shape, Some(grads));
     }
 
     /// Runs the backward pass of all layers, from the gradient of the classifier's input.
@@ -294,7 +303,8 @@ impl<'a> TrainingStep<'a> {
                     cpu.attention_backward(dqkv, d_o, out, lse, l.qkv.view(), &self.starts, self.shape);
                     let (cos, sin) = (self.cos.view(), self.sin.view());
                     let AttentionShape { b, t, .. } = self.shape;
-                    cpu.rope_backward(self.dqkv.view_mut(), cos, sin, b, t, 2 * HEADS, HEAD_DIM, 3 * d);
+                    let shape = RopeShape { b, t, heads: 2 * HEADS, head_dim: HEAD_DIM, stride: 3 * d };
+                    cpu.rope_backward(self.dqkv.view_mut(), cos, sin, shape);
                     (qkv, 3 * d)
                 };
                 let dy = if half == 1 { self.dgate_up.view() } else { self.dqkv.view() };
@@ -486,13 +496,14 @@ impl OpsBench<'_> {
         let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));
         let labels: Vec<u32> = (0..m).map(|i| (i * 31 % v) as u32).collect();
         let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), Buf::zeroed(m * d), Buf::zeroed(v * d));
+        let shape = ClassifierShape { m, d, v, softcap: None };
         self.report_flops("classifier forward", 2 * m * d * v, || {
-            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, None);
+            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, None);
         });
         self.report_flops("classifier forward + backward", 6 * m * d * v, || {
             let (dx, dw) = (dx.view_mut(), dw.view_mut());
             let grads = ClassifierGrads { dx, dw, dw_write: WriteMode::Overwrite, scale: 1.0 };
-            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, m, d, v, Some(grads));
+            cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, Some(grads));
         });
     }
 
@@ -528,7 +539,8 @@ impl OpsBench<'_> {
         let (cos, sin) = (make_random_buf(SEQUENCE * HEAD_DIM / 2), make_random_buf(SEQUENCE * HEAD_DIM / 2));
         self.report_bytes("rope forward, q and k", 4 * m * d, || {
             let (b, heads) = (m / SEQUENCE, 2 * HEADS);
-            cpu.rope_forward(qkv.view_mut(), cos.view(), sin.view(), b, SEQUENCE, heads, HEAD_DIM, 3 * d);
+            let shape = RopeShape { b, t: SEQUENCE, heads, head_dim: HEAD_DIM, stride: 3 * d };
+            cpu.rope_forward(qkv.view_mut(), cos.view(), sin.view(), shape);
         });
         let (gate_up, mut dz) = (make_random_buf(m * 2 * f), make_random_buf(m * f));
         let (mut z, mut dgate_up) = (Buf::zeroed(m * f), Buf::zeroed(m * 2 * f));

@@ -42,12 +42,81 @@ impl MemoryOwner for huge_pages::BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// An owned buffer, on the host (aligned to [`BUFFER_ALIGNMENT`]) or in GPU memory.
-pub struct Buf {
-    ptr: NonNull<u8>,
+/// Address, number and type of consecutive elements in host or GPU memory.
+#[derive(Clone, Copy)]
+struct ElementRange {
+    ptr: *mut u8,
     len: usize,
     dtype: Dtype,
     on_host: bool,
+}
+
+impl ElementRange {
+    /// Returns a range of the elements. Panics if the range is out of bounds.
+    fn slice(self, r: Range<usize>) -> ElementRange {
+        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
+        // SAFETY: within the allocation.
+        ElementRange { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
+    }
+
+    /// Returns the number of bytes of all elements.
+    fn size(self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// Returns the address of the elements. Panics if they are in GPU memory.
+    #[track_caller]
+    fn host_ptr(self) -> *mut u8 {
+        assert!(self.on_host, "a buffer in GPU memory is used as host memory");
+        self.ptr
+    }
+
+    /// Returns the address of `f32` elements. Panics if they have another type or are in GPU
+    /// memory.
+    #[track_caller]
+    fn f32_ptr(self) -> *mut f32 {
+        let ptr = self.host_ptr();
+        assert!(self.dtype == Dtype::F32, "a buffer of {:?} is used as f32", self.dtype);
+        ptr.cast()
+    }
+
+    /// Returns the address of 16-bit elements. Panics if they have another type or are in GPU
+    /// memory.
+    #[track_caller]
+    fn half_ptr(self) -> *mut u16 {
+        let ptr = self.host_ptr();
+        assert!(self.dtype != Dtype::F32, "a buffer of {:?} is used as 16 bits", self.dtype);
+        ptr.cast()
+    }
+}
+
+/// Defines the methods that describe the elements of buffers and views.
+macro_rules! describe_elements {
+    ($($type:ty),*) => {$(
+        impl $type {
+            /// Returns the number of elements.
+            pub fn len(&self) -> usize {
+                self.elements.len
+            }
+
+            /// Returns true if the number of elements is 0.
+            pub fn is_empty(&self) -> bool {
+                self.elements.len == 0
+            }
+
+            /// Returns the element type.
+            pub fn dtype(&self) -> Dtype {
+                self.elements.dtype
+            }
+        }
+    )*};
+}
+
+describe_elements!(Buf, View<'_>, ViewMut<'_>);
+
+/// An owned buffer, on the host (aligned to [`BUFFER_ALIGNMENT`]) or in GPU memory.
+pub struct Buf {
+    elements: ElementRange,
     /// The owner that frees the memory; `None` if the Rust allocator allocated it.
     owner: Option<Arc<dyn MemoryOwner>>,
 }
@@ -58,6 +127,17 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
+    /// Creates a buffer from memory of `owner`, or from memory of the Rust allocator.
+    fn new(
+        ptr: NonNull<u8>,
+        len: usize,
+        dtype: Dtype,
+        on_host: bool,
+        owner: Option<Arc<dyn MemoryOwner>>,
+    ) -> Self {
+        Buf { elements: ElementRange { ptr: ptr.as_ptr(), len, dtype, on_host }, owner }
+    }
+
     /// Allocates `len` zeros of `f32` on the host. Aborts the process when the host's memory is
     /// exhausted, as `Vec` does.
     pub fn zeroed(len: usize) -> Self {
@@ -68,19 +148,19 @@ impl Buf {
     /// memory is exhausted.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
-            return Buf { ptr: NonNull::<u64>::dangling().cast(), len, dtype, on_host: true, owner: None };
+            return Buf::new(NonNull::<u64>::dangling().cast(), len, dtype, true, None);
         }
         let layout = Self::allocation_layout(len, dtype);
         if layout.size() >= huge_pages::HUGE_PAGE_BYTES {
             let Some((mapping, ptr)) = huge_pages::map_zeroed(layout.size()) else {
                 alloc::handle_alloc_error(layout)
             };
-            return Buf { ptr, len, dtype, on_host: true, owner: Some(Arc::new(mapping)) };
+            return Buf::new(ptr, len, dtype, true, Some(Arc::new(mapping)));
         }
         // SAFETY: the layout's size is not zero.
         let raw = unsafe { alloc::alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { alloc::handle_alloc_error(layout) };
-        Buf { ptr, len, dtype, on_host: true, owner: None }
+        Buf::new(ptr, len, dtype, true, None)
     }
 
     /// Creates a buffer from GPU memory that `owner` has allocated for it. The address is ignored
@@ -92,7 +172,7 @@ impl Buf {
         len: usize,
     ) -> Self {
         let ptr = NonNull::new(address as *mut u8).unwrap_or(NonNull::<u64>::dangling().cast());
-        Buf { ptr, len, dtype, on_host: false, owner: Some(owner) }
+        Buf::new(ptr, len, dtype, false, Some(owner))
     }
 
     /// Creates a buffer from host memory that `owner` has allocated for it. The memory must be zero
@@ -103,7 +183,7 @@ impl Buf {
         dtype: Dtype,
         len: usize,
     ) -> Self {
-        Buf { ptr, len, dtype, on_host: true, owner: Some(owner) }
+        Buf::new(ptr, len, dtype, true, Some(owner))
     }
 
     /// Creates a buffer from `len` elements of host memory at `ptr`. The buffer holds `owner`,
@@ -120,7 +200,9 @@ impl Buf {
         dtype: Dtype,
         len: usize,
     ) -> Self {
-        struct SharedOwner(#[allow(dead_code)] Arc<dyn Send + Sync>); // held to be dropped with the buffer
+        struct SharedOwner(
+            #[allow(dead_code, reason = "held to be dropped with the buffer")] Arc<dyn Send + Sync>,
+        );
         impl MemoryOwner for SharedOwner {
             fn release(&self, _: u64, _: usize) {}
         }
@@ -136,7 +218,7 @@ impl Buf {
 
     /// Copies `src`, which must be in host memory, to a new host buffer with the same element type.
     pub fn from_view(src: View) -> Self {
-        let mut b = Self::zeroed_as(src.dtype, src.len);
+        let mut b = Self::zeroed_as(src.dtype(), src.len());
         b.view_mut().bytes().copy_from_slice(src.bytes());
         b
     }
@@ -150,41 +232,14 @@ impl Buf {
         elements.and_then(|l| l.align_to(BUFFER_ALIGNMENT)).expect("buffer length fits the address space")
     }
 
-    /// Returns the number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Returns true if the number of elements is 0.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Returns the element type.
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
     /// Returns a view of the whole buffer, to read.
     pub fn view(&self) -> View<'_> {
-        View {
-            ptr: self.ptr.as_ptr(),
-            len: self.len,
-            dtype: self.dtype,
-            on_host: self.on_host,
-            life: PhantomData,
-        }
+        View { elements: self.elements, life: PhantomData }
     }
 
     /// Returns a view of the whole buffer, to write.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        ViewMut {
-            ptr: self.ptr.as_ptr(),
-            len: self.len,
-            dtype: self.dtype,
-            on_host: self.on_host,
-            life: PhantomData,
-        }
+        ViewMut { elements: self.elements, life: PhantomData }
     }
 
     /// Returns the elements of a host buffer of `f32`. Panics for other buffers.
@@ -208,43 +263,29 @@ impl Default for Buf {
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        if self.len == 0 {
+        let ElementRange { ptr, len, dtype, .. } = self.elements;
+        if len == 0 {
             return;
         }
         if let Some(owner) = &self.owner {
-            owner.release(self.ptr.as_ptr() as u64, self.len * self.dtype.size());
+            owner.release(ptr as u64, self.elements.size());
         } else {
             // SAFETY: `zeroed_as` allocated it with this layout.
-            unsafe { alloc::dealloc(self.ptr.as_ptr(), Self::allocation_layout(self.len, self.dtype)) }
+            unsafe { alloc::dealloc(ptr, Self::allocation_layout(len, dtype)) }
         }
     }
 }
 
 impl std::fmt::Debug for Buf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buf[{} {:?}]", self.len, self.dtype)
+        write!(f, "Buf[{} {:?}]", self.len(), self.dtype())
     }
-}
-
-/// Panics if `on_host` is false, because GPU memory was accessed as host memory.
-#[track_caller]
-fn expect_host(on_host: bool) {
-    assert!(on_host, "a buffer in GPU memory is used as host memory");
-}
-
-/// Panics unless `is_expected`. The panic message names the actual type and the `expected` type.
-#[track_caller]
-fn expect_dtype(is_expected: bool, dtype: Dtype, expected: &str) {
-    assert!(is_expected, "a buffer of {dtype:?} is used as {expected}");
 }
 
 /// A read-only range of a buffer. Several views of the same elements may exist.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
-    ptr: *const u8,
-    len: usize,
-    dtype: Dtype,
-    on_host: bool,
+    elements: ElementRange,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -254,76 +295,53 @@ unsafe impl Send for View<'_> {}
 unsafe impl Sync for View<'_> {}
 
 impl<'a> View<'a> {
-    /// Returns the number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Returns true if the number of elements is 0.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Returns the element type.
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
     /// Returns true if the elements are in host memory.
     pub fn is_on_host(&self) -> bool {
-        self.on_host
+        self.elements.on_host
     }
 
     /// Returns the address of the first element, in host or GPU memory.
     pub fn address(&self) -> u64 {
-        self.ptr as u64
+        self.elements.ptr as u64
     }
 
     /// Returns a range of the view. Panics if the range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
-        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
-        // SAFETY: within the allocation.
-        View { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
+        View { elements: self.elements.slice(r), ..self }
     }
 
     /// Returns the elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a [f32] {
-        expect_host(self.on_host);
-        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
         // SAFETY: `len` elements of `f32` that outlive 'a.
-        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.elements.f32_ptr(), self.len()) }
     }
 
     /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn half_bits(self) -> &'a [u16] {
-        expect_host(self.on_host);
-        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
         // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
-        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.elements.half_ptr(), self.len()) }
     }
 
     /// Returns the bytes of a host view. Panics for a view of GPU memory.
     pub fn bytes(self) -> &'a [u8] {
-        expect_host(self.on_host);
         // SAFETY: the elements have no padding and outlive 'a.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.len * self.dtype.size()) }
+        unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.size()) }
     }
 }
 
 impl<'a> From<&'a [f32]> for View<'a> {
     fn from(s: &'a [f32]) -> Self {
-        View { ptr: s.as_ptr().cast(), len: s.len(), dtype: Dtype::F32, on_host: true, life: PhantomData }
+        let ptr = s.as_ptr().cast_mut().cast();
+        let elements = ElementRange { ptr, len: s.len(), dtype: Dtype::F32, on_host: true };
+        View { elements, life: PhantomData }
     }
 }
 
 /// A range of a buffer to read and write. No other view of the same elements exists.
 pub struct ViewMut<'a> {
-    ptr: *mut u8,
-    len: usize,
-    dtype: Dtype,
-    on_host: bool,
+    elements: ElementRange,
     life: PhantomData<&'a mut [u8]>,
 }
 
@@ -333,42 +351,16 @@ unsafe impl Send for ViewMut<'_> {}
 unsafe impl Sync for ViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
-    /// Returns the number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Returns true if the number of elements is 0.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Returns the element type.
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
     /// Returns a range of the view. Panics if the range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
-        assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
-        // SAFETY: within the allocation.
-        ViewMut { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
+        ViewMut { elements: self.elements.slice(r), ..self }
     }
 
     /// Divides the view in two: the elements before index `mid`, and the elements from `mid` on.
     /// Panics if `mid` is out of bounds.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
-        assert!(mid <= self.len, "split index {mid} is outside 0..{}", self.len);
-        // SAFETY: within the allocation; the parts do not overlap.
-        let second = unsafe { self.ptr.add(mid * self.dtype.size()) };
-        let rest = ViewMut {
-            ptr: second,
-            len: self.len - mid,
-            dtype: self.dtype,
-            on_host: self.on_host,
-            life: PhantomData,
-        };
-        (ViewMut { len: mid, ..self }, rest)
+        let (first, second) = (self.elements.slice(0..mid), self.elements.slice(mid..self.len()));
+        (ViewMut { elements: first, life: PhantomData }, ViewMut { elements: second, life: PhantomData })
     }
 
     /// Borrows a range of the view, which becomes usable again when the borrow ends. Panics if the
@@ -379,55 +371,46 @@ impl<'a> ViewMut<'a> {
 
     /// Borrows the whole view to write, so that the view can be used again afterwards.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+        ViewMut { elements: self.elements, life: PhantomData }
     }
 
     /// Converts the view into a read-only view.
     pub fn into_view(self) -> View<'a> {
-        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+        View { elements: self.elements, life: PhantomData }
     }
 
     /// Borrows the whole view as a read-only view.
     pub fn as_view(&self) -> View<'_> {
-        View { ptr: self.ptr, len: self.len, dtype: self.dtype, on_host: self.on_host, life: PhantomData }
+        View { elements: self.elements, life: PhantomData }
     }
 
     /// Returns the elements of a host view of `f32`. Panics for other views.
     #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
-        expect_host(self.on_host);
-        expect_dtype(self.dtype == Dtype::F32, self.dtype, "f32");
         // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.elements.f32_ptr(), self.len()) }
     }
 
     /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
     #[track_caller]
     pub fn half_bits(self) -> &'a mut [u16] {
-        expect_host(self.on_host);
-        expect_dtype(self.dtype != Dtype::F32, self.dtype, "16 bits");
         // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.elements.half_ptr(), self.len()) }
     }
 
     /// Returns the bytes of a host view, to write. Every bit pattern is a valid element. Panics for
     /// a view of GPU memory.
     pub fn bytes(self) -> &'a mut [u8] {
-        expect_host(self.on_host);
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
         // 'a.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len * self.dtype.size()) }
+        unsafe { std::slice::from_raw_parts_mut(self.elements.host_ptr(), self.elements.size()) }
     }
 }
 
 impl<'a> From<&'a mut [f32]> for ViewMut<'a> {
     fn from(s: &'a mut [f32]) -> Self {
-        ViewMut {
-            ptr: s.as_mut_ptr().cast(),
-            len: s.len(),
-            dtype: Dtype::F32,
-            on_host: true,
-            life: PhantomData,
-        }
+        let ptr = s.as_mut_ptr().cast();
+        let elements = ElementRange { ptr, len: s.len(), dtype: Dtype::F32, on_host: true };
+        ViewMut { elements, life: PhantomData }
     }
 }

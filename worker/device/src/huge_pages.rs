@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// The anonymous memory mapping of one host buffer. Dropping it unmaps the buffer's memory.
-pub(crate) struct BufferMapping(#[allow(dead_code)] MmapMut); // held to be unmapped with the buffer
+pub(crate) struct BufferMapping(#[allow(dead_code, reason = "held to be unmapped with the buffer")] MmapMut);
 
 /// Maps `bytes` zero bytes of host memory, aligned to a huge page. Returns the mapping and the
 /// address of the memory, or `None` if the system is out of memory.

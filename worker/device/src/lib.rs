@@ -4,6 +4,7 @@ pub mod buffer;
 pub mod conformance;
 pub mod cpu;
 pub mod cuda;
+pub mod dynamic_library;
 pub mod fp8;
 mod huge_pages;
 pub mod ops;

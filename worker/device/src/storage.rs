@@ -63,13 +63,14 @@ pub trait Storage: Send + Sync {
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event. The time for which the stream stands still is
-    /// added to the sum that [`Storage::take_stall_seconds`] returns.
+    /// Makes this thread's stream wait for an event. The time of the wait is added to the sum that
+    /// [`Storage::take_stall_seconds`] returns.
     fn wait_event_timed(&self, event: &Event) {
         event.make_stream_wait();
     }
-    /// Returns the seconds for which streams stood still in [`Storage::wait_event_timed`], and
-    /// resets them. Waits that have not ended yet are counted by a later call.
+    /// Returns the total time, in seconds, for which streams waited because of
+    /// [`Storage::wait_event_timed`], and resets this total. Waits that have not ended yet are
+    /// counted by a later call.
     fn take_stall_seconds(&self) -> f64 {
         0.0
     }

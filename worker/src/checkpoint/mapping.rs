@@ -1,10 +1,11 @@
 //! The mapping between a rank's trainer and a checkpoint: which ranges of which tensors the rank
 //! writes and reads, under which names and roles.
 use crate::{
-    error::{Result, to_unreadable_checkpoint_error},
-    model::Model,
-    optim::{Optimizer, needs_state_vectors},
-    params::{ParamUnit, Segment, list_tensors_in_canonical_order},
+    consensus::exchange_first_error,
+    error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
+    model::{Model, MoeModel},
+    optim::{Optimizer, list_state_roles},
+    params::{ParamSpec, ParamUnit, Segment, list_tensors_in_canonical_order},
     stages::UninitializedTrainer,
     zero::engine::{ZeroEngine, copy_or_cast},
 };
@@ -13,8 +14,8 @@ use ckpt::{
     peft::AdapterConfig,
 };
 use device::{Buf, Dtype, Ops, View, ViewMut};
-use diagnostic::{Diagnostic, codes};
-use jobspec::{LoraSpec, LoraTargets, ModelSpec, OptimizerName, OptimizerSpec, TrainSpec};
+use diagnostic::codes;
+use jobspec::{LoraSpec, LoraTargets, ModelSpec, OptimizerSpec, TrainSpec};
 use serde_json::Value;
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -25,7 +26,7 @@ use std::{
 /// Builds the description of the model that a checkpoint stores. `eod` is the id of the
 /// end-of-document token.
 pub fn build_checkpoint_model_spec(
-    model: &dyn Model,
+    model: &Model,
     units: &[ParamUnit],
     train: &TrainSpec,
     eod: u32,
@@ -47,10 +48,10 @@ pub fn build_checkpoint_model_spec(
 }
 
 /// Builds the content of PEFT's `adapter_config.json` for the LoRA adapters that `lora` configures.
-fn build_adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
+fn build_adapter_config(model: &Model, units: &[ParamUnit], lora: &LoraSpec, spec: &ModelSpec) -> Value {
     let modules = units.iter().flat_map(|u| &u.params).filter_map(|p| p.name.strip_suffix(".lora_A.weight"));
     // Short names would be ambiguous: some versions of transformers use them inside experts, too.
-    let has_full_names = model.as_moe_model().is_some();
+    let has_full_names = MoeModel::from_model(model).is_some();
     let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_owned();
     let modules: BTreeSet<String> =
         modules.map(|m| if has_full_names { m.to_owned() } else { last(m) }).collect();
@@ -73,7 +74,7 @@ fn build_adapter_config(model: &dyn Model, units: &[ParamUnit], lora: &LoraSpec,
 ///
 /// Returns the original config if the job names a model directory (`train.model.from`). For a new
 /// model, adds `eod` as `bos_token_id` and `eos_token_id`.
-fn build_hf_config(model: &dyn Model, spec: &ModelSpec, eod: u32) -> Value {
+fn build_hf_config(model: &Model, spec: &ModelSpec, eod: u32) -> Value {
     let mut config = model.hf_config().clone();
     if spec.from.is_none() {
         for key in ["bos_token_id", "eos_token_id"] {
@@ -105,26 +106,12 @@ pub fn find_params_without_state(
 ) -> HashSet<String> {
     let held: HashSet<(TensorRole, &str)> = tensors.iter().map(|t| (t.role, t.name.as_str())).collect();
     let roles = list_state_roles(optimizer);
-    let lacks = |name: &str| roles.iter().any(|role| !held.contains(&(*role, name)));
-    let names = units.iter().flat_map(ParamUnit::list_trained_params).map(|p| &p.name);
-    names.filter(|name| lacks(name)).cloned().collect()
-}
-
-/// Lists the roles of the optimizer's state vectors in a checkpoint, at most two.
-pub fn list_state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
-    let (first, second) = match spec.name {
-        OptimizerName::Adamw => (TensorRole::ExpAvg, TensorRole::ExpAvgSq),
-        OptimizerName::Sgd => (TensorRole::Momentum, TensorRole::Momentum),
-        OptimizerName::Lion => (TensorRole::ExpAvg, TensorRole::ExpAvg),
-        // Another first role than AdamW's, so that the two are not confused.
-        OptimizerName::Muon => (TensorRole::Momentum, TensorRole::ExpAvgSq),
+    let lacks = |p: &&ParamSpec| {
+        let mut needed = roles.iter().filter(|role| role.state_shape(&p.shape).is_some());
+        needed.any(|role| !held.contains(&(*role, p.name.as_str())))
     };
-    let (has_first, has_second) = needs_state_vectors(spec);
-    [(has_first, first), (has_second, second)]
-        .into_iter()
-        .filter(|(has, _)| *has)
-        .map(|(_, role)| role)
-        .collect()
+    let params = units.iter().flat_map(ParamUnit::list_trained_params);
+    params.filter(lacks).map(|p| p.name.clone()).collect()
 }
 
 /// A range of a tensor that this rank owns, with its values.
@@ -147,10 +134,9 @@ pub fn list_owned_ranges<'a>(
     optimizer: &'a Optimizer,
     params: &'a [RwLockReadGuard<Buf>],
 ) -> Vec<OwnedRange<'a>> {
-    let roles = list_state_roles(optimizer.spec());
     let mut out = Vec::new();
     for (u, shard) in engine.shards.iter().enumerate() {
-        let (own, resident, st) = (engine.owned_range(u), engine.resident_range(u), optimizer.states(u));
+        let (own, resident) = (engine.owned_range(u), engine.resident_range(u));
         let unit = &shard.unit;
         let piece = |role, seg: &Segment, values| OwnedRange {
             name: &unit.params[seg.param].name,
@@ -163,13 +149,10 @@ pub fn list_owned_ranges<'a>(
             let in_shard = seg.flat.start - own.start..seg.flat.end - own.start;
             piece(TensorRole::Weight, seg, weights.slice(in_shard))
         }));
-        for (role, states) in roles.iter().zip([&st.first, &st.second]) {
-            let mut offset = unit.compute_trained_offset(own.start) - st.trained.start;
-            for seg in unit.list_trained_segments(own.clone()) {
-                let values = states.view().slice(offset..offset + seg.flat.len());
-                offset += seg.flat.len();
-                out.push(piece(*role, &seg, values));
-            }
+        for states in optimizer.states(u).by_role() {
+            let values = states.view();
+            let written = states.list_written(unit, own.clone());
+            out.extend(written.iter().map(|seg| piece(states.role(), seg, values.slice(seg.flat.clone()))));
         }
     }
     out
@@ -188,34 +171,36 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     if ckpt.has_only_weights() {
         return Ok(());
     }
-    let stored: Vec<TensorRole> =
-        ckpt.tensors().map(|t| t.role).filter(|role| role.is_optimizer_state()).collect();
+    let states: Vec<TensorInfo> = ckpt.tensors().filter(|t| t.role.is_optimizer_state()).collect();
+    let with_states: HashSet<&str> = states.iter().map(|t| t.name.as_str()).collect();
+    // A parameter without any state was frozen, and begins with new states.
+    let needs = |role: TensorRole, p: &ParamSpec| {
+        role.state_shape(&p.shape).is_some() && (states.is_empty() || with_states.contains(p.name.as_str()))
+    };
+    let is_missing = |role: TensorRole| {
+        let mut trained = units.iter().flat_map(ParamUnit::list_trained_params);
+        states.iter().all(|t| t.role != role) && trained.any(|p| needs(role, p))
+    };
     let error = |what: String, role: &TensorRole| {
         let message = format!("checkpoint {} {what}", ckpt.path().display());
-        Diagnostic::error(codes::training::RESUME_OPTIMIZER_MISMATCH, message)
-            .with_subject(ckpt.path().display().to_string())
+        build_checkpoint_error(codes::training::RESUME_OPTIMIZER_MISMATCH, ckpt.path(), message)
             .with_field("role", role.to_string())
-            .with_field("optimizer", format_optimizer_name(optimizer))
+            .with_field("optimizer", optimizer.name.name())
             .with_help("use the checkpoint's optimizer, or set `resume.from: never` to start at step 0")
     };
-    let name = format_optimizer_name(optimizer);
-    if let Some(role) = roles.iter().find(|role| !stored.contains(role)) {
+    let name = optimizer.name.name();
+    if let Some(role) = roles.iter().find(|role| is_missing(**role)) {
         return Err(error(format!("has no {role}, which the optimizer {name} needs"), role).into());
     }
-    if let Some(role) = stored.iter().find(|role| !roles.contains(role)) {
+    if let Some(role) = states.iter().map(|t| &t.role).find(|role| !roles.contains(role)) {
         return Err(error(format!("has {role}, which the optimizer {name} does not use"), role).into());
     }
     Ok(())
 }
 
-/// Returns the optimizer's name in lower case, as job.yaml spells it, such as `adamw`.
-pub(crate) fn format_optimizer_name(spec: &OptimizerSpec) -> String {
-    format!("{:?}", spec.name).to_lowercase()
-}
-
-/// Copies the parameters and optimizer states that each rank owns to the ranks that store replicas
-/// of them. Every rank must first have read its owned ranges from a checkpoint. Collective: every
-/// rank must call it.
+/// Copies each rank's owned parameters and optimizer states to the ranks that store replicas. Every
+/// rank must first have read its owned ranges from a checkpoint. Collective: every rank must call
+/// it.
 pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
@@ -258,6 +243,17 @@ pub fn read_owned_ranges(
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
+/// Reads the owned ranges on every rank, and copies them to the ranks that store replicas. If a
+/// rank cannot read its ranges, returns the error of the lowest such rank, and copies nothing.
+/// Collective: every rank must call it.
+pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -> Result<Option<Error>> {
+    let failed = read_owned_ranges(ready, reading).err().map(to_unreadable_checkpoint_error);
+    match exchange_first_error(ready.trainer.engine.queue(), failed)? {
+        Some(e) => Ok(Some(e)),
+        None => sync_replicas(ready).map(|()| None),
+    }
+}
+
 /// Reads the owned ranges of the units with indices `units`, with one request to the checkpoint.
 fn read_units(
     ready: &mut UninitializedTrainer,
@@ -265,7 +261,6 @@ fn read_units(
     reading: &ReadPlan,
 ) -> std::result::Result<(), CkptError> {
     let (engine, optimizer, ops) = (&ready.trainer.engine, &mut ready.trainer.optimizer, &ready.trainer.ops);
-    let roles = if reading.with_states { list_state_roles(optimizer.spec()) } else { Vec::new() };
     let mut guards: Vec<_> = units.clone().map(|u| engine.params_mut(u)).collect();
     let mut vectors = Vec::new();
     let states = optimizer.all_states_mut().skip(units.start);
@@ -279,12 +274,11 @@ fn read_units(
             unit.list_segments(own.clone()),
             HostValues::new(ops.as_ref(), weights),
         ));
-        let trained = unit.compute_trained_range(own.clone());
-        for (role, buf) in roles.iter().zip([&mut st.first, &mut st.second]) {
-            let states =
-                buf.view_mut().slice(trained.start - st.trained.start..trained.end - st.trained.start);
-            let states = HostValues::new(ops.as_ref(), states);
-            vectors.push((unit, *role, unit.list_trained_segments(own.clone()), states));
+        for states in st.by_role_mut().iter_mut().filter(|_| reading.with_states) {
+            let role = states.role();
+            for (segments, values) in states.list_read_mut(unit, own.clone()) {
+                vectors.push((unit, role, segments, HostValues::new(ops.as_ref(), values)));
+            }
         }
     }
     let mut requests = Vec::new();
@@ -373,14 +367,13 @@ fn sync_replicated_states(
     optimizer: &mut Optimizer,
     u: usize,
 ) -> Result<()> {
-    let shard = engine.shards[u].unit.compute_trained_range(engine.owned_range(u));
-    let (first, second) = needs_state_vectors(optimizer.spec());
+    let unit = &engine.shards[u].unit;
     let st = optimizer.states_mut(u);
-    let mine = shard.start - st.trained.start..shard.end - st.trained.start;
-    for (buf, _) in [(&mut st.first, first), (&mut st.second, second)].into_iter().filter(|(_, kept)| *kept) {
-        let mine = ops.clone_to_device(buf.view().slice(mine.clone()));
-        let whole = engine.gather_trained(u, mine, ops.zeroed(Dtype::F32, buf.len()))?;
-        ops.copy(buf.view_mut(), whole.view());
+    let len = unit.compute_trained_range(st.range.clone()).len();
+    for states in st.by_role_mut().iter_mut().filter(|states| states.is_any_sharded(unit)) {
+        let mine = states.pack_trained(ops, unit, engine.owned_range(u));
+        let whole = engine.gather_trained(u, mine, ops.zeroed(Dtype::F32, len))?;
+        states.unpack_trained(ops, unit, whole.view());
     }
     Ok(())
 }

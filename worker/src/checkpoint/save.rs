@@ -2,26 +2,26 @@
 use crate::{
     checkpoint::{
         host_local,
-        mapping::{OwnedRange, list_owned_ranges, list_state_roles},
+        mapping::{build_checkpoint_model_spec, list_owned_ranges},
+        shard_write::{
+            BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_thread, write_in_foreground,
+        },
         storage_topology::StorageTopology,
     },
-    consensus::all_gather_values,
-    error::{Error, Result, build_thread_start_error, to_unwritable_checkpoint_error},
-    optim::Optimizer,
+    consensus::{all_gather_values, is_any_true},
+    error::{Error, Result, to_unwritable_checkpoint_error},
+    optim::{Optimizer, count_state_elements, list_state_roles},
     params::ParamUnit,
-    train::running_trainer::RunningTrainer,
+    train::{running_trainer::RunningTrainer, step::Trainer},
     zero::engine::ZeroEngine,
 };
-use ckpt::{
-    CkptError, ModelSpec, ParityFileReport, PieceElements, RunFacts, ShardReport, StagingDir, TensorPiece,
-    TensorRole, TextFile,
-};
+use ckpt::{ModelSpec, ParityFileReport, RunFacts, ShardReport, StagingDir, TextFile};
 use device::{
-    Buf, Dtype, Ops, View,
-    storage::{DeviceError, Event, extract_panic_message},
+    Buf, Dtype, View,
+    storage::{DeviceError, Event},
 };
 use diagnostic::codes;
-use jobspec::{CheckpointSpec, JobSpec};
+use jobspec::{CheckpointSpec, JobSpec, TrainSpec};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -44,6 +44,28 @@ pub struct RunMetadata {
     /// The decision about how RNG streams were restored when the run resumed; null if the run
     /// started at step 0.
     pub rng_decision: Value,
+}
+
+impl RunMetadata {
+    /// Creates the metadata of a run that starts at step 0. `tokenizer` are the files of the
+    /// tokenizer, and `eod` is its end-of-document token.
+    pub fn new(
+        trainer: &Trainer,
+        train: &TrainSpec,
+        job: &JobSpec,
+        data_digest: String,
+        (tokenizer, eod): (Vec<TextFile>, u32),
+    ) -> Self {
+        let units = trainer.engine.clone_units();
+        RunMetadata {
+            model: build_checkpoint_model_spec(&trainer.model, &units, train, eod),
+            tokenizer,
+            job: job.clone(),
+            data_digest,
+            rng_generation: 0,
+            rng_decision: Value::Null,
+        }
+    }
 }
 
 /// A committed checkpoint.
@@ -87,25 +109,8 @@ struct PendingSave {
     staging: Option<StagingDir>,
     /// The path of the staging directory, into which all ranks write.
     directory: PathBuf,
-    writer: ShardWriteState,
+    writer: ShardWrite,
     began: Instant,
-}
-
-/// The state of writing this rank's shard: finished, or running on a background thread.
-enum ShardWriteState {
-    Done(ShardResult),
-    /// The thread that writes the shard, and returns the staging memory together with the result.
-    Background(JoinHandle<std::result::Result<(ShardResult, Vec<Buf>), DeviceError>>),
-}
-
-/// The report about a shard that was written, or the error of writing it.
-type ShardResult = std::result::Result<ShardReport, CkptError>;
-
-/// The description of an owned range of a tensor, without its values.
-struct RangeLabel {
-    name: String,
-    role: TensorRole,
-    start_element: u64,
 }
 
 impl CheckpointSaver {
@@ -163,8 +168,8 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Takes the notice that this rank copies to pageable memory, because it could not allocate
-    /// pinned memory. Returns `None` if there is no notice or it was already taken.
+    /// Takes the notice that this rank could not allocate pinned memory, and therefore copies to
+    /// pageable memory. Returns `None` if there is no notice or it was already taken.
     pub fn take_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
@@ -197,7 +202,48 @@ impl CheckpointSaver {
 
     /// Returns whether the background thread of this rank is still writing.
     pub fn is_writing(&self) -> bool {
-        matches!(&self.pending, Some(PendingSave { writer: ShardWriteState::Background(t), .. }) if !t.is_finished())
+        self.find_background_write().is_some_and(BackgroundWrite::is_running)
+    }
+
+    /// Returns the background thread that writes the pending checkpoint.
+    fn find_background_write(&self) -> Option<&BackgroundWrite> {
+        match &self.pending.as_ref()?.writer {
+            ShardWrite::Background(write) => Some(write),
+            ShardWrite::Done(_) => None,
+        }
+    }
+
+    /// Cancels the save in progress if a rank has written less than half of its shard, and if an
+    /// older checkpoint exists. The save that follows is then not delayed. Returns the step of the
+    /// cancelled save. Collective: every rank must call it.
+    pub fn cancel_early_save(&mut self, running: &RunningTrainer) -> Result<Option<u64>> {
+        let Some(write) = self.find_background_write().filter(|_| self.last.is_some()) else {
+            return Ok(None);
+        };
+        let queue = running.trainer.engine.queue();
+        if !is_any_true(queue, write.is_mostly_unwritten())? {
+            return Ok(None);
+        }
+        write.cancel();
+        let Some(PendingSave { facts, staging, writer: ShardWrite::Background(write), .. }) =
+            self.pending.take()
+        else {
+            return Ok(None);
+        };
+        // The result is not needed; an error of the storage recurs in the next save.
+        if let Ok((_, buffers)) = write.finish() {
+            self.keep_staging(running, buffers);
+        }
+        is_any_true(queue, false)?; // every rank has stopped writing before the directory is removed
+        drop(staging);
+        Ok(Some(facts.step))
+    }
+
+    /// Keeps the staging memory of a background save for the next save, on a GPU.
+    fn keep_staging(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
+        if !running.trainer.ops.is_host() {
+            self.staging = StagingMemory::Ready(buffers);
+        }
     }
 
     /// Begins a checkpoint of the current state. The previous checkpoint must be finished.
@@ -228,17 +274,13 @@ impl CheckpointSaver {
         let (writer, copied) = if self.saves_in_background(running) {
             let copies = ops.start_download(&values, self.take_staging(running)?);
             let copied = copies.done_event();
-            let write = move || {
-                let buffers = copies.wait()?;
-                let pieces = pair_labels_with_values(&labels, &buffers);
-                let written = ckpt::write_shard(&path, rank, world, &pieces);
-                Ok((written, buffers))
-            };
-            (ShardWriteState::Background(spawn_thread("checkpoint", write)?), copied)
+            let bytes = values.iter().map(|v| (v.len() * v.dtype().size()) as u64).sum();
+            let write = BackgroundWrite::start(copies, labels, bytes, path, (rank, world))?;
+            (ShardWrite::Background(write), copied)
         } else {
             let written = write_in_foreground(ops, &path, rank, world, &labels, &values)?;
             (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
-            (ShardWriteState::Done(written), Event::default())
+            (ShardWrite::Done(written), Event::default())
         };
         drop(guards);
         running.trainer.delay_update_until(copied);
@@ -265,42 +307,26 @@ impl CheckpointSaver {
         };
         let queue = running.trainer.engine.queue();
         let report = match writer {
-            ShardWriteState::Done(written) => written.map_err(to_unwritable_checkpoint_error),
-            ShardWriteState::Background(thread) => match join_thread(thread) {
-                Ok((written, buffers)) => {
-                    if !running.trainer.ops.is_host() {
-                        self.staging = StagingMemory::Ready(buffers);
-                    }
+            ShardWrite::Done(written) => written.map_err(to_unwritable_checkpoint_error),
+            ShardWrite::Background(write) => match write.finish() {
+                Ok((Some(written), buffers)) => {
+                    self.keep_staging(running, buffers);
                     written.map_err(to_unwritable_checkpoint_error)
                 }
+                Ok((None, _)) => Err(build_writer_error("the checkpoint writer was cancelled".into())),
                 Err(why) => Err(build_writer_error(format!("the checkpoint writer stopped: {why}"))),
             },
         };
         let reports = all_gather_values(queue, report)?;
-        let step = facts.step;
-        if !self.layout.is_shared() {
-            let (path, bytes) = host_local::commit_on_all_hosts(
-                queue,
-                &self.layout,
-                &self.root,
-                staging,
-                facts,
-                reports,
-                self.spec.keep,
-            )?;
-            self.last = Some(path.clone());
-            return Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }));
-        }
-        let parity = self.write_parity_stripe(running, &directory, &reports)?;
-        let committed = match staging {
-            Some(s) => self.commit_and_prune(s, facts, reports, parity).map(Some),
-            None => Ok(None),
+        let (step, layout, keep) = (facts.step, &self.layout, self.spec.keep);
+        let (path, bytes) = if layout.is_shared() {
+            let parity = self.write_parity_stripe(running, &directory, &reports)?;
+            let committed = staging.map(|s| self.commit_and_prune(s, facts, reports, parity)).transpose();
+            let committed = all_gather_values(queue, committed)?.into_iter().flatten().next();
+            committed.ok_or_else(|| build_writer_error("rank 0 reported no committed checkpoint".into()))?
+        } else {
+            host_local::commit_on_all_hosts(queue, layout, &self.root, staging, facts, reports, keep)?
         };
-        let (path, bytes) = all_gather_values(queue, committed)?
-            .into_iter()
-            .flatten()
-            .next()
-            .ok_or_else(|| build_writer_error("rank 0 reported no committed checkpoint".into()))?;
         self.last = Some(path.clone());
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
@@ -385,22 +411,6 @@ fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) 
     cursor
 }
 
-impl RangeLabel {
-    fn new(o: &OwnedRange) -> Self {
-        RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
-    }
-
-    /// Builds the piece for [`ckpt::write_shard`] from this label and the values of its range.
-    fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
-        let data = match data.dtype() {
-            Dtype::F32 => PieceElements::F32(data.host()),
-            Dtype::Bf16 => PieceElements::Bf16(data.half_bits()),
-            Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
-        };
-        TensorPiece { name: &self.name, role: self.role, start_element: self.start_element, data }
-    }
-}
-
 /// Lists the element type and the length of each range that this rank owns.
 fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
@@ -413,69 +423,12 @@ fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
-/// Builds the pieces of this rank's shard from the labels and the copied values of the owned
-/// ranges.
-fn pair_labels_with_values<'a>(labels: &'a [RangeLabel], values: &'a [Buf]) -> Vec<TensorPiece<'a>> {
-    labels.iter().zip(values).map(|(label, values)| label.with_values(values.view())).collect()
-}
-
-/// Starts a thread with this name. If this fails, the error names the thread.
-fn spawn_thread<T: Send + 'static>(
-    name: &str,
-    f: impl FnOnce() -> T + Send + 'static,
-) -> Result<JoinHandle<T>> {
-    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
-}
-
-/// The failure of a thread that copies device memory or writes it.
-#[derive(Debug, thiserror::Error)]
-enum ThreadFailure {
-    /// The device rejected an operation.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// The thread panicked.
-    #[error("{message}")]
-    Panic {
-        /// The message of the panic.
-        message: String,
-    },
-}
-
-/// Waits for a thread and returns its result.
-fn join_thread<T>(
-    thread: JoinHandle<std::result::Result<T, DeviceError>>,
-) -> std::result::Result<T, ThreadFailure> {
-    match thread.join() {
-        Ok(result) => Ok(result?),
-        Err(panic) => Err(ThreadFailure::Panic { message: extract_panic_message(panic.as_ref()) }),
-    }
-}
-
-/// Writes a shard on the calling thread, directly from host memory or through a host copy of device
-/// memory.
-fn write_in_foreground(
-    ops: &dyn Ops,
-    path: &Path,
-    rank: u32,
-    world: u32,
-    labels: &[RangeLabel],
-    values: &[View],
-) -> std::result::Result<ShardResult, DeviceError> {
-    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
-    let copies: Vec<Buf> = values.iter().map(host_copy).collect();
-    ops.status()?; // invalid values must not be saved
-    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
-        label.with_values(if values.is_on_host() { *values } else { copy.view() })
-    });
-    let pieces: Vec<TensorPiece> = pieces.collect();
-    Ok(ckpt::write_shard(path, rank, world, &pieces))
-}
-
 /// Computes the number of bytes of all tensors of a checkpoint.
 pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
-    let states = list_state_roles(optimizer.spec()).len() as u64;
+    let roles = list_state_roles(optimizer.spec());
     let weight = engine.param_dtypes().updated.size() as u64;
-    let unit_bytes = |u: &ParamUnit| weight * u.len() as u64 + 4 * states * u.trained_len() as u64;
+    let unit_bytes =
+        |u: &ParamUnit| weight * u.len() as u64 + 4 * count_state_elements(&roles, u, 0..u.len()) as u64;
     engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 

@@ -63,6 +63,11 @@ impl StorageTopology {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
+    /// Returns whether `rank` is the leader of the directory that it sees.
+    pub fn is_directory_leader(&self, rank: usize) -> bool {
+        self.find_directory_leader(rank) == rank
+    }
+
     /// Returns, for each checkpoint directory, the host of its leader, ordered by leader. The slice
     /// is empty if all ranks see one directory.
     pub fn hosts(&self) -> &[StorageHost] {
@@ -90,8 +95,8 @@ impl StorageTopology {
     }
 }
 
-/// Detects which ranks see the same `checkpoint.dir`, at `root`. Collective: every rank must call
-/// it.
+/// Detects which ranks see the same checkpoint directory at the path `root` (`checkpoint.dir`).
+/// Collective: every rank must call it.
 ///
 /// `writes_probe` must be true on exactly one rank of each host. This rank writes a probe file, and
 /// all ranks look for it. `host` is the name of this rank's host. `token` becomes part of the

@@ -4,16 +4,26 @@
 //! GPT-2's byte-level scheme represents each byte by one printable character. The vocabulary maps
 //! each of these characters to the value of its byte and has no merges. Every implementation of
 //! `tokenizers` therefore encodes UTF-8 text to its bytes and decodes it without loss.
+use super::tokenizer_files::{TOKENIZER_CONFIG_FILE, TOKENIZER_FILE};
 use serde_json::json;
 
-/// The companion file of a tokenizer that names the end-of-sequence token.
-pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 /// Vocabulary size of the byte tokenizer: 256 byte values and [`EOD_TOKEN`].
 pub(crate) const VOCAB_SIZE: u32 = 257;
 /// The id of the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN: u32 = 256;
 /// The text of the end-of-document token.
 pub(crate) const EOD_TOKEN_TEXT: &str = "<|endoftext|>";
+
+/// Returns the tokens of a text, which are its bytes.
+pub(crate) fn encode(text: &str) -> impl Iterator<Item = u32> {
+    text.bytes().map(u32::from)
+}
+
+/// Converts tokens to text. Omits tokens that are not bytes.
+pub(crate) fn decode(tokens: &[u32]) -> String {
+    let bytes: Vec<u8> = tokens.iter().filter_map(|token| u8::try_from(*token).ok()).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
 
 /// Returns the character by which GPT-2's byte-level scheme represents a byte: the character with
 /// the byte's value if it is printable, otherwise the next free character from U+0100.
@@ -50,7 +60,7 @@ pub(crate) fn build_hf_tokenizer_files() -> Vec<(String, String)> {
         },
     });
     vec![
-        ("tokenizer.json".into(), format!("{tokenizer:#}\n")),
+        (TOKENIZER_FILE.into(), format!("{tokenizer:#}\n")),
         (TOKENIZER_CONFIG_FILE.into(), build_minimal_tokenizer_config(EOD_TOKEN_TEXT)),
     ]
 }

@@ -1,17 +1,18 @@
 //! Compares rendered chats with the output of transformers, and records of Parquet files with those
 //! that pyarrow wrote. The golden files are in tests/golden/data.
 use super::{
-    chat_template::{ChatRecord, ChatTemplate},
     dataset::Dataset,
-    document_reader::{DocumentPart, read_data_file},
-    record::RecordReadOptions,
+    interpreter::{
+        CompiledTemplate, Document, DocumentOptions, DocumentResult, ParquetRows, RowRecord, TemplateSource,
+    },
+    record::ChatRecord,
     split::SplitFilter,
     token_cache::NO_LOSS_BIT,
     *,
 };
 use diagnostic::{Code, Diagnostic, codes::data as codes};
 use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
-use minijinja::{ErrorKind, Value};
+use minijinja::Value;
 use std::path::{Path, PathBuf};
 
 /// Returns the path of the file `name` in tests/golden/data.
@@ -56,9 +57,12 @@ fn read_golden_cases() -> Vec<GoldenChatCase> {
     cases
 }
 
+/// The special tokens of the golden tokenizer.
+const SPECIAL_TOKENS: [(&str, &str); 2] = [("bos_token", "<s>"), ("eos_token", "</s>")];
+
 /// Compiles a chat template with the special tokens of the golden tokenizer.
-fn compile_template(source: &str, loss_on: LossTargets) -> ChatTemplate {
-    ChatTemplate::new(source, open_golden_tokenizer().list_special_tokens(), loss_on).unwrap()
+fn compile_template(source: &str) -> CompiledTemplate {
+    CompiledTemplate::new(source, &SPECIAL_TOKENS).unwrap()
 }
 
 /// Converts the chat of a case to a record.
@@ -66,34 +70,55 @@ fn create_chat_record(case: &GoldenChatCase) -> ChatRecord {
     ChatRecord { messages: case.chat.messages.clone(), tools: case.chat.tools.clone() }
 }
 
+/// Renders and tokenizes a chat in the sandbox process of `tokenizer`.
+fn interpret_chat(case: &GoldenChatCase, tokenizer: &TextTokenizer, loss_on: LossTargets) -> DocumentResult {
+    let template =
+        TemplateSource { source: case.template.clone(), special_tokens: tokenizer.list_special_tokens() };
+    tokenizer.interpreter().compile_template(template).unwrap().unwrap();
+    let options = DocumentOptions { field: "messages", loss_on, filter: SplitFilter::All, tokenize: true };
+    // The values keep the order of their keys, unlike those of serde_json.
+    let [messages, tools] = [&case.chat.messages, &case.chat.tools.clone().unwrap_or(Value::from(()))]
+        .map(|value| serde_json::to_string(value).unwrap());
+    let line = format!("{{\"messages\": {messages}, \"tools\": {tools}}}");
+    tokenizer.interpreter().interpret_document(Document::ChatLine(&line), options).unwrap()
+}
+
 #[test]
 fn chats_have_the_text_tokens_and_loss_mask_of_transformers() {
     let tokenizer = open_golden_tokenizer();
+    assert_eq!(tokenizer.list_special_tokens(), SPECIAL_TOKENS.map(|(a, b)| (a.to_owned(), b.to_owned())));
     for case in read_golden_cases() {
         let rendered =
-            compile_template(&case.template, LossTargets::Assistant).render_chat(&create_chat_record(&case));
+            compile_template(&case.template).render_chat(&create_chat_record(&case), LossTargets::Assistant);
+        let interpreted = interpret_chat(&case, &tokenizer, LossTargets::Assistant);
         let Some(text) = &case.text else {
             let ChatProblem::Template(failure) = rendered.unwrap_err() else { panic!("{}", case.name) };
             assert_eq!(Some(&failure.detail), case.error.as_ref(), "{}", case.name);
+            let problem = RecordProblem::Chat(ChatProblem::Template(failure));
+            assert_eq!(interpreted, DocumentResult::Invalid(problem), "{}", case.name);
             continue;
         };
         let masked = rendered.unwrap_or_else(|e| panic!("{}: {e}", case.name));
         assert_eq!(&masked.text, text, "{}", case.name);
-        let mut tokens = Vec::new();
-        tokenizer.encode_masked(&masked, &mut tokens).unwrap();
-        let ids: Vec<u32> = tokens.iter().map(|t| t & !NO_LOSS_BIT).collect();
+        let DocumentResult::Tokens(tokens) = interpreted else { panic!("{}", case.name) };
+        let ids: Vec<u32> = tokens.0.iter().map(|t| t & !NO_LOSS_BIT).collect();
         assert_eq!(&ids, case.tokens.as_ref().unwrap(), "{}", case.name);
-        let mask: Vec<u32> = tokens.iter().map(|t| u32::from(t & NO_LOSS_BIT == 0)).collect();
+        let mask: Vec<u32> = tokens.0.iter().map(|t| u32::from(t & NO_LOSS_BIT == 0)).collect();
         assert_eq!(&mask, case.mask.as_ref().unwrap(), "{}", case.name);
-        let unmasked = compile_template(&case.template, LossTargets::All)
-            .render_chat(&create_chat_record(&case))
-            .unwrap();
+        let unmasked =
+            compile_template(&case.template).render_chat(&create_chat_record(&case), LossTargets::All);
+        let unmasked = unmasked.unwrap();
         assert_eq!(
             (&unmasked.text, unmasked.loss_ranges.len(), &unmasked.loss_ranges[0]),
             (text, 1, &(0..text.len())),
             "{}",
             case.name
         );
+        let DocumentResult::Tokens(all) = interpret_chat(&case, &tokenizer, LossTargets::All) else {
+            panic!("{}", case.name)
+        };
+        assert_eq!(all.0, ids, "{}", case.name);
+        assert_eq!(tokenizer.decode(&ids).unwrap().is_empty(), ids.is_empty());
     }
 }
 
@@ -109,11 +134,9 @@ fn assistant_text_is_located_without_generation_tags() {
         if untagged.contains(TAG_END) {
             continue;
         }
-        let tagged = compile_template(&case.template, LossTargets::Assistant)
-            .render_chat(&create_chat_record(case))
-            .unwrap();
-        let located =
-            compile_template(&untagged, LossTargets::Assistant).render_chat(&create_chat_record(case));
+        let chat = create_chat_record(case);
+        let tagged = compile_template(&case.template).render_chat(&chat, LossTargets::Assistant).unwrap();
+        let located = compile_template(&untagged).render_chat(&chat, LossTargets::Assistant);
         let located = located.unwrap_or_else(|e| panic!("{}: {e}", case.name));
         assert_eq!(located.text, tagged.text);
         assert_eq!(located.loss_ranges.len(), tagged.loss_ranges.len(), "{}", case.name);
@@ -138,18 +161,18 @@ fn a_template_that_changes_earlier_messages_is_ambiguous() {
     let source =
         "{% for m in messages %}{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %};{% endfor %}";
     let case = &read_golden_cases()[0];
-    let problem =
-        compile_template(source, LossTargets::Assistant).render_chat(&create_chat_record(case)).unwrap_err();
+    let (template, chat) = (compile_template(source), create_chat_record(case));
+    let problem = template.render_chat(&chat, LossTargets::Assistant).unwrap_err();
     assert_eq!(problem, ChatProblem::TargetsAmbiguous { message: 2 });
-    assert!(compile_template(source, LossTargets::All).render_chat(&create_chat_record(case)).is_ok());
+    assert!(template.render_chat(&chat, LossTargets::All).is_ok());
 }
 
 /// Renders a chat with these messages, a JSON text, and returns the error. Panics if the chat can
 /// be rendered.
 fn expect_chat_problem(messages: &str) -> ChatProblem {
     let messages = serde_json::from_str(messages).unwrap();
-    let template = compile_template(&read_golden_cases()[0].template, LossTargets::Assistant);
-    template.render_chat(&ChatRecord { messages, tools: None }).unwrap_err()
+    let template = compile_template(&read_golden_cases()[0].template);
+    template.render_chat(&ChatRecord { messages, tools: None }, LossTargets::Assistant).unwrap_err()
 }
 
 #[test]
@@ -174,46 +197,45 @@ fn invalid_messages_are_errors_with_their_number() {
 
 #[test]
 fn endless_templates_are_stopped() {
+    let chat = create_chat_record(&read_golden_cases()[0]);
     let endless = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
-    let stopped = compile_template(endless, LossTargets::All)
-        .render_chat(&create_chat_record(&read_golden_cases()[0]))
-        .unwrap_err();
+    let stopped = compile_template(endless).render_chat(&chat, LossTargets::All).unwrap_err();
     assert!(
-        matches!(stopped, ChatProblem::Template(TemplateFailure { kind: ErrorKind::OutOfFuel, .. })),
+        matches!(stopped, ChatProblem::Template(TemplateFailure { is_endless: true, .. })),
         "{stopped:?}"
     );
     let recursion = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
-    assert!(
-        compile_template(recursion, LossTargets::All)
-            .render_chat(&create_chat_record(&read_golden_cases()[0]))
-            .is_err()
-    );
+    assert!(compile_template(recursion).render_chat(&chat, LossTargets::All).is_err());
     let unpaired = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endif %}{% endfor %}";
-    let rejected = compile_template(unpaired, LossTargets::Assistant)
-        .render_chat(&create_chat_record(&read_golden_cases()[0]))
-        .unwrap_err();
+    let rejected = compile_template(unpaired).render_chat(&chat, LossTargets::Assistant).unwrap_err();
     assert_eq!(rejected, ChatProblem::UnpairedGenerationTags);
-    let syntax = ChatTemplate::new("{% for %}", Vec::new(), LossTargets::All).err().unwrap();
-    assert!(matches!(syntax, ChatTemplateProblem::Syntax(_)), "{syntax}");
+    let syntax = CompiledTemplate::new("{% for %}", &[]).err().unwrap();
+    assert!(!syntax.is_endless && syntax.line == Some(1), "{syntax}");
 }
 
-/// Reads a data file and returns its documents. For a chat, returns only the ranges that count for
-/// the loss, joined by `|`.
-fn read_documents(path: &Path, format: RecordReadOptions) -> Result<Vec<String>, DataError> {
-    let mut out = Vec::new();
-    let hash = read_data_file(path, format, SplitFilter::All, &mut |part| {
-        match part {
-            DocumentPart::Text(text) => out.push(text),
-            DocumentPart::Masked(m) => {
-                let replies: Vec<&str> = m.loss_ranges.iter().map(|r| &m.text[r.clone()]).collect();
-                out.push(replies.join("|"));
-            }
-            DocumentPart::End => {}
-        }
-        Ok(())
-    })?;
-    assert_eq!(hash, blake3::hash(&std::fs::read(path).unwrap()));
-    Ok(out)
+/// Reads a Parquet file and returns its documents. For a chat, returns only the ranges that count
+/// for the loss, joined by `|`.
+fn read_rows(
+    path: &Path,
+    field: &str,
+    template: Option<&CompiledTemplate>,
+) -> Result<Vec<String>, DataError> {
+    let file = std::fs::File::open(path).unwrap();
+    let rows = ParquetRows::open(file, field, template.is_some());
+    let rows = rows.map_err(|problem| DataError::InvalidParquet { path: path.into(), problem })?;
+    let render = |chat: &ChatRecord| -> Result<String, RecordProblem> {
+        let masked = template.expect("a template").render_chat(chat, LossTargets::Assistant)?;
+        let replies: Vec<&str> = masked.loss_ranges.iter().map(|r| &masked.text[r.clone()]).collect();
+        Ok(replies.join("|"))
+    };
+    let text = |(row, number): (Result<RowRecord, RecordProblem>, u64)| {
+        let text = row.and_then(|record| match record {
+            RowRecord::Text(text) => Ok(text),
+            RowRecord::Chat(chat, _) => render(&chat),
+        });
+        text.map_err(|problem| DataError::invalid_record(path, RecordPosition::Row(number), problem))
+    };
+    rows.zip(1..).map(text).collect()
 }
 
 #[test]
@@ -221,64 +243,110 @@ fn parquet_files_have_the_texts_that_pyarrow_wrote() {
     let text = std::fs::read_to_string(golden_file_path("texts.json")).unwrap();
     let want: Vec<String> = serde_json::from_str(&text).unwrap();
     for name in ["snappy.parquet", "zstd_v2.parquet", "plain_large.parquet"] {
-        let got =
-            read_documents(&golden_file_path(name), RecordReadOptions { field: "text", chat_template: None })
-                .unwrap();
-        assert_eq!(got, want, "{name}");
+        assert_eq!(read_rows(&golden_file_path(name), "text", None).unwrap(), want, "{name}");
     }
-    let template = compile_template(&read_golden_cases()[0].template, LossTargets::Assistant);
-    let chats = read_documents(
-        &golden_file_path("chats.parquet"),
-        RecordReadOptions { field: "messages", chat_template: Some(&template) },
-    );
+    let template = compile_template(&read_golden_cases()[0].template);
+    let chats = read_rows(&golden_file_path("chats.parquet"), "messages", Some(&template));
     let replies: Vec<String> = chats.unwrap().iter().map(|c| c.replace("<|im_end|>", "")).collect();
     assert_eq!(replies, ["4, of course.|Sure:\n  1. é\n  2. 🦀 \n", "4, of course.", "4, of course."]);
 }
 
-#[test]
-fn unusable_parquet_files_are_errors_with_field_and_row() {
-    // Code, field and row of the error.
-    let error = |name: &str, format: RecordReadOptions| -> (Code, Option<String>, Option<u64>) {
-        let diagnostic = Diagnostic::from(read_documents(&golden_file_path(name), format).unwrap_err());
-        let field = diagnostic.field("field").and_then(|f| f.as_str()).map(str::to_owned);
-        (diagnostic.code(), field, diagnostic.field("row").and_then(|r| r.as_u64()))
-    };
-    let text = |field| RecordReadOptions { field, chat_template: None };
-    let missing = error("snappy.parquet", text("txt"));
-    assert_eq!(missing, (codes::DATA_FIELD_MISSING, Some("txt".into()), None));
-    let not_text = error("snappy.parquet", text("id"));
-    assert_eq!(not_text, (codes::DATA_FIELD_INVALID, Some("id".into()), Some(1)));
-    let template = compile_template(&read_golden_cases()[0].template, LossTargets::Assistant);
-    let chat = RecordReadOptions { field: "text", chat_template: Some(&template) };
-    assert_eq!(error("snappy.parquet", chat), (codes::CHAT_MESSAGES_INVALID, None, Some(1)));
-    assert_eq!(error("README.md", chat), (codes::DATA_FORMAT_NOT_CHAT, None, None));
+/// Creates the data section of one golden file, with the golden tokenizer and the first template.
+fn create_golden_spec(dir: &Path, name: &str, format: RecordFormat, field: &str) -> DataSpec {
+    std::fs::write(dir.join("t.jinja"), &read_golden_cases()[0].template).unwrap();
+    DataSpec {
+        sources: vec![DataSource {
+            name: String::new(),
+            weight: 1.0,
+            files: vec![golden_file_path(name).display().to_string()],
+            format,
+            field: field.into(),
+            loss_on: LossTargets::Assistant,
+        }],
+        chat_template: Some("t.jinja".into()),
+        tokenizer: TokenizerSpec::File(golden_file_path("tokenizer.json")),
+        seq_len: 10,
+        pack: true,
+        shuffle: false,
+        held_out: 0.0,
+        cache: "cache".into(),
+    }
 }
 
-/// Changes single bytes of Parquet files. Each damaged file gives texts or an error, but never a
-/// panic.
+/// Tokenizes Parquet files in the sandbox process, with both tokenizers. Their tokens are those of
+/// a JSON lines file with the same texts.
+#[test]
+fn parquet_files_have_the_tokens_of_json_lines_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(golden_file_path("texts.json")).unwrap();
+    let texts: Vec<String> = serde_json::from_str(&text).unwrap();
+    let lines: Vec<String> = texts.iter().map(|text| serde_json::json!({"text": text}).to_string()).collect();
+    std::fs::write(dir.path().join("a.jsonl"), lines.join("\n")).unwrap();
+    for tokenizer in [TokenizerSpec::Bytes, TokenizerSpec::File(golden_file_path("tokenizer.json"))] {
+        for held_out in [0.0, 0.5] {
+            let digest = |name: &str| {
+                let spec = create_golden_spec(dir.path(), name, RecordFormat::Text, "text");
+                let spec = DataSpec { tokenizer: tokenizer.clone(), held_out, ..spec };
+                Dataset::open(&spec, None, Split::Train, dir.path()).unwrap().digest().to_owned()
+            };
+            let expected = digest(dir.path().join("a.jsonl").to_str().unwrap());
+            for name in ["snappy.parquet", "zstd_v2.parquet", "plain_large.parquet"] {
+                assert_eq!(digest(name), expected, "{name} {held_out}");
+            }
+        }
+    }
+}
+
+#[test]
+fn unusable_parquet_files_are_errors_with_field_and_row() {
+    let dir = tempfile::tempdir().unwrap();
+    // Code, field and row of the error, from the check before a job and from the job.
+    let error = |name: &str, format: RecordFormat, field: &str| -> (Code, Option<String>, Option<u64>) {
+        let spec = create_golden_spec(dir.path(), name, format, field);
+        let summary = |error: DataError| {
+            let diagnostic = Diagnostic::from(error);
+            let field = diagnostic.field("field").and_then(|f| f.as_str()).map(str::to_owned);
+            (diagnostic.code(), field, diagnostic.field("row").and_then(|r| r.as_u64()))
+        };
+        let checked = check_data(&spec, &[], dir.path()).errors.pop().unwrap();
+        let opened = Dataset::open(&spec, None, Split::Train, dir.path()).err().unwrap();
+        let (checked, opened) = (summary(checked), summary(opened));
+        assert_eq!(checked, opened);
+        opened
+    };
+    let missing = error("snappy.parquet", RecordFormat::Text, "txt");
+    assert_eq!(missing, (codes::DATA_FIELD_MISSING, Some("txt".into()), None));
+    let not_text = error("snappy.parquet", RecordFormat::Text, "id");
+    assert_eq!(not_text, (codes::DATA_FIELD_INVALID, Some("id".into()), Some(1)));
+    let chat = error("snappy.parquet", RecordFormat::Chat, "text");
+    assert_eq!(chat, (codes::CHAT_MESSAGES_INVALID, None, Some(1)));
+    let text = error("README.md", RecordFormat::Chat, "text");
+    assert_eq!(text, (codes::DATA_FORMAT_NOT_CHAT, None, None));
+}
+
+/// Changes single bytes of Parquet files. Each damaged file gives texts, an error or a panic, which
+/// the sandbox process converts to an error.
 #[test]
 fn damaged_parquet_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.parquet");
     let good = std::fs::read(golden_file_path("chats.parquet")).unwrap();
-    let template = compile_template(&read_golden_cases()[0].template, LossTargets::Assistant);
+    let template = compile_template(&read_golden_cases()[0].template);
+    let is_rejected = || {
+        let read = || read_rows(&path, "messages", Some(&template)).is_err();
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).unwrap_or(true)
+    };
     let mut rejected = 0;
     for at in 0..good.len() {
         let mut bad = good.clone();
         bad[at] ^= 0x41;
         std::fs::write(&path, &bad).unwrap();
-        rejected += usize::from(
-            read_documents(&path, RecordReadOptions { field: "messages", chat_template: Some(&template) })
-                .is_err(),
-        );
+        rejected += usize::from(is_rejected());
     }
     assert!(rejected > good.len() / 4, "{rejected} of {}", good.len());
     for cut in [0, 4, 8, good.len() / 2, good.len() - 1] {
         std::fs::write(&path, &good[..cut]).unwrap();
-        assert!(
-            read_documents(&path, RecordReadOptions { field: "messages", chat_template: Some(&template) })
-                .is_err()
-        );
+        assert!(is_rejected());
     }
 }
 
@@ -288,8 +356,8 @@ fn compressed_files_are_rejected_with_a_remedy() {
     for (name, command) in [("a.jsonl.gz", "gunzip"), ("a.txt.ZST", "zstd -d"), ("a.arrow", "Parquet")] {
         let path = dir.path().join(name);
         std::fs::write(&path, "x").unwrap();
-        let error =
-            read_documents(&path, RecordReadOptions { field: "text", chat_template: None }).unwrap_err();
+        let spec = create_golden_spec(dir.path(), path.to_str().unwrap(), RecordFormat::Text, "text");
+        let error = Dataset::open(&spec, None, Split::Train, dir.path()).err().unwrap();
         let DataError::CompressedFile { remedy, .. } = error else { panic!("{error}") };
         assert!(remedy.contains(command), "{remedy}");
     }
@@ -300,29 +368,14 @@ fn compressed_files_are_rejected_with_a_remedy() {
 fn only_the_assistants_tokens_count_for_the_loss() {
     let dir = tempfile::tempdir().unwrap();
     let case = &read_golden_cases()[0];
-    std::fs::write(dir.path().join("t.jinja"), &case.template).unwrap();
     let text = std::fs::read_to_string(golden_file_path("chats.json")).unwrap();
     let raw: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
     let line = raw[0]["chat"].to_string();
     std::fs::write(dir.path().join("a.jsonl"), format!("{line}\n{line}\n")).unwrap();
     for pack in [true, false] {
-        let spec = DataSpec {
-            sources: vec![DataSource {
-                name: String::new(),
-                weight: 1.0,
-                files: vec!["a.jsonl".into()],
-                format: RecordFormat::Chat,
-                field: "messages".into(),
-                loss_on: LossTargets::Assistant,
-            }],
-            chat_template: Some("t.jinja".into()),
-            tokenizer: TokenizerSpec::File(golden_file_path("tokenizer.json")),
-            seq_len: 10,
-            pack,
-            shuffle: false,
-            held_out: 0.0,
-            cache: "cache".into(),
-        };
+        let file = dir.path().join("a.jsonl");
+        let spec = create_golden_spec(dir.path(), file.to_str().unwrap(), RecordFormat::Chat, "messages");
+        let spec = DataSpec { pack, ..spec };
         let data = Dataset::open(&spec, None, Split::Train, dir.path()).unwrap();
         let order = data.create_sample_order(0, false);
         let (tokens, mask) = (case.tokens.as_ref().unwrap(), case.mask.as_ref().unwrap());

@@ -1,54 +1,20 @@
-//! [`ChatTemplate`]: renders a chat as text, and locates the assistant's replies in the text.
-//!
-//! A template is Jinja with the settings of `transformers`: `trim_blocks`, `lstrip_blocks`,
-//! `raise_exception`, the methods of Python's strings, and `tojson` with Python's spacing.
-//! `strftime_now` is not available, because the output must not depend on the date.
-//!
-//! A template with the generation tags `{% generation %}` and `{% endgeneration %}` encloses the
-//! assistant's replies in them. A template without these tags is rendered twice more for each
-//! reply: once with the messages up to and including the reply, and once with only the messages
-//! before it, followed by the generation prompt. The reply is the difference of the two texts. The
-//! record is rejected if these texts are not prefixes of the whole text.
+//! [`ChatTemplate`]: the chat template of a data source, which the sandbox process renders.
 use super::{
-    error::{ChatProblem, ChatTemplateProblem, DataError, TemplateFailure},
-    loss_masked_text::LossMaskedText,
-    tokenizer::{TextTokenizer, read_text_file},
+    error::{ChatTemplateProblem, DataError, Step},
+    interpreter::{Interpreter, TemplateSource},
+    tokenizer::{TextTokenizer, read_text_file, to_data_error},
 };
 use jobspec::LossTargets;
-use minijinja::{Environment, Error, ErrorKind, Value, context, syntax::SyntaxConfig, value::Kwargs};
-use regex::Regex;
-use std::{collections::BTreeMap, path::Path};
+use std::path::{Path, PathBuf};
 
-/// Largest size of a chat template, bytes.
+/// Largest size of a chat template, in bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
-/// Largest number of template instructions per rendering. A rendering that needs more fails, so
-/// that endless loops end.
-const MAX_INSTRUCTIONS: u64 = 10_000_000;
-/// Private-use character that stands for `{% generation %}` in rendered text. A chat that contains
-/// the character is rejected.
-const GENERATION_BEGIN: char = '\u{F70A1}';
-/// Private-use character that stands for `{% endgeneration %}` in rendered text. A chat that
-/// contains the character is rejected.
-const GENERATION_END: char = '\u{F70A2}';
-/// The name of the chat template within the template engine.
-const TEMPLATE_NAME: &str = "chat";
 
-/// A chat of a data file: messages and tools.
-#[derive(Clone, Debug)]
-pub(crate) struct ChatRecord {
-    /// A list of messages, each an object with `role` and `content`.
-    pub(crate) messages: Value,
-    /// Tools that the assistant may call, for templates that list them.
-    pub(crate) tools: Option<Value>,
-}
-
-/// A compiled chat template, with the special tokens that are available to the template.
+/// A chat template that is loaded in the sandbox process.
 pub(crate) struct ChatTemplate {
-    environment: Environment<'static>,
-    /// Texts of the special tokens by the names that templates use, such as `eos_token`.
-    special_tokens: Value,
+    /// The file with the template.
+    path: PathBuf,
     loss_on: LossTargets,
-    has_generation_tags: bool,
     digest: [u8; 32],
 }
 
@@ -61,44 +27,48 @@ impl ChatTemplate {
         loss_on: LossTargets,
         workdir: &Path,
     ) -> Result<Self, DataError> {
-        let source = match path {
-            Some(path) => read_template_file(&workdir.join(path)),
+        let found = match path.map(|path| workdir.join(path)) {
+            Some(path) => read_template_file(&path).map(|source| (path, source)),
             None => match tokenizer.find_chat_template() {
-                Ok(Some(source)) => Ok(source),
+                Ok(Some(found)) => Ok(found),
                 Ok(None) => Err(ChatTemplateProblem::TokenizerHasNone),
                 Err(problem) => Err(problem),
             },
         };
-        source
-            .and_then(|source| match source.len() > MAX_TEMPLATE_BYTES {
-                true => Err(ChatTemplateProblem::TooLarge { limit: MAX_TEMPLATE_BYTES }),
-                false => Self::new(&source, tokenizer.list_special_tokens(), loss_on),
-            })
-            .map_err(|problem| DataError::InvalidChatTemplate { problem })
+        let invalid = |problem| DataError::InvalidChatTemplate { problem };
+        let (path, source) = found.map_err(invalid)?;
+        if source.len() > MAX_TEMPLATE_BYTES {
+            return Err(invalid(ChatTemplateProblem::TooLarge { limit: MAX_TEMPLATE_BYTES }));
+        }
+        let template = TemplateSource { source, special_tokens: tokenizer.list_special_tokens() };
+        Self::compile(path, template, loss_on, tokenizer.interpreter())
     }
 
-    /// Compiles a template from its source text. `special_tokens` are pairs of name and text.
-    pub(crate) fn new(
-        source: &str,
-        special_tokens: Vec<(String, String)>,
+    /// Compiles a template in the sandbox process.
+    fn compile(
+        path: PathBuf,
+        template: TemplateSource,
         loss_on: LossTargets,
-    ) -> Result<Self, ChatTemplateProblem> {
-        let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
-        for text in [source].into_iter().chain(special_tokens.iter().flat_map(|(n, t)| [&**n, &**t])) {
-            hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        interpreter: &Interpreter,
+    ) -> Result<Self, DataError> {
+        let digest = compute_digest(&template, loss_on);
+        match interpreter.compile_template(template) {
+            Ok(Ok(())) => Ok(ChatTemplate { path, loss_on, digest }),
+            Ok(Err(failure)) => {
+                Err(DataError::InvalidChatTemplate { problem: ChatTemplateProblem::Syntax(failure) })
+            }
+            Err(failure) => Err(to_data_error(failure, Step::CompileTemplate, &path, None, None)),
         }
-        hasher.update(&[u8::from(loss_on == LossTargets::Assistant)]);
-        let (template, has_generation_tags) = replace_generation_tags(source);
-        let environment =
-            compile_template(template).map_err(|e| ChatTemplateProblem::Syntax(to_template_failure(&e)))?;
-        let special_tokens: BTreeMap<String, String> = special_tokens.into_iter().collect();
-        Ok(ChatTemplate {
-            environment,
-            special_tokens: special_tokens.into(),
-            loss_on,
-            has_generation_tags,
-            digest: *hasher.finalize().as_bytes(),
-        })
+    }
+
+    /// Returns the file with the template.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns which tokens of a chat count for the loss.
+    pub(crate) fn loss_on(&self) -> LossTargets {
+        self.loss_on
     }
 
     /// Returns the digest of the template's source, special tokens and loss setting. Templates with
@@ -111,71 +81,17 @@ impl ChatTemplate {
     pub(crate) fn has_loss_mask(&self) -> bool {
         self.loss_on == LossTargets::Assistant
     }
+}
 
-    /// Renders a chat as text, with the ranges that count for the loss. Fails if the messages are
-    /// invalid, the template fails, or the assistant has no text although only its text counts.
-    pub(crate) fn render_chat(&self, chat: &ChatRecord) -> Result<LossMaskedText, ChatProblem> {
-        let messages = validate_messages(&chat.messages)?;
-        let rendered = self.render_messages(chat, &messages, false)?;
-        let masked = match self.loss_on {
-            LossTargets::All => {
-                let text: String =
-                    rendered.chars().filter(|&c| c != GENERATION_BEGIN && c != GENERATION_END).collect();
-                let whole = 0..text.len();
-                return Ok(LossMaskedText { text, loss_ranges: vec![whole] });
-            }
-            LossTargets::Assistant if self.has_generation_tags => strip_generation_tags(&rendered)?,
-            LossTargets::Assistant => self.locate_replies_by_prefixes(chat, &messages, rendered)?,
-        };
-        match masked.loss_ranges.iter().any(|r| !r.is_empty()) {
-            true => Ok(masked),
-            false => Err(ChatProblem::NoAssistantText),
-        }
+/// Computes the digest of a template and its loss setting.
+fn compute_digest(template: &TemplateSource, loss_on: LossTargets) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
+    let tokens = template.special_tokens.iter().flat_map(|(name, text)| [name, text]);
+    for text in [&template.source].into_iter().chain(tokens) {
+        hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
     }
-
-    /// Renders the given messages of a chat as text. Generation tags are rendered as
-    /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. If `add_generation_prompt` is set, the template
-    /// also appends the generation prompt, after which a reply of the assistant would begin.
-    fn render_messages(
-        &self,
-        chat: &ChatRecord,
-        messages: &[Value],
-        add_generation_prompt: bool,
-    ) -> Result<String, ChatProblem> {
-        let context = context! {
-            messages => messages,
-            tools => chat.tools.clone(),
-            documents => Value::from(()),
-            add_generation_prompt => add_generation_prompt,
-            ..self.special_tokens.clone()
-        };
-        let failed = |e: Error| ChatProblem::Template(to_template_failure(&e));
-        self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
-    }
-
-    /// Locates the text of each assistant message in `text`, the rendered chat. Renders the chat
-    /// twice for each such message: with the messages before it, and with the messages up to and
-    /// including it. Fails if these texts are not prefixes of `text`.
-    fn locate_replies_by_prefixes(
-        &self,
-        chat: &ChatRecord,
-        messages: &[Value],
-        text: String,
-    ) -> Result<LossMaskedText, ChatProblem> {
-        let mut loss_ranges = Vec::new();
-        for (i, message) in messages.iter().enumerate() {
-            if read_message_role(message).as_deref() != Some("assistant") {
-                continue;
-            }
-            let before = self.render_messages(chat, &messages[..i], true)?;
-            let after = self.render_messages(chat, &messages[..=i], false)?;
-            if !(text.starts_with(&after) && after.starts_with(&before)) {
-                return Err(ChatProblem::TargetsAmbiguous { message: i + 1 });
-            }
-            loss_ranges.push(before.len()..after.len());
-        }
-        Ok(LossMaskedText { text, loss_ranges })
-    }
+    hasher.update(&[u8::from(loss_on == LossTargets::Assistant)]);
+    *hasher.finalize().as_bytes()
 }
 
 /// Reads the template file of a job.
@@ -185,161 +101,4 @@ fn read_template_file(path: &Path) -> Result<String, ChatTemplateProblem> {
         Ok(None) => Err(ChatTemplateProblem::FileMissing { path: path.to_path_buf() }),
         Err(problem) => Err(ChatTemplateProblem::FileUnreadable { path: path.to_path_buf(), problem }),
     }
-}
-
-/// Compiles a template in an engine with the settings of `transformers`, and returns the engine.
-fn compile_template(template: String) -> Result<Environment<'static>, Error> {
-    let mut environment = Environment::new();
-    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_fuel(Some(MAX_INSTRUCTIONS));
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-        Err(Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_filter("tojson", format_json_filter);
-    environment.add_template("generation", "\u{F70A1}")?;
-    environment.add_template("endgeneration", "\u{F70A2}")?;
-    environment.add_template_owned(TEMPLATE_NAME, template)?;
-    Ok(environment)
-}
-
-/// Returns the messages as a list. Fails if `value` is not a list, the list is empty, a message has
-/// no role, or a message contains a reserved character.
-fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
-    let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
-    let items: Vec<Value> = items.collect();
-    if value.as_str().is_some() {
-        return Err(ChatProblem::MessagesNotAList);
-    }
-    if items.is_empty() {
-        return Err(ChatProblem::NoMessages);
-    }
-    for (i, message) in items.iter().enumerate() {
-        if read_message_role(message).is_none() {
-            return Err(ChatProblem::RoleMissing { message: i + 1 });
-        }
-        if has_reserved_character(message) {
-            return Err(ChatProblem::ReservedCharacter { message: i + 1 });
-        }
-    }
-    Ok(items)
-}
-
-/// Returns the role of a message, or `None` if the message has no text `role`.
-fn read_message_role(message: &Value) -> Option<String> {
-    message.get_attr("role").ok()?.as_str().map(str::to_owned)
-}
-
-/// Returns whether a message contains [`GENERATION_BEGIN`] or [`GENERATION_END`].
-fn has_reserved_character(value: &Value) -> bool {
-    value.to_string().contains([GENERATION_BEGIN, GENERATION_END])
-}
-
-/// Replaces the generation tags of a template by includes of [`GENERATION_BEGIN`] and
-/// [`GENERATION_END`]. The includes keep the white space control of the tags. Returns the new
-/// template, and whether the old one had generation tags.
-fn replace_generation_tags(source: &str) -> (String, bool) {
-    // The pattern is constant, and a test compiles it.
-    let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}") else {
-        return (source.to_owned(), false);
-    };
-    let replaced = tag.replace_all(source, r#"{%$1 include "$2" $3%}"#);
-    let has_tags = matches!(replaced, std::borrow::Cow::Owned(_));
-    (replaced.into_owned(), has_tags)
-}
-
-/// Removes [`GENERATION_BEGIN`] and [`GENERATION_END`] from rendered text, and returns the text
-/// with the ranges that were enclosed by them.
-fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
-    let mut text = String::with_capacity(rendered.len());
-    let (mut loss_ranges, mut open) = (Vec::new(), None);
-    for c in rendered.chars() {
-        match (c, open) {
-            (GENERATION_BEGIN, None) => open = Some(text.len()),
-            (GENERATION_END, Some(from)) => {
-                loss_ranges.push(from..text.len());
-                open = None;
-            }
-            (GENERATION_BEGIN | GENERATION_END, _) => return Err(ChatProblem::UnpairedGenerationTags),
-            _ => text.push(c),
-        }
-    }
-    match open {
-        None => Ok(LossMaskedText { text, loss_ranges }),
-        Some(_) => Err(ChatProblem::UnpairedGenerationTags),
-    }
-}
-
-/// Converts an error of the template engine. The result has a line number only if the error is in
-/// the chat template.
-fn to_template_failure(e: &Error) -> TemplateFailure {
-    TemplateFailure {
-        kind: e.kind(),
-        detail: e.detail().map_or_else(|| e.kind().to_string(), str::to_owned),
-        line: e.line().filter(|_| e.name() == Some(TEMPLATE_NAME)),
-    }
-}
-
-/// Implements the Jinja filter `tojson` of `transformers`: the spacing of Python's `json.dumps`
-/// without escaped HTML.
-fn format_json_filter(value: Value, options: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    _ = options.get::<Option<bool>>("ensure_ascii")?;
-    options.assert_all_used()?;
-    let mut out = String::new();
-    append_json(&value, indent, 0, &mut out)?;
-    Ok(out)
-}
-
-/// Appends `value` to `out` as JSON. `indent` is the number of spaces per level, or `None` for one
-/// line. `depth` is the number of enclosing lists and objects.
-fn append_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
-    use minijinja::value::ValueKind;
-    let unsupported =
-        |what: &str| Error::new(ErrorKind::BadSerialization, format!("{what} has no JSON form"));
-    let line = |depth: usize, out: &mut String| {
-        if let Some(n) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', n * depth));
-        }
-    };
-    let comma = if indent.is_some() { "," } else { ", " };
-    let text = |s: &str| serde_json::to_string(s).map_err(|_| unsupported("text"));
-    match value.kind() {
-        ValueKind::None => out.push_str("null"),
-        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-        ValueKind::Number => out.push_str(&value.to_string()),
-        ValueKind::String => out.push_str(&text(value.as_str().ok_or_else(|| unsupported("text"))?)?),
-        ValueKind::Seq | ValueKind::Iterable => {
-            out.push('[');
-            let mut has_items = false;
-            for item in value.try_iter()? {
-                out.push_str(if std::mem::replace(&mut has_items, true) { comma } else { "" });
-                line(depth + 1, out);
-                append_json(&item, indent, depth + 1, out)?;
-            }
-            if has_items {
-                line(depth, out);
-            }
-            out.push(']');
-        }
-        ValueKind::Map => {
-            out.push('{');
-            let mut has_items = false;
-            for key in value.try_iter()? {
-                out.push_str(if std::mem::replace(&mut has_items, true) { comma } else { "" });
-                line(depth + 1, out);
-                out.push_str(&text(&key.to_string())?);
-                out.push_str(": ");
-                append_json(&value.get_item(&key)?, indent, depth + 1, out)?;
-            }
-            if has_items {
-                line(depth, out);
-            }
-            out.push('}');
-        }
-        other => return Err(unsupported(&other.to_string())),
-    }
-    Ok(())
 }

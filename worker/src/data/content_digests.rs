@@ -26,15 +26,15 @@ type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
 /// File name of the digest index in the cache directory.
 const INDEX_FILE_NAME: &str = "contents";
-/// Largest digest index that is read, bytes.
+/// Largest digest index that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Largest number of files in the digest index.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// Two changes of a file that are at least this far apart leave different modification times on
+/// The least time between two changes of a file after which their modification times differ on
 /// every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// Device, inode, size in bytes, modification time and change time of a file, the times in ns.
+/// Device, inode, size in bytes, modification time in ns and change time in ns of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 
@@ -50,8 +50,8 @@ impl FileIdentity {
         ])
     }
 
-    /// Returns whether the last change of the file is so long before `now` that another change
-    /// would leave different times.
+    /// Returns whether the last change of the file was long enough before `now` that another change
+    /// would have other times.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
@@ -90,7 +90,7 @@ fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
 ) -> Result<(FileIdentity, ContentDigest), DataError> {
-    let error = |source| DataError::Unreadable { path: path.to_path_buf(), source };
+    let error = |source| DataError::unreadable(path, source);
     let mut file = File::open(path).map_err(error)?;
     let before = FileIdentity::from_metadata(&file.metadata().map_err(error)?);
     if let Some(digest) = index.get(&before) {

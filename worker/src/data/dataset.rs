@@ -2,12 +2,12 @@
 use super::{
     chat_template::ChatTemplate,
     content_digests,
+    document_reader::RecordReadOptions,
     epoch_permutation::EpochPermutation,
     error::DataError,
     file_patterns,
     mixture::{MixtureSchedule, SampleOrder},
     packer::{Packer, SampleBuffers},
-    record::RecordReadOptions,
     split::{Split, SplitFilter},
     token_cache::TokenCache,
     token_cache_builder::{self, TokenCacheInputs},
@@ -48,6 +48,20 @@ impl Dataset {
         workdir: &Path,
     ) -> Result<Self, DataError> {
         validate_data_settings(spec)?;
+        let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
+        Self::open_with(spec, eval_files, split, workdir, &tokenizer)
+    }
+
+    /// Opens the data as [`Dataset::open`] does, with the tokenizer of the data section, which is
+    /// already open.
+    pub fn open_with(
+        spec: &DataSpec,
+        eval_files: Option<&[String]>,
+        split: Split,
+        workdir: &Path,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Self, DataError> {
+        validate_data_settings(spec)?;
         let eval_files = eval_files.filter(|f| !f.is_empty());
         let (sources, filter) = match (split, eval_files) {
             (Split::HeldOut, Some(files)) => (vec![create_eval_source(spec, files)?], SplitFilter::All),
@@ -55,10 +69,9 @@ impl Dataset {
             (Split::Train, _) if spec.held_out == 0.0 => (spec.sources.clone(), SplitFilter::All),
             _ => (spec.sources.clone(), SplitFilter::Only(split, spec.held_out)),
         };
-        let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir)?;
         let mut warnings = Vec::new();
         let mut open = |source: &DataSource| {
-            let cache = open_source_cache(spec, source, filter, &tokenizer, workdir, &mut warnings)?;
+            let cache = open_source_cache(spec, source, filter, tokenizer, workdir, &mut warnings)?;
             SourceSampleReader::new(source.name.clone(), cache, spec, split)
         };
         let opened = sources.iter().map(|source| open(source).map_err(|e| e.with_source_name(&source.name)));

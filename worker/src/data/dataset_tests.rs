@@ -3,6 +3,7 @@ use super::{dataset::Dataset, *};
 use diagnostic::{Code, Diagnostic, codes::data as codes};
 use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use proptest::prelude::*;
+use sandbox::SandboxError;
 use std::{collections::HashSet, fs, path::Path};
 
 /// Returns the data section of a job with one unnamed text source.
@@ -142,7 +143,7 @@ fn data_shorter_than_a_sample_are_an_error_with_both_lengths() {
             &dir,
         ));
         assert!(matches!(e, DataError::TooShort { documents: 0, tokens: 0, .. }), "{e}");
-        assert_eq!(e.job_key(), "train.data.seq_len");
+        assert_eq!(e.to_diagnostic().subject(), Some("train.data.seq_len"));
     }
     let e = expect_open_error(Dataset::open(
         &DataSpec { held_out: 1e-9, ..create_data_spec(&["a.txt"], 2) },
@@ -161,26 +162,28 @@ fn invalid_settings_are_errors_of_their_keys() {
             &DataSpec { held_out, ..create_data_spec(&["a.txt"], 2) },
             &dir,
         ));
-        assert_eq!(e.job_key(), "train.data.held_out");
-        assert_eq!(e.code(), codes::DATA_HELD_OUT_INVALID);
+        assert_eq!(e.to_diagnostic().subject(), Some("train.data.held_out"));
+        assert_eq!(e.to_diagnostic().code(), codes::DATA_HELD_OUT_INVALID);
     }
     let e = expect_open_error(open_train_data(&create_data_spec(&["a.txt"], 0), &dir));
-    assert_eq!((e.job_key(), e.code()), ("train.data.seq_len", codes::DATA_SEQUENCE_LENGTH_INVALID));
+    let diagnostic = e.to_diagnostic();
+    assert_eq!(diagnostic.subject(), Some("train.data.seq_len"));
+    assert_eq!(diagnostic.code(), codes::DATA_SEQUENCE_LENGTH_INVALID);
 }
 
 #[test]
 fn the_estimate_counts_files_bytes_and_tokens() {
     let dir = create_directory_with(&[("a.txt", "abc"), ("b.txt", "defgh")]);
-    let estimate = check_and_estimate_data(&create_data_spec(&["*.txt"], 4), dir.path()).unwrap();
+    let estimate = check_data(&create_data_spec(&["*.txt"], 4), &[], dir.path()).estimate.unwrap();
     assert_eq!(estimate, DataEstimate { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
     assert_eq!(open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap().tokens(), estimate.tokens);
-    let none = check_and_estimate_data(&create_data_spec(&["*.md"], 4), dir.path()).unwrap_err();
-    assert!(matches!(none[..], [DataError::NoMatch { .. }]));
-    assert!(check_and_estimate_data(&create_data_spec(&["*.txt"], 0), dir.path()).is_err());
+    let none = check_data(&create_data_spec(&["*.md"], 4), &[], dir.path());
+    assert!(matches!(none.errors[..], [DataError::NoMatch { .. }]) && none.estimate.is_none());
+    assert!(check_data(&create_data_spec(&["*.txt"], 0), &[], dir.path()).estimate.is_none());
     let tokenizer = TokenizerSpec::File("none.json".into());
-    let e = check_and_estimate_data(&DataSpec { tokenizer, ..create_data_spec(&["*.txt"], 4) }, dir.path())
-        .unwrap_err();
-    assert_eq!(e.iter().map(DataError::job_key).collect::<Vec<_>>(), ["train.data.tokenizer"]);
+    let report = check_data(&DataSpec { tokenizer, ..create_data_spec(&["*.txt"], 4) }, &[], dir.path());
+    let [e] = &report.errors[..] else { panic!("{report:?}") };
+    assert_eq!(e.to_diagnostic().subject(), Some("train.data.tokenizer"));
 }
 
 /// One run of the preflight check reports several files with invalid first records, and reads no
@@ -201,8 +204,7 @@ fn the_first_record_of_each_file_is_checked() {
     std::fs::write(dir.path().join("latin.txt"), b"a\nb\xe9").unwrap();
     // File name, line or row, and code of each error.
     let errors = |files: &[&str]| -> Vec<(String, Option<u64>, Code)> {
-        let errors =
-            check_and_estimate_data(&create_data_spec(files, 4), dir.path()).err().unwrap_or_default();
+        let errors = check_data(&create_data_spec(files, 4), &[], dir.path()).errors;
         let summary = |error: DataError| {
             let diagnostic = Diagnostic::from(error);
             assert_eq!(diagnostic.subject(), Some("train.data.files"));
@@ -228,7 +230,9 @@ fn the_first_record_of_each_file_is_checked() {
     assert_eq!(errors(&["cut.jsonl"]), one("cut.jsonl", Some(1), codes::DATA_RECORD_INVALID));
     assert_eq!(errors(&["packed.gz"]), one("packed.gz", None, codes::DATA_FILE_COMPRESSED));
     assert_eq!(errors(&["*"]).len(), 4, "at most four errors are reported");
-    let eval = check_eval_files(&create_data_spec(&["long.txt"], 4), &["number.jsonl".into()], dir.path());
+    let report = check_data(&create_data_spec(&["long.txt"], 4), &["number.jsonl".into()], dir.path());
+    let eval = report.eval_errors;
+    assert!(report.estimate.is_some() && report.errors.is_empty());
     assert!(
         matches!(eval[..], [DataError::InvalidRecord { position: RecordPosition::Line(1), .. }]),
         "{eval:?}"
@@ -239,7 +243,7 @@ fn the_first_record_of_each_file_is_checked() {
 #[test]
 fn the_embedded_tokenizer_equals_its_file() {
     let dir = create_directory_with(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
-    for (name, text) in TextTokenizer::Bytes.build_hf_files() {
+    for (name, text) in TextTokenizer::bytes().build_hf_files() {
         fs::write(dir.path().join(name), text).unwrap();
     }
     let bytes = open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap();
@@ -312,8 +316,8 @@ fn an_error_in_a_source_has_its_name() {
     };
     let e = expect_open_error(open_train_data(&spec, &dir));
     assert!(is_in_b(&e), "{e}");
-    assert_eq!(e.job_key(), "train.data.mixture");
-    let errors = check_and_estimate_data(&spec, dir.path()).unwrap_err();
+    assert_eq!(e.to_diagnostic().subject(), Some("train.data.mixture"));
+    let errors = check_data(&spec, &[], dir.path()).errors;
     assert!(is_in_b(&errors[0]), "{errors:?}");
     let (dir, mut spec) = create_mixture();
     spec.sources[2].field = "txt".into();
@@ -323,7 +327,7 @@ fn an_error_in_a_source_has_its_name() {
     assert_eq!(diagnostic.field("field").and_then(|s| s.as_str()), Some("txt"));
     let files = ["a.jsonl".to_string()];
     let e = expect_open_error(Dataset::open(&spec, Some(&files), Split::HeldOut, dir.path()));
-    assert_eq!(e.job_key(), "train.eval.files");
+    assert_eq!(e.to_diagnostic().subject(), Some("train.eval.files"));
 }
 
 /// Renders every kind of error in the form that users see.
@@ -335,6 +339,16 @@ fn errors_render_with_message_cause_and_help() {
         |problem| DataError::InvalidRecord { path: path(), position: RecordPosition::Line(3), problem };
     let tokenizer = |problem| DataError::InvalidTokenizer { path: "tokenizer.json".into(), problem };
     let template = |problem| DataError::InvalidChatTemplate { problem };
+    let interpretation = |step, records, rules: Option<&str>, error| {
+        let rules = rules.map(Into::into);
+        DataError::Uninterpretable(Box::new(InterpretationError {
+            step,
+            path: path(),
+            records,
+            rules,
+            error,
+        }))
+    };
     let errors = [
         DataError::NoFilesGiven,
         DataError::NoMatch { pattern: "*.txt".into(), directory: "/data".into() },
@@ -362,6 +376,25 @@ fn errors_render_with_message_cause_and_help() {
         tokenizer(TokenizerProblem::FileMissing),
         tokenizer(TokenizerProblem::FileUnreadable(TextFileError::NotUtf8 { offset: 7 })),
         template(ChatTemplateProblem::TokenizerHasNone),
+        interpretation(Step::LoadTokenizer, None, None, SandboxError::OutOfMemory { limit_bytes: 896 << 20 }),
+        interpretation(
+            Step::Tokenize,
+            Some(RecordRange { first: RecordPosition::Line(3), is_exact: true }),
+            Some("tokenizer.json"),
+            SandboxError::OutOfCpuTime { limit_s: 3 },
+        ),
+        interpretation(
+            Step::ReadRows,
+            Some(RecordRange { first: RecordPosition::Row(1), is_exact: false }),
+            None,
+            SandboxError::Ended("by signal SIGKILL".into()),
+        ),
+        DataError::SandboxUnavailable { source: SandboxError::NotStarted(io()) },
+        DataError::RecordNotTokenized {
+            path: path(),
+            position: Some(RecordPosition::Line(3)),
+            message: "unknown word".into(),
+        },
         DataError::CacheUnusable { path: "cache".into(), operation: CacheOperation::Create, source: io() },
         DataError::CacheCorrupt { path: "cache/x.tokens".into(), damage: CacheDamage::DigestMismatch },
         DataError::InvalidSequenceLength,

@@ -12,33 +12,41 @@
 //! characters, so that a few long files can be split, too. Adjacent pieces on the same side form
 //! one document.
 use super::{
-    error::{DataError, RecordProblem},
-    json_lines::read_json_lines,
-    loss_masked_text::LossMaskedText,
-    parquet_reader,
-    record::{Record, RecordReadOptions},
+    chat_template::ChatTemplate,
+    error::{DataError, RecordPosition},
+    json_lines::{parse_text_record, read_json_lines},
     split::SplitFilter,
 };
 use std::{
     fs::File,
     io::{self, Read},
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
 };
 
-/// Longest piece of a text file that is assigned to one side of the split, bytes.
+/// Longest piece of a text file that is assigned to one side of the split, in bytes.
 pub(crate) const PIECE_BYTES: usize = 16 << 10;
-/// Longest segment of a text file that is passed to the tokenizer in one call, bytes. Longer
+/// Longest segment of a text file that is passed to the tokenizer in one call, in bytes. Longer
 /// documents are cut after a newline, or otherwise between characters. The text of a record is
 /// never cut and may be longer.
 const SEGMENT_BYTES: usize = 256 << 10;
+
+/// The options with which the records of a data source are converted to text.
+#[derive(Clone, Copy)]
+pub(crate) struct RecordReadOptions<'a> {
+    /// The field or column of a record with the text or messages.
+    pub(crate) field: &'a str,
+    /// The template that renders chats; absent if records are text.
+    pub(crate) chat_template: Option<&'a ChatTemplate>,
+}
 
 /// A part of a document, or its end. A file is read as a sequence of parts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum DocumentPart {
     /// Text of the current document, never empty.
     Text(String),
-    /// The text of a complete document, of which only some ranges count for the loss.
-    Masked(LossMaskedText),
+    /// The line of a JSON lines file with a chat, which is a complete document.
+    ChatLine(String),
     /// The end of the current document, which had text.
     End,
 }
@@ -70,69 +78,89 @@ fn get_lower_case_extension(path: &Path) -> String {
     path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
 }
 
-/// A callback that receives the parts of documents in order. An error ends the reading.
-pub(crate) type DocumentPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
+/// A callback that receives the parts of documents in order, with their lines if the file consists
+/// of records. An error ends the reading.
+pub(crate) type DocumentPartSink<'a> =
+    dyn FnMut(DocumentPart, Option<RecordPosition>) -> Result<(), DataError> + 'a;
 
-/// Reads one data file and passes its documents to `sink`. Returns the BLAKE3 hash of the bytes
-/// that were read, with which the caller can detect that the file changed.
-pub(crate) fn read_data_file(
+/// A data file that was opened for reading.
+pub(crate) struct OpenDataFile {
+    pub(crate) file: File,
+    pub(crate) format: DataFileFormat,
+}
+
+/// Reads a text or JSON lines file and passes its documents to `sink`. Returns the BLAKE3 hash of
+/// the bytes that were read, with which the caller can detect that the file changed.
+pub(crate) fn read_documents(
+    data: OpenDataFile,
     path: &Path,
-    format: RecordReadOptions,
+    options: RecordReadOptions,
     filter: SplitFilter,
     sink: &mut DocumentPartSink,
 ) -> Result<blake3::Hash, DataError> {
-    let (file_format, file) = open_data_file(path, format)?;
-    let mut input = HashingReader { inner: file, hasher: blake3::Hasher::new() };
-    let mut take = |record: Record| emit_record(record, format, filter, sink);
-    match file_format {
-        DataFileFormat::Text => read_text_documents(&mut input, path, filter, sink)?,
-        DataFileFormat::JsonLines => read_json_lines(&mut input, path, format, u64::MAX, &mut take)?,
-        DataFileFormat::Parquet => {
-            parquet_reader::read_rows_and_hash_file(&mut input, path, format, &mut take)?
+    let mut input = HashingReader { inner: data.file, hasher: blake3::Hasher::new() };
+    match data.format {
+        DataFileFormat::JsonLines => {
+            read_json_lines(&mut input, path, u64::MAX, &mut |line, text| {
+                emit_record(line, text, path, options, filter, sink)
+            })?;
+        }
+        DataFileFormat::Text | DataFileFormat::Parquet => {
+            read_text_documents(&mut input, path, filter, &mut |part| sink(part, None))?;
         }
     }
     Ok(input.hasher.finalize())
 }
 
-/// Returns whether a data file has a record, or any text if it is a text file. Reads only the first
-/// record or piece, and fails if this record or piece is invalid.
-pub(crate) fn has_record(path: &Path, format: RecordReadOptions) -> Result<bool, DataError> {
-    let (file_format, mut file) = open_data_file(path, format)?;
-    let mut found = false;
-    let mut take = |record: Record| {
-        found = true;
-        emit_record(record, format, SplitFilter::All, &mut |_| Ok(()))
-    };
-    match file_format {
-        DataFileFormat::Text => return read_first_text_piece(&mut file, path),
-        DataFileFormat::JsonLines => read_json_lines(&mut file, path, format, 1, &mut take)?,
-        DataFileFormat::Parquet => parquet_reader::read_rows(file, path, format, 1, &mut take)?,
+/// Converts one line to a document, and passes the document to `sink` if `filter` accepts its text.
+/// The filter is not applied to a chat, whose text is not known.
+fn emit_record(
+    line: u64,
+    text: &str,
+    path: &Path,
+    options: RecordReadOptions,
+    filter: SplitFilter,
+    sink: &mut DocumentPartSink,
+) -> Result<(), DataError> {
+    let position = RecordPosition::Line(line);
+    if options.chat_template.is_some() {
+        return sink(DocumentPart::ChatLine(text.to_owned()), Some(position));
     }
-    Ok(found)
+    let text = parse_text_record(text, options.field);
+    let text = text.map_err(|problem| DataError::invalid_record(path, position, problem))?;
+    if !text.is_empty() && filter.accepts_piece(&text) {
+        sink(DocumentPart::Text(text), Some(position))?;
+        sink(DocumentPart::End, Some(position))?;
+    }
+    Ok(())
 }
 
-/// Opens a data file and determines its format. Rejects compressed files, and text files for chats.
-fn open_data_file(path: &Path, format: RecordReadOptions) -> Result<(DataFileFormat, File), DataError> {
+/// Opens a data file and determines its format. Rejects compressed files, text files for chats, and
+/// files that are not regular.
+pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<OpenDataFile, DataError> {
     reject_compressed_file(path)?;
-    let file = File::open(path).map_err(|source| unreadable_file_error(path, source))?;
+    let unreadable = |source| DataError::unreadable(path, source);
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
+    let kind = file.metadata().map_err(unreadable)?.file_type();
+    if !kind.is_file() {
+        let pattern = path.display().to_string();
+        let path = path.to_path_buf();
+        return Err(DataError::NotAFile { pattern, path, is_directory: kind.is_dir() });
+    }
     match DataFileFormat::from_path(path) {
-        DataFileFormat::Text if format.chat_template.is_some() => {
+        DataFileFormat::Text if options.chat_template.is_some() => {
             Err(DataError::NotAChatFile { path: path.to_path_buf() })
         }
-        file_format => Ok((file_format, file)),
+        format => Ok(OpenDataFile { file, format }),
     }
-}
-
-/// Builds the error of a data file that cannot be read.
-fn unreadable_file_error(path: &Path, source: io::Error) -> DataError {
-    DataError::Unreadable { path: path.to_path_buf(), source }
 }
 
 /// Reads the first piece of a text file. Returns false if the file is empty, and fails if the piece
 /// is not UTF-8.
-fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
+pub(crate) fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; PIECE_BYTES];
-    let n = read_until_full(input, &mut bytes).map_err(|source| unreadable_file_error(path, source))?;
+    let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
     bytes.truncate(n);
     match std::str::from_utf8(&bytes) {
         // The end of the piece may cut a character.
@@ -143,34 +171,6 @@ fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, Dat
         }),
         _ => Ok(n > 0),
     }
-}
-
-/// Converts one record to a document, and passes the document to `sink` if `filter` accepts its
-/// text. The outer error comes from `sink`; the inner one states why the record cannot be used.
-fn emit_record(
-    record: Record,
-    format: RecordReadOptions,
-    filter: SplitFilter,
-    sink: &mut DocumentPartSink,
-) -> Result<Result<(), RecordProblem>, DataError> {
-    let part = match (record, format.chat_template) {
-        (Record::Chat(chat), Some(template)) => match template.render_chat(&chat) {
-            Ok(masked) if template.has_loss_mask() => DocumentPart::Masked(masked),
-            Ok(masked) => DocumentPart::Text(masked.text),
-            Err(problem) => return Ok(Err(problem.into())),
-        },
-        (Record::Text(text), _) => DocumentPart::Text(text),
-        (Record::Chat(_), None) => return Ok(Err(RecordProblem::UnexpectedChat)),
-    };
-    let text = match &part {
-        DocumentPart::Text(text) | DocumentPart::Masked(LossMaskedText { text, .. }) => text,
-        DocumentPart::End => return Ok(Ok(())),
-    };
-    if !text.is_empty() && filter.accepts_piece(text) {
-        sink(part)?;
-        sink(DocumentPart::End)?;
-    }
-    Ok(Ok(()))
 }
 
 /// Rejects compressed and other binary files by their extension. Without this check such files
@@ -189,6 +189,22 @@ fn reject_compressed_file(path: &Path) -> Result<(), DataError> {
     Err(DataError::CompressedFile { path: path.to_path_buf(), extension, remedy })
 }
 
+/// Computes the BLAKE3 hash of a whole file, whatever its read position.
+pub(crate) fn hash_file(file: &File) -> io::Result<blake3::Hash> {
+    let (mut hasher, mut buffer, mut offset) = (blake3::Hasher::new(), vec![0; 1 << 18], 0);
+    loop {
+        match file.read_at(&mut buffer, offset) {
+            Ok(0) => return Ok(hasher.finalize()),
+            Ok(n) => {
+                hasher.update(&buffer[..n]);
+                offset += n as u64;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
 /// A reader that hashes all bytes that are read from the inner reader.
 struct HashingReader<R> {
     inner: R,
@@ -203,11 +219,8 @@ impl<R: Read> Read for HashingReader<R> {
     }
 }
 
-impl parquet_reader::AsFile for HashingReader<File> {
-    fn as_file(&mut self) -> &mut File {
-        &mut self.inner
-    }
-}
+/// A callback that receives the parts of the documents of a text file in order.
+type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
 /// Joins adjacent accepted pieces of a text file into segments and documents.
 struct DocumentAssembler<'a, 'b> {
@@ -215,7 +228,7 @@ struct DocumentAssembler<'a, 'b> {
     pending: String,
     /// Whether the current document has text, pending or already passed to the sink.
     has_text: bool,
-    sink: &'a mut DocumentPartSink<'b>,
+    sink: &'a mut TextPartSink<'b>,
 }
 
 impl DocumentAssembler<'_, '_> {
@@ -251,14 +264,14 @@ fn read_text_documents(
     input: &mut impl Read,
     path: &Path,
     filter: SplitFilter,
-    sink: &mut DocumentPartSink,
+    sink: &mut TextPartSink,
 ) -> Result<(), DataError> {
     let mut assembler = DocumentAssembler { pending: String::new(), has_text: false, sink };
     let (mut buffer, mut filled) = (vec![0u8; 16 * PIECE_BYTES], 0);
     let (mut offset, mut line) = (0u64, 1u64);
     loop {
         let n = read_until_full(input, &mut buffer[filled..])
-            .map_err(|source| unreadable_file_error(path, source))?;
+            .map_err(|source| DataError::unreadable(path, source))?;
         filled += n;
         let at_end = filled < buffer.len();
         let mut from = 0;
@@ -322,8 +335,8 @@ fn find_first_piece_length(bytes: &[u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::error::RecordPosition;
     use crate::data::{
+        error::RecordProblem,
         json_lines::MAX_LINE_BYTES,
         split::{Split, is_held_out},
     };
@@ -342,9 +355,10 @@ mod tests {
         fs::write(&path, content).unwrap();
         let (mut done, mut now) = (Vec::new(), String::new());
         let format = RecordReadOptions { field: "text", chat_template: None };
-        let hash = read_data_file(&path, format, filter, &mut |part| {
+        let data = open_data_file(&path, format)?;
+        let hash = read_documents(data, &path, format, filter, &mut |part, _| {
             match part {
-                DocumentPart::Masked(m) => panic!("{m:?}"),
+                DocumentPart::ChatLine(line) => panic!("{line}"),
                 DocumentPart::Text(t) => {
                     assert!(!t.is_empty() && t.len() <= SEGMENT_BYTES.max(MAX_LINE_BYTES));
                     now.push_str(&t);

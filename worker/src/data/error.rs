@@ -1,24 +1,24 @@
 //! [`DataError`]: the reasons why training data, a tokenizer or the token cache cannot be used.
+mod interpretation;
+mod keys;
 mod problems;
 
+pub use interpretation::{InterpretationError, RecordRange, Step};
+pub(crate) use keys::FILES_KEY;
 pub use problems::{
     CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,
     RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
 };
 
 use super::split::Split;
-use crate::error::Error;
-use diagnostic::{Code, Diagnostic, codes::data as codes};
-use serde_json::{Map, Value, json};
-use std::{io, path::PathBuf};
-
-/// The job key of the data files, the subject of errors in records and files.
-const FILES_KEY: &str = "train.data.files";
-
-/// Formats a number with its noun, such as `1 token` or `2 tokens`.
-fn format_count(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
-}
+use diagnostic::{Diagnostic, codes::data as codes, quantity::format_count};
+use keys::{CACHE_KEY, CHAT_TEMPLATE_KEY, HELD_OUT_KEY, SEQUENCE_LENGTH_KEY, TOKENIZER_KEY};
+use sandbox::SandboxError;
+use std::{
+    borrow::Cow,
+    io,
+    path::{Path, PathBuf},
+};
 
 /// The reason why training data, a tokenizer or the token cache cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -136,12 +136,32 @@ pub enum DataError {
         #[source]
         problem: TokenizerProblem,
     },
-    /// The tokenizer failed on a text or on token ids.
-    #[error("the tokenizer failed")]
-    TokenizerFailed {
-        /// The error of the `tokenizers` library.
-        source: tokenizers::Error,
+    /// The tokenizer failed on a record.
+    #[error("cannot tokenize {}{}: {message}", .path.display(), format_position(.position))]
+    RecordNotTokenized {
+        /// Path of the data file.
+        path: PathBuf,
+        /// The line or row of the record. Absent for a text file.
+        position: Option<RecordPosition>,
+        /// The message of the tokenizer library.
+        message: String,
     },
+    /// The tokenizer failed on token ids, or on a text that is no part of the data.
+    #[error("the tokenizer failed: {message}")]
+    TokenizerFailed {
+        /// The message of the tokenizer library.
+        message: String,
+    },
+    /// The sandbox process that interprets tokenizers, chat templates and Parquet files did not
+    /// start.
+    #[error("cannot start the sandbox process for tokenizers, chat templates and Parquet files")]
+    SandboxUnavailable {
+        /// The error of the sandbox.
+        source: SandboxError,
+    },
+    /// A library failed or exceeded a limit while it interpreted a file.
+    #[error("{0}")]
+    Uninterpretable(Box<InterpretationError>),
     /// The chat template cannot be used.
     #[error("cannot use the chat template")]
     InvalidChatTemplate {
@@ -211,7 +231,41 @@ pub enum DataError {
     },
 }
 
+/// Formats the position of a record after the path of its file.
+fn format_position(position: &Option<RecordPosition>) -> String {
+    position.map_or_else(String::new, |position| format!(":{position}"))
+}
+
 impl DataError {
+    /// Creates the error of a data file or directory that cannot be read.
+    pub(crate) fn unreadable(path: &Path, source: io::Error) -> DataError {
+        DataError::Unreadable { path: path.to_path_buf(), source }
+    }
+
+    /// Creates the error of a record that cannot be used.
+    pub(crate) fn invalid_record(path: &Path, position: RecordPosition, problem: RecordProblem) -> DataError {
+        DataError::InvalidRecord { path: path.to_path_buf(), position, problem }
+    }
+
+    /// Creates the error of a token cache that cannot be read or written.
+    pub(super) fn cache_unusable(path: &Path, operation: CacheOperation, source: io::Error) -> DataError {
+        DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
+    }
+
+    /// Returns whether the sandbox process failed or did not start.
+    pub(crate) fn is_of_sandbox(&self) -> bool {
+        matches!(self, DataError::Uninterpretable(_) | DataError::SandboxUnavailable { .. })
+    }
+
+    /// Returns whether the error is about data files, rather than a tokenizer or a chat template
+    /// without data.
+    pub(crate) fn is_about_data_files(&self) -> bool {
+        match self {
+            DataError::Uninterpretable(failure) => failure.records.is_some(),
+            other => other.to_diagnostic().subject() == Some(FILES_KEY),
+        }
+    }
+
     /// Adds the name of the source that the error is about. Returns the error unchanged if the
     /// source has no name.
     pub(crate) fn with_source_name(self, name: &str) -> DataError {
@@ -221,182 +275,161 @@ impl DataError {
         }
     }
 
-    /// Returns the diagnostic code of the error.
-    pub fn code(&self) -> Code {
-        match self {
-            DataError::NoFilesGiven => codes::DATA_FILES_NOT_GIVEN,
-            DataError::NoMatch { .. } => codes::DATA_FILE_MISSING,
-            DataError::InvalidPattern { .. } => codes::DATA_PATTERN_INVALID,
-            DataError::NotAFile { .. } => codes::DATA_FILE_NOT_REGULAR,
-            DataError::Unreadable { .. } => codes::DATA_FILE_UNREADABLE,
-            DataError::NotUtf8 { .. } => codes::DATA_NOT_UTF8,
-            DataError::CompressedFile { .. } => codes::DATA_FILE_COMPRESSED,
-            DataError::NotAChatFile { .. } => codes::DATA_FORMAT_NOT_CHAT,
-            DataError::InvalidParquet { problem, .. } => problem.code(),
-            DataError::InvalidRecord { problem, .. } => problem.code(),
-            DataError::Empty { .. } => codes::DATA_EMPTY,
-            DataError::ChangedWhileRead { .. } => codes::DATA_FILE_CHANGED,
-            DataError::InvalidTokenizer { problem, .. } => problem.code(),
-            DataError::TokenizerFailed { .. } => codes::TOKENIZER_FAILED,
-            DataError::InvalidChatTemplate { problem } => problem.code(),
-            DataError::CacheUnusable { .. } => codes::TOKEN_CACHE_UNUSABLE,
-            DataError::CacheCorrupt { .. } => codes::TOKEN_CACHE_CORRUPT,
-            DataError::InvalidSequenceLength => codes::DATA_SEQUENCE_LENGTH_INVALID,
-            DataError::InvalidHeldOutShare { .. } => codes::DATA_HELD_OUT_INVALID,
-            DataError::NoEvalData => codes::EVAL_DATA_MISSING,
-            DataError::AmbiguousEvalFormat => codes::EVAL_FORMAT_AMBIGUOUS,
-            DataError::TooShort { .. } => codes::DATA_TOO_SHORT,
-            DataError::InSource { error, .. } => error.code(),
-        }
-    }
-
-    /// Returns the key of job.yaml that the error is about, as a path such as `train.data.files`.
-    pub fn job_key(&self) -> &'static str {
-        match self {
-            DataError::InvalidTokenizer { .. } | DataError::TokenizerFailed { .. } => "train.data.tokenizer",
-            DataError::InvalidChatTemplate { .. } => "train.data.chat_template",
-            DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => "train.data.cache",
-            DataError::InvalidSequenceLength => "train.data.seq_len",
-            DataError::InvalidHeldOutShare { .. } | DataError::NoEvalData => "train.data.held_out",
-            DataError::AmbiguousEvalFormat => "train.eval.files",
-            DataError::TooShort { split: Split::HeldOut, .. } => "train.data.held_out",
-            DataError::TooShort { split: Split::Train, .. } => "train.data.seq_len",
-            DataError::InSource { error, .. } => match error.job_key() {
-                FILES_KEY => "train.data.mixture",
-                key => key,
-            },
-            _ => FILES_KEY,
-        }
-    }
-
-    /// Returns the edit or command that resolves the error, if one is known.
-    fn help(&self) -> Option<String> {
-        Some(match self {
-            DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]".into(),
-            DataError::NoMatch { pattern, .. } if pattern.starts_with('~') => {
-                "write the whole path; `~` is not expanded here".into()
-            }
-            DataError::NoMatch { .. } => {
-                "patterns are relative to run.workdir; `*` stays in one directory, `**` enters subdirectories, \
-                 and neither matches names that begin with a dot"
-                    .into()
-            }
-            DataError::InvalidPattern { .. } => {
-                "use `*`, `?`, `[a-z]`, `{a,b}`, and `**` between slashes".into()
-            }
-            DataError::NotAFile { pattern, is_directory: true, .. } => {
-                format!("write `{}/**` for every file below the directory", pattern.trim_end_matches('/'))
-            }
-            DataError::NotUtf8 { .. } => "convert the file (iconv -t UTF-8) or exclude it".into(),
-            DataError::CompressedFile { remedy, .. } => (*remedy).into(),
-            DataError::NotAChatFile { .. } => {
-                "name files with records, or set train.data.format: text".into()
-            }
-            DataError::InvalidParquet { problem, .. } => problem.help().into(),
-            DataError::InvalidRecord { problem, .. } => problem.help().into(),
-            DataError::Empty { .. } => {
-                "name a file with text, or a .jsonl file with a record per line".into()
-            }
-            DataError::ChangedWhileRead { .. } => "run the job again when no process writes to the file".into(),
-            DataError::InvalidTokenizer { problem, .. } => return problem.help(),
-            DataError::InvalidChatTemplate { problem } => problem.help()?.into(),
-            DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => {
-                "set train.data.cache to a writable directory with free space".into()
-            }
-            DataError::NoEvalData => {
-                "set train.data.held_out, for example to 0.05, or name train.eval.files".into()
-            }
-            DataError::AmbiguousEvalFormat => "use train.data.held_out instead of train.eval.files".into(),
-            DataError::TooShort { split: Split::HeldOut, .. } => {
-                "raise train.data.held_out, name train.eval.files, or lower train.data.seq_len".into()
-            }
-            DataError::TooShort { .. } => "lower train.data.seq_len or add data".into(),
-            DataError::InSource { error, .. } => return error.help(),
-            _ => return None,
-        })
-    }
-
-    /// Returns the values of the error by field name, for programs that read the diagnostic.
-    fn fields(&self) -> Map<String, Value> {
-        let fields = match self {
-            DataError::NoMatch { pattern, directory } => {
-                json!({ "pattern": pattern, "directory": directory.display().to_string() })
-            }
-            DataError::InvalidPattern { pattern, .. } => json!({ "pattern": pattern }),
-            DataError::NotAFile { path, .. }
-            | DataError::Unreadable { path, .. }
-            | DataError::NotAChatFile { path }
-            | DataError::ChangedWhileRead { path }
-            | DataError::InvalidTokenizer { path, .. }
-            | DataError::CacheUnusable { path, .. }
-            | DataError::CacheCorrupt { path, .. } => json!({ "path": path.display().to_string() }),
-            DataError::NotUtf8 { path, line, offset } => {
-                json!({ "path": path.display().to_string(), "line": line, "offset_bytes": offset })
-            }
-            DataError::CompressedFile { path, extension, .. } => {
-                json!({ "path": path.display().to_string(), "extension": extension })
-            }
-            DataError::Empty { path, other_files } => {
-                json!({ "path": path.display().to_string(), "other_files": other_files })
-            }
-            DataError::InvalidParquet { path, problem } => {
-                let mut fields = problem.fields();
-                fields.insert("path".into(), path.display().to_string().into());
-                return fields;
-            }
-            DataError::InvalidRecord { path, position, problem } => {
-                let mut fields = problem.fields();
-                fields.insert("path".into(), path.display().to_string().into());
-                let (name, number) = position.diagnostic_field();
-                fields.insert(name.into(), number.into());
-                return fields;
-            }
-            DataError::InvalidHeldOutShare { share } => json!({ "held_out": share }),
-            DataError::TooShort { documents, tokens, required, .. } => {
-                json!({ "documents": documents, "tokens": tokens, "required_tokens": required })
-            }
-            DataError::InSource { name, error } => {
-                let mut fields = error.fields();
-                fields.insert("source".into(), name.as_str().into());
-                return fields;
-            }
-            _ => json!({}),
-        };
-        match fields {
-            Value::Object(fields) => fields,
-            _ => Map::new(),
-        }
-    }
-
-    /// Returns the innermost error, without the name of the source.
-    fn innermost_error(&self) -> &DataError {
-        match self {
-            DataError::InSource { error, .. } => error.innermost_error(),
-            error => error,
-        }
-    }
-}
-
-/// Converts the error to a diagnostic with its code, fields, help and cause. The subject is the key
-/// of job.yaml that the error is about.
-impl From<DataError> for Diagnostic {
-    fn from(error: DataError) -> Self {
-        let mut diagnostic = Diagnostic::error(error.code(), error.to_string()).with_subject(error.job_key());
-        for (name, value) in error.fields() {
-            diagnostic = diagnostic.with_field(&name, value);
-        }
-        if let Some(help) = error.help() {
+    /// Converts the error to a diagnostic with its code, fields, help and cause. The subject is the
+    /// key of job.yaml that the error is about.
+    pub(super) fn to_diagnostic(&self) -> Diagnostic {
+        let mut diagnostic = self.add_fields(self.classify());
+        if let Some(help) = self.find_help() {
             diagnostic = diagnostic.with_help(help);
         }
-        match std::error::Error::source(error.innermost_error()) {
+        match std::error::Error::source(self) {
             Some(cause) => diagnostic.with_cause(cause),
             None => diagnostic,
         }
     }
+
+    /// Returns a diagnostic with the code and the subject of the error. A problem of a record or of
+    /// a file adds its fields and its help.
+    fn classify(&self) -> Diagnostic {
+        let (code, key) = match self {
+            DataError::InvalidParquet { problem, .. } => {
+                return problem.to_diagnostic(self.to_string()).with_subject(FILES_KEY);
+            }
+            DataError::InvalidRecord { problem, .. } => {
+                return problem.to_diagnostic(self.to_string()).with_subject(FILES_KEY);
+            }
+            DataError::InvalidTokenizer { problem, .. } => {
+                return problem.to_diagnostic(self.to_string()).with_subject(TOKENIZER_KEY);
+            }
+            DataError::InvalidChatTemplate { problem } => {
+                return problem.to_diagnostic(self.to_string()).with_subject(CHAT_TEMPLATE_KEY);
+            }
+            DataError::Uninterpretable(failure) => return failure.to_diagnostic(self.to_string()),
+            DataError::InSource { error, .. } => {
+                let diagnostic = error.to_diagnostic().with_message(self.to_string());
+                return match diagnostic.subject() {
+                    Some(FILES_KEY) => diagnostic.with_subject("train.data.mixture"),
+                    _ => diagnostic,
+                };
+            }
+            DataError::NoFilesGiven => (codes::DATA_FILES_NOT_GIVEN, FILES_KEY),
+            DataError::NoMatch { .. } => (codes::DATA_FILE_MISSING, FILES_KEY),
+            DataError::InvalidPattern { .. } => (codes::DATA_PATTERN_INVALID, FILES_KEY),
+            DataError::NotAFile { .. } => (codes::DATA_FILE_NOT_REGULAR, FILES_KEY),
+            DataError::Unreadable { .. } => (codes::DATA_FILE_UNREADABLE, FILES_KEY),
+            DataError::NotUtf8 { .. } => (codes::DATA_NOT_UTF8, FILES_KEY),
+            DataError::CompressedFile { .. } => (codes::DATA_FILE_COMPRESSED, FILES_KEY),
+            DataError::NotAChatFile { .. } => (codes::DATA_FORMAT_NOT_CHAT, FILES_KEY),
+            DataError::Empty { .. } => (codes::DATA_EMPTY, FILES_KEY),
+            DataError::ChangedWhileRead { .. } => (codes::DATA_FILE_CHANGED, FILES_KEY),
+            DataError::SandboxUnavailable { .. } => (codes::SANDBOX_UNAVAILABLE, FILES_KEY),
+            DataError::RecordNotTokenized { .. } | DataError::TokenizerFailed { .. } => {
+                (codes::TOKENIZER_FAILED, TOKENIZER_KEY)
+            }
+            DataError::CacheUnusable { .. } => (codes::TOKEN_CACHE_UNUSABLE, CACHE_KEY),
+            DataError::CacheCorrupt { .. } => (codes::TOKEN_CACHE_CORRUPT, CACHE_KEY),
+            DataError::InvalidSequenceLength => (codes::DATA_SEQUENCE_LENGTH_INVALID, SEQUENCE_LENGTH_KEY),
+            DataError::InvalidHeldOutShare { .. } => (codes::DATA_HELD_OUT_INVALID, HELD_OUT_KEY),
+            DataError::NoEvalData => (codes::EVAL_DATA_MISSING, HELD_OUT_KEY),
+            DataError::AmbiguousEvalFormat => (codes::EVAL_FORMAT_AMBIGUOUS, "train.eval.files"),
+            DataError::TooShort { split: Split::Train, .. } => (codes::DATA_TOO_SHORT, SEQUENCE_LENGTH_KEY),
+            DataError::TooShort { split: Split::HeldOut, .. } => (codes::DATA_TOO_SHORT, HELD_OUT_KEY),
+        };
+        Diagnostic::error(code, self.to_string()).with_subject(key)
+    }
+
+    /// Adds the fields of the error to its diagnostic.
+    fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
+        let diagnostic = match self.find_path() {
+            Some(path) => diagnostic.with_field("path", path.display().to_string()),
+            None => diagnostic,
+        };
+        match self {
+            DataError::NoMatch { pattern, directory } => diagnostic
+                .with_field("pattern", pattern.as_str())
+                .with_field("directory", directory.display().to_string()),
+            DataError::InvalidPattern { pattern, .. } => diagnostic.with_field("pattern", pattern.as_str()),
+            DataError::NotUtf8 { line, offset, .. } => {
+                diagnostic.with_field("line", *line).with_field("offset_bytes", *offset)
+            }
+            DataError::CompressedFile { extension, .. } => {
+                diagnostic.with_field("extension", extension.as_str())
+            }
+            DataError::InvalidRecord { position, .. }
+            | DataError::RecordNotTokenized { position: Some(position), .. } => {
+                let (name, number) = position.diagnostic_field();
+                diagnostic.with_field(name, number)
+            }
+            DataError::Empty { other_files, .. } => diagnostic.with_field("other_files", *other_files),
+            DataError::InvalidHeldOutShare { share } => diagnostic.with_field("held_out", *share),
+            DataError::TooShort { documents, tokens, required, .. } => diagnostic
+                .with_field("documents", *documents)
+                .with_field("tokens", *tokens)
+                .with_field("required_tokens", *required),
+            DataError::InSource { name, .. } => diagnostic.with_field("source", name.as_str()),
+            _ => diagnostic,
+        }
+    }
+
+    /// Returns the path of the file or directory that the error is about.
+    fn find_path(&self) -> Option<&Path> {
+        match self {
+            DataError::NotAFile { path, .. }
+            | DataError::Unreadable { path, .. }
+            | DataError::NotUtf8 { path, .. }
+            | DataError::CompressedFile { path, .. }
+            | DataError::NotAChatFile { path }
+            | DataError::InvalidParquet { path, .. }
+            | DataError::InvalidRecord { path, .. }
+            | DataError::Empty { path, .. }
+            | DataError::ChangedWhileRead { path }
+            | DataError::InvalidTokenizer { path, .. }
+            | DataError::RecordNotTokenized { path, .. }
+            | DataError::CacheUnusable { path, .. }
+            | DataError::CacheCorrupt { path, .. } => Some(path),
+            _ => None,
+        }
+    }
+
+    /// Returns the help for the error, unless the diagnostic of its problem has the help.
+    fn find_help(&self) -> Option<Cow<'static, str>> {
+        let help = match self {
+            DataError::NoFilesGiven => "name files or patterns, such as files: [\"docs/**/*.md\"]",
+            DataError::NoMatch { pattern, .. } if pattern.starts_with('~') => {
+                "write the whole path; `~` is not expanded here"
+            }
+            DataError::NoMatch { .. } => {
+                "patterns are relative to run.workdir; `*` stays in one directory, `**` enters subdirectories, \
+                 and neither matches names that begin with a dot"
+            }
+            DataError::InvalidPattern { .. } => "use `*`, `?`, `[a-z]`, `{a,b}`, and `**` between slashes",
+            DataError::NotAFile { pattern, is_directory: true, .. } => {
+                let directory = pattern.trim_end_matches('/');
+                let help = format!("write `{directory}/**` for every file below the directory");
+                return Some(help.into());
+            }
+            DataError::NotUtf8 { .. } => "convert the file (iconv -t UTF-8) or exclude it",
+            DataError::CompressedFile { remedy, .. } => remedy,
+            DataError::NotAChatFile { .. } => "name files with records, or set train.data.format: text",
+            DataError::Empty { .. } => "name a file with text, or a .jsonl file with a record per line",
+            DataError::ChangedWhileRead { .. } => "run the job again when no process writes to the file",
+            DataError::CacheUnusable { .. } | DataError::CacheCorrupt { .. } => {
+                "set train.data.cache to a writable directory with free space"
+            }
+            DataError::NoEvalData => "set train.data.held_out, for example to 0.05, or name train.eval.files",
+            DataError::AmbiguousEvalFormat => "use train.data.held_out instead of train.eval.files",
+            DataError::TooShort { split: Split::Train, .. } => "lower train.data.seq_len or add data",
+            DataError::TooShort { split: Split::HeldOut, .. } => {
+                "raise train.data.held_out, name train.eval.files, or lower train.data.seq_len"
+            }
+            _ => return None,
+        };
+        Some(help.into())
+    }
 }
 
-impl From<DataError> for Error {
+impl From<DataError> for Diagnostic {
     fn from(error: DataError) -> Self {
-        Diagnostic::from(error).into()
+        error.to_diagnostic()
     }
 }

@@ -25,7 +25,7 @@ const MAX_BRACE_ALTERNATIVES: usize = 1024;
 pub(crate) struct DataFile {
     /// The path of the file, below the workdir if the pattern is relative.
     pub(crate) path: PathBuf,
-    /// Size of the file, bytes.
+    /// Size of the file, in bytes.
     pub(crate) bytes: u64,
 }
 
@@ -48,17 +48,12 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
     let mut unique = Vec::with_capacity(found.len());
     for file in found {
         let canonical =
-            fs::canonicalize(&file.path).map_err(|source| unreadable_path_error(&file.path, source))?;
+            fs::canonicalize(&file.path).map_err(|source| DataError::unreadable(&file.path, source))?;
         if seen.insert(canonical) {
             unique.push(file);
         }
     }
     Ok(unique)
-}
-
-/// Builds the error of a file or directory that cannot be read.
-fn unreadable_path_error(path: &Path, source: io::Error) -> DataError {
-    DataError::Unreadable { path: path.to_path_buf(), source }
 }
 
 /// Appends the files that one pattern matches to `found`, possibly with duplicates.
@@ -97,7 +92,7 @@ fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
         // A link to itself leads nowhere, and no file has a name that is too long.
         Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENAMETOOLONG)) => Ok(None),
-        Err(source) => Err(unreadable_path_error(path, source)),
+        Err(source) => Err(DataError::unreadable(path, source)),
     }
 }
 
@@ -218,8 +213,8 @@ impl PatternSearch<'_> {
         }
     }
 
-    /// Handles a path whose last name matched a part of the pattern. Adds a file if the part is the
-    /// last one, and searches a directory for the parts from `next` on.
+    /// Handles a path whose last component matches a part of the pattern. Adds a file if the part
+    /// is the last one, and searches a directory for the parts from `next` on.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
@@ -239,7 +234,7 @@ fn is_hidden(name: &OsString) -> bool {
 fn read_entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
     let entries =
         fs::read_dir(directory).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());
-    let mut names: Vec<OsString> = entries.map_err(|source| unreadable_path_error(directory, source))?;
+    let mut names: Vec<OsString> = entries.map_err(|source| DataError::unreadable(directory, source))?;
     names.sort_unstable();
     Ok(names)
 }

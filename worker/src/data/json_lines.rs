@@ -1,9 +1,8 @@
 //! Reads the records of JSON lines files. Each line is an object, and one field of the object is
 //! the document.
 use super::{
-    chat_template::ChatRecord,
     error::{DataError, RecordPosition, RecordProblem},
-    record::{Record, RecordReadOptions, RecordSink, TOOLS_FIELD},
+    record::{ChatRecord, TOOLS_FIELD},
 };
 use minijinja::Value;
 use serde::de::{self, Deserialize, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
@@ -14,22 +13,24 @@ use std::{
     path::Path,
 };
 
-/// Longest line of a JSON lines file, bytes. A longer line is an error.
+/// Longest line of a JSON lines file, in bytes. A longer line is an error.
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of fields that an error lists.
 const FIELDS_LISTED: usize = 8;
-/// An error lists only fields with names shorter than this many bytes.
+/// An error lists only names of fields that are shorter than this number of bytes.
 const LISTED_NAME_BYTES: usize = 64;
 
-/// Reads records of a JSON lines file and passes them to `sink`. Ends without error after `limit`
-/// records or at the end of the file. Skips blank lines. Keeps only one line in memory. `path` is
-/// for error messages.
+/// A callback that receives the number of a line, from 1, and its text.
+pub(crate) type LineSink<'a> = dyn FnMut(u64, &str) -> Result<(), DataError> + 'a;
+
+/// Reads the records of a JSON lines file and passes their lines to `sink`. Ends without error
+/// after `limit` records or at the end of the file. Skips blank lines. Keeps only one line in
+/// memory. `path` is for error messages.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,
-    format: RecordReadOptions,
     limit: u64,
-    sink: &mut RecordSink,
+    sink: &mut LineSink,
 ) -> Result<(), DataError> {
     let mut input = BufReader::with_capacity(1 << 16, input);
     let (mut bytes, mut line, mut offset, mut records) = (Vec::new(), 0u64, 0u64, 0u64);
@@ -39,17 +40,13 @@ pub(crate) fn read_json_lines(
         let n = (&mut input)
             .take(MAX_LINE_BYTES as u64 + 1)
             .read_until(b'\n', &mut bytes)
-            .map_err(|source| DataError::Unreadable { path: path.to_path_buf(), source })?;
+            .map_err(|source| DataError::unreadable(path, source))?;
         if n == 0 {
             break;
         }
-        let invalid = |problem| DataError::InvalidRecord {
-            path: path.to_path_buf(),
-            position: RecordPosition::Line(line),
-            problem,
-        };
         if n > MAX_LINE_BYTES {
-            return Err(invalid(RecordProblem::LineTooLong { limit: MAX_LINE_BYTES }));
+            let problem = RecordProblem::LineTooLong { limit: MAX_LINE_BYTES };
+            return Err(DataError::invalid_record(path, RecordPosition::Line(line), problem));
         }
         let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
             path: path.to_path_buf(),
@@ -59,20 +56,22 @@ pub(crate) fn read_json_lines(
         offset += n as u64;
         let text = if line == 1 { text.strip_prefix('\u{feff}').unwrap_or(text) } else { text };
         if !text.trim().is_empty() {
-            sink(parse_record(text, format).map_err(invalid)?)?.map_err(invalid)?;
+            sink(line, text)?;
             records += 1;
         }
     }
     Ok(())
 }
 
-/// Parses one line as a text record or, if `format` has a template, as a chat record.
-fn parse_record(line: &str, format: RecordReadOptions) -> Result<Record, RecordProblem> {
-    if format.chat_template.is_none() {
-        return parse_two_fields::<String>(line, format.field, None).map(|(text, _)| Record::Text(text));
-    }
-    let (messages, tools) = parse_two_fields::<Value>(line, format.field, Some(TOOLS_FIELD))?;
-    Ok(Record::Chat(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) }))
+/// Parses one line as a record with a text in `field`.
+pub(crate) fn parse_text_record(line: &str, field: &str) -> Result<String, RecordProblem> {
+    parse_two_fields::<String>(line, field, None).map(|(text, _)| text)
+}
+
+/// Parses one line as a record with the messages of a chat in `field`.
+pub(crate) fn parse_chat_record(line: &str, field: &str) -> Result<ChatRecord, RecordProblem> {
+    let (messages, tools) = parse_two_fields::<Value>(line, field, Some(TOOLS_FIELD))?;
+    Ok(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) })
 }
 
 /// Parses a JSON object and returns the value of a required field and of an optional one. Skips all

@@ -1,4 +1,5 @@
 //! [`LossMaskedText`]: a text of which only parts count for the loss.
+use super::token_cache::NO_LOSS_BIT;
 use std::ops::Range;
 
 /// A text with the byte ranges that count for the loss, in rising order.
@@ -8,4 +9,18 @@ pub(crate) struct LossMaskedText {
     pub(crate) text: String,
     /// Byte ranges of `text`.
     pub(crate) loss_ranges: Vec<Range<usize>>,
+}
+
+impl LossMaskedText {
+    /// Returns a function that sets the bit [`NO_LOSS_BIT`] in a token unless a loss range overlaps
+    /// the token's bytes. The arguments are the token and the start and end of its bytes. Tokens
+    /// must be passed in the order of the text.
+    pub(crate) fn create_mask(&self) -> impl FnMut(u32, usize, usize) -> u32 {
+        let mut loss_ranges = self.loss_ranges.iter().peekable();
+        move |token, from, to| {
+            while loss_ranges.next_if(|r| r.end <= from).is_some() {}
+            let is_target = loss_ranges.peek().is_some_and(|r| r.start < to && from < r.end);
+            if is_target { token } else { token | NO_LOSS_BIT }
+        }
+    }
 }

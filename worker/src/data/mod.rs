@@ -5,36 +5,49 @@
 //! process that opens a [`Dataset`] gets equal samples. [`SampleOrder`] assigns a sample to each
 //! position of the run. The number of consumed samples is therefore the whole data cursor of a
 //! checkpoint.
+//!
+//! Tokenizers, chat templates and Parquet files are interpreted by libraries, in a sandbox process.
 mod byte_tokenizer;
 mod chat_template;
 mod content_digests;
 mod dataset;
 mod document_reader;
+mod document_tokenizer;
 mod epoch_permutation;
 mod error;
 mod file_patterns;
+mod first_record;
+mod interpreter;
 mod json_lines;
 mod loss_masked_text;
 mod mixture;
 mod packer;
-mod parquet_reader;
 mod preflight;
 mod record;
 mod split;
 mod token_cache;
 mod token_cache_builder;
 mod tokenizer;
+mod tokenizer_files;
 
 pub use dataset::Dataset;
 pub use error::{
-    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, ParquetProblem, PatternProblem,
-    RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
+    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, InterpretationError,
+    ParquetProblem, PatternProblem, RecordPosition, RecordProblem, RecordRange, Step, TemplateFailure,
+    TextFileError, TokenizerProblem,
 };
+pub use interpreter::SANDBOX_ROLE;
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
-pub use preflight::{DataEstimate, check_and_estimate_data, check_eval_files};
+pub use preflight::{DataEstimate, DataReport, check_data};
 pub use split::Split;
 pub use tokenizer::TextTokenizer;
+
+/// Runs the sandbox process, which interprets tokenizers, chat templates and Parquet files. Returns
+/// the exit code of the process.
+pub fn run_sandbox() -> u8 {
+    sandbox::serve(interpreter::create_handler)
+}
 
 #[cfg(test)]
 mod chat_and_parquet_golden_tests;

@@ -1,10 +1,15 @@
 //! Checks the data section of a job without reading all data, and estimates the size of the data.
 use super::{
-    dataset, document_reader::has_record, error::DataError, file_patterns, record::RecordReadOptions,
-    tokenizer::TextTokenizer,
+    dataset, document_reader::RecordReadOptions, error::DataError, file_patterns, first_record::has_record,
+    interpreter::Interpreter, tokenizer::TextTokenizer,
 };
 use jobspec::{DataSource, DataSpec, RecordFormat, TokenizerSpec};
-use std::path::Path;
+use sandbox::Confinement;
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Average number of bytes of English text per token, roughly.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -13,13 +18,16 @@ const BYTES_PER_TOKEN: u64 = 4;
 const FILES_CHECKED: usize = 1000;
 /// Largest number of invalid files per source that are reported.
 const FILES_REPORTED: usize = 4;
+/// Time after which no further first records are checked. A job checks all records when it reads
+/// them.
+const CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataEstimate {
     /// Number of files.
     pub files: u64,
-    /// Size of all files, bytes.
+    /// Size of all files, in bytes.
     pub bytes: u64,
     /// Estimated number of tokens, held-out share included.
     pub tokens: u64,
@@ -27,77 +35,131 @@ pub struct DataEstimate {
     pub vocab_size: u32,
 }
 
+/// The result of the check of a data section.
+#[derive(Debug)]
+pub struct DataReport {
+    /// The size of the training data. Absent if there are errors in it.
+    pub estimate: Option<DataEstimate>,
+    /// The errors in the settings, the tokenizer and the training data.
+    pub errors: Vec<DataError>,
+    /// The errors in the eval files.
+    pub eval_errors: Vec<DataError>,
+    /// The facilities of the kernel that confine the sandbox process. Absent if the data need no
+    /// such process.
+    pub confinement: Option<Confinement>,
+}
+
 /// Checks the tokenizer, the chat template, and the names, sizes and first records of the files of
-/// every source. Then estimates the size of the data. Writes no file. Returns all errors that are
-/// found without reading all records.
-pub fn check_and_estimate_data(spec: &DataSpec, workdir: &Path) -> Result<DataEstimate, Vec<DataError>> {
-    dataset::validate_data_settings(spec).map_err(|e| vec![e])?;
-    let mut errors = Vec::new();
-    let tokenizer = TextTokenizer::open(&spec.tokenizer, workdir);
-    let tokenizer = tokenizer.map_err(|e| errors.push(e)).ok();
+/// every source and of `eval_files`. Then estimates the size of the training data. Writes no file.
+/// Reports all errors that are found without reading all records. Relative paths start at
+/// `workdir`.
+pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> DataReport {
+    let mut report =
+        DataReport { estimate: None, errors: Vec::new(), eval_errors: Vec::new(), confinement: None };
+    if let Err(error) = dataset::validate_data_settings(spec) {
+        report.errors.push(error);
+        return report;
+    }
+    let interpreter = Interpreter::new(1);
+    let tokenizer = TextTokenizer::open_with(&spec.tokenizer, workdir, Arc::clone(&interpreter));
+    let tokenizer = tokenizer.map_err(|e| report.errors.push(e)).ok();
+    let mut checker = SourceChecker {
+        spec,
+        workdir,
+        interpreter: &interpreter,
+        tokenizer: tokenizer.as_ref(),
+        deadline: Instant::now() + CHECK_TIME,
+        has_sandbox_failed: false,
+    };
     let (mut files, mut bytes) = (0, 0);
     for source in &spec.sources {
-        match check_source_files(spec, source, tokenizer.as_ref(), workdir) {
+        match checker.check_files(source) {
             Ok((f, b)) => (files, bytes) = (files + f, bytes + b),
-            Err(found) => errors.extend(found.into_iter().map(|e| e.with_source_name(&source.name))),
+            Err(errors) => {
+                report.errors.extend(errors.into_iter().map(|e| e.with_source_name(&source.name)));
+            }
         }
     }
-    let Some(tokenizer) = tokenizer.filter(|_| errors.is_empty()) else { return Err(errors) };
-    let tokens = match spec.tokenizer {
-        TokenizerSpec::Bytes => bytes + files,
-        TokenizerSpec::File(_) => bytes / BYTES_PER_TOKEN + files,
-    };
-    Ok(DataEstimate { files, bytes, tokens, vocab_size: tokenizer.vocab_size() })
+    if !eval_files.is_empty() {
+        report.eval_errors = checker.check_eval_files(eval_files);
+    }
+    report.confinement = interpreter.confinement();
+    if let Some(tokenizer) = tokenizer.filter(|_| report.errors.is_empty()) {
+        let tokens = match spec.tokenizer {
+            TokenizerSpec::Bytes => bytes + files,
+            TokenizerSpec::File(_) => bytes / BYTES_PER_TOKEN + files,
+        };
+        report.estimate = Some(DataEstimate { files, bytes, tokens, vocab_size: tokenizer.vocab_size() });
+    }
+    report
 }
 
-/// Checks the names, sizes and first records of the files of `train.eval.files`. Returns all errors
-/// that are about these files.
-pub fn check_eval_files(spec: &DataSpec, files: &[String], workdir: &Path) -> Vec<DataError> {
-    let source = match dataset::create_eval_source(spec, files) {
-        Ok(source) => source,
-        Err(e) => return vec![e],
-    };
-    let tokenizer = match source.format {
-        RecordFormat::Text => None,
-        RecordFormat::Chat => TextTokenizer::open(&spec.tokenizer, workdir).ok(),
-    };
-    let mut errors = check_source_files(spec, &source, tokenizer.as_ref(), workdir).err().unwrap_or_default();
-    // The check of the training sources reports errors of the tokenizer and of its template.
-    errors.retain(|e| e.job_key() == "train.data.files");
-    errors
+/// Checks the files of data sources.
+struct SourceChecker<'a> {
+    spec: &'a DataSpec,
+    workdir: &'a Path,
+    interpreter: &'a Interpreter,
+    /// The tokenizer. Without one, chats are not checked.
+    tokenizer: Option<&'a TextTokenizer>,
+    /// The time after which no further records are checked.
+    deadline: Instant,
+    /// Whether the sandbox process failed. No further records are then checked, because each
+    /// failure may take seconds.
+    has_sandbox_failed: bool,
 }
 
-/// Checks the files of one source, and returns their number and size in bytes. Chats are only
-/// checked if a tokenizer is given.
-fn check_source_files(
-    spec: &DataSpec,
-    source: &DataSource,
-    tokenizer: Option<&TextTokenizer>,
-    workdir: &Path,
-) -> Result<(u64, u64), Vec<DataError>> {
-    let files = file_patterns::expand_patterns(&source.files, workdir).map_err(|e| vec![e])?;
-    let size = (files.len() as u64, files.iter().map(|f| f.bytes).sum());
-    let chat_template = match (source.format, tokenizer) {
-        (RecordFormat::Text, _) => None,
-        (RecordFormat::Chat, None) => return Ok(size),
-        (RecordFormat::Chat, Some(tokenizer)) => {
-            dataset::open_chat_template(spec, source, tokenizer, workdir).map_err(|e| vec![e])?
-        }
-    };
-    let format = RecordReadOptions { field: &source.field, chat_template: chat_template.as_ref() };
-    let (mut errors, mut is_empty) = (Vec::new(), true);
-    for file in files.iter().filter(|f| f.bytes > 0).take(FILES_CHECKED) {
-        match has_record(&file.path, format) {
-            Ok(found) => is_empty &= !found,
-            Err(e) => errors.push(e),
-        }
-        if errors.len() == FILES_REPORTED {
-            break;
-        }
+impl SourceChecker<'_> {
+    /// Checks the names, sizes and first records of the files of `train.eval.files`. Returns all
+    /// errors that are about these files.
+    fn check_eval_files(&mut self, files: &[String]) -> Vec<DataError> {
+        let source = match dataset::create_eval_source(self.spec, files) {
+            Ok(source) => source,
+            Err(e) => return vec![e],
+        };
+        let mut errors = self.check_files(&source).err().unwrap_or_default();
+        // The check of the training sources reports errors of the tokenizer and of its template.
+        errors.retain(DataError::is_about_data_files);
+        errors
     }
-    if errors.is_empty() && is_empty && files.len() <= FILES_CHECKED {
-        let path = files[0].path.clone();
-        errors.push(DataError::Empty { path, other_files: files.len() - 1 });
+
+    /// Checks the files of one source, and returns their number and size in bytes.
+    fn check_files(&mut self, source: &DataSource) -> Result<(u64, u64), Vec<DataError>> {
+        let files = file_patterns::expand_patterns(&source.files, self.workdir).map_err(|e| vec![e])?;
+        let size = (files.len() as u64, files.iter().map(|f| f.bytes).sum());
+        let chat_template = match (source.format, self.tokenizer) {
+            _ if self.has_sandbox_failed => return Ok(size),
+            (RecordFormat::Text, _) => None,
+            (RecordFormat::Chat, None) => return Ok(size),
+            (RecordFormat::Chat, Some(tokenizer)) => {
+                let template = dataset::open_chat_template(self.spec, source, tokenizer, self.workdir);
+                template.map_err(|e| {
+                    self.has_sandbox_failed |= e.is_of_sandbox();
+                    vec![e]
+                })?
+            }
+        };
+        let options = RecordReadOptions { field: &source.field, chat_template: chat_template.as_ref() };
+        let (mut errors, mut is_empty) = (Vec::new(), files.len() <= FILES_CHECKED);
+        for file in files.iter().filter(|f| f.bytes > 0).take(FILES_CHECKED) {
+            if Instant::now() > self.deadline {
+                is_empty = false;
+                break;
+            }
+            match has_record(&file.path, options, self.interpreter) {
+                Ok(found) => is_empty &= !found,
+                Err(e) => {
+                    self.has_sandbox_failed |= e.is_of_sandbox();
+                    errors.push(e);
+                }
+            }
+            if errors.len() == FILES_REPORTED || self.has_sandbox_failed {
+                break;
+            }
+        }
+        if errors.is_empty() && is_empty {
+            let path = files[0].path.clone();
+            errors.push(DataError::Empty { path, other_files: files.len() - 1 });
+        }
+        if errors.is_empty() { Ok(size) } else { Err(errors) }
     }
-    if errors.is_empty() { Ok(size) } else { Err(errors) }
 }

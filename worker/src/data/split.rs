@@ -1,7 +1,8 @@
 //! [`Split`]: the division of the data into training data and held-out data.
+use serde::{Deserialize, Serialize};
 
 /// A side of the held-out split.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Split {
     /// The data that the model is trained on.
     Train,
@@ -10,7 +11,7 @@ pub enum Split {
 }
 
 /// Selects the pieces of text that are read: all, or one side of the held-out split.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
     All,

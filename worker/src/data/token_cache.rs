@@ -31,16 +31,16 @@ const MAGIC: [u8; 8] = *b"LNCHTOKS";
 pub(crate) const FORMAT_VERSION: u32 = 2;
 /// The bit that marks a token as not counting for the loss. Only set in streams with a loss mask.
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
-/// Size of the header, bytes.
+/// Size of the header, in bytes.
 const HEADER_BYTES: usize = 256;
-/// Size of the blocks in which the body is hashed, bytes. Several threads can check the blocks. The
-/// digest of the body is the digest of the blocks' digests.
+/// Size of the blocks in which the body is hashed, in bytes. Several threads can check the blocks.
+/// The digest of the body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
 /// Number of aligned bytes that Linux maps at a page fault (fault-around).
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
 /// The header of a token cache file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
     pub(crate) vocab_size: u32,
@@ -58,16 +58,10 @@ pub(crate) struct TokenCacheHeader {
     pub(crate) has_loss_mask: bool,
 }
 
-/// Returns the size of a stored token, 2 or 4 bytes.
-fn token_width_bytes(vocab_size: u32, has_loss_mask: bool) -> usize {
-    if vocab_size <= 1 << 16 && !has_loss_mask { 2 } else { 4 }
-}
-
 impl TokenCacheHeader {
     /// Encodes the header, with its digest at the end.
     fn encode(&self) -> [u8; HEADER_BYTES] {
-        let mut out = Vec::with_capacity(HEADER_BYTES);
-        out.extend_from_slice(&MAGIC);
+        let mut out = MAGIC.to_vec();
         for word in [FORMAT_VERSION, self.token_width_bytes() as u32, self.vocab_size, self.eod] {
             out.extend_from_slice(&word.to_le_bytes());
         }
@@ -112,9 +106,14 @@ impl TokenCacheHeader {
         Ok(header)
     }
 
-    /// Returns the size of a stored token, bytes.
+    /// Returns the size of a stored token, 2 or 4 bytes.
     fn token_width_bytes(&self) -> usize {
-        token_width_bytes(self.vocab_size, self.has_loss_mask)
+        if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
+    }
+
+    /// Returns the bits of a stored token that are not part of its id.
+    fn flag_mask(&self) -> u32 {
+        if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
     /// Computes the position of the document offsets in the body, and the length of the body, both
@@ -141,24 +140,22 @@ fn read_le_u64(bytes: &[u8]) -> u64 {
 pub(crate) struct TokenCache {
     pub(crate) header: TokenCacheHeader,
     map: Mmap,
-    /// The position of the document offsets in the file, bytes.
+    /// The position of the document offsets in the file, in bytes.
     offsets_at: usize,
 }
 
 /// The reason why a token cache was not opened.
 #[derive(Debug)]
 pub(crate) enum CacheOpenError {
-    /// The file does not exist.
-    NotFound,
     /// The file exists but cannot be used.
     Damaged(CacheDamage),
-    /// The operating system reported another error.
+    /// The file does not exist, or the operating system reported another error.
     Io(io::Error),
 }
 
 impl From<io::Error> for CacheOpenError {
     fn from(e: io::Error) -> Self {
-        if e.kind() == io::ErrorKind::NotFound { CacheOpenError::NotFound } else { CacheOpenError::Io(e) }
+        CacheOpenError::Io(e)
     }
 }
 
@@ -234,7 +231,7 @@ fn check_body_digest_and_tokens(
     length: u64,
 ) -> Result<(), CacheOpenError> {
     let width = header.token_width_bytes();
-    let mask = if header.has_loss_mask { NO_LOSS_BIT } else { 0 };
+    let mask = header.flag_mask();
     let token_bytes = header.tokens * width as u64;
     let blocks = length.div_ceil(BLOCK_BYTES as u64);
     let digests: Result<Vec<[u8; 32]>, CacheOpenError> = (0..blocks)
@@ -313,10 +310,9 @@ pub(crate) struct TokenCacheWriter {
     block: Vec<u8>,
     /// Digests of the written blocks.
     digests: Vec<[u8; 32]>,
-    vocab_size: u32,
-    eod: u32,
-    has_loss_mask: bool,
-    tokens: u64,
+    /// The header, in which only the number of tokens counts up. [`TokenCacheWriter::finish`]
+    /// completes the header.
+    header: TokenCacheHeader,
     offsets: Vec<u64>,
 }
 
@@ -329,10 +325,7 @@ impl TokenCacheWriter {
             out: BufWriter::with_capacity(1 << 20, file),
             block: Vec::with_capacity(BLOCK_BYTES),
             digests: Vec::new(),
-            vocab_size,
-            eod,
-            has_loss_mask,
-            tokens: 0,
+            header: TokenCacheHeader { vocab_size, eod, has_loss_mask, ..TokenCacheHeader::default() },
             offsets: vec![0],
         })
     }
@@ -340,14 +333,13 @@ impl TokenCacheWriter {
     /// Appends tokens to the current document. Fails if a token, without the bit [`NO_LOSS_BIT`],
     /// is not below vocab_size.
     pub(crate) fn push_tokens(&mut self, tokens: &[u32]) -> io::Result<()> {
-        let mask = if self.has_loss_mask { NO_LOSS_BIT } else { 0 };
-        let vocab_size = self.vocab_size;
+        let (mask, vocab_size) = (self.header.flag_mask(), self.header.vocab_size);
         if let Some(&token) = tokens.iter().find(|&&t| t & !mask >= vocab_size) {
             let error = TokenOutOfVocabulary { token, vocab_size };
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
-        self.tokens += tokens.len() as u64;
-        let width = token_width_bytes(self.vocab_size, self.has_loss_mask);
+        self.header.tokens += tokens.len() as u64;
+        let width = self.header.token_width_bytes();
         let mut rest = tokens;
         while !rest.is_empty() {
             let capacity = (BLOCK_BYTES - self.block.len()) / width;
@@ -367,13 +359,13 @@ impl TokenCacheWriter {
     /// Appends an end-of-document token, and ends the current document. Does nothing if the
     /// document has no tokens.
     pub(crate) fn end_document(&mut self) -> io::Result<()> {
-        if self.offsets.last() == Some(&self.tokens) {
+        if self.offsets.last() == Some(&self.header.tokens) {
             return Ok(());
         }
         // The end-of-document token does not count for the loss, because a chat template ends the
         // assistant's text with another token.
-        self.push_tokens(&[if self.has_loss_mask { self.eod | NO_LOSS_BIT } else { self.eod }])?;
-        self.offsets.push(self.tokens);
+        self.push_tokens(&[self.header.eod | self.header.flag_mask()])?;
+        self.offsets.push(self.header.tokens);
         Ok(())
     }
 
@@ -399,13 +391,10 @@ impl TokenCacheWriter {
             self.end_block()?;
         }
         let header = TokenCacheHeader {
-            vocab_size: self.vocab_size,
-            eod: self.eod,
-            tokens: self.tokens,
             documents: offsets.len() as u64 - 1,
             key,
             body_digest: *blake3::hash(self.digests.as_flattened()).as_bytes(),
-            has_loss_mask: self.has_loss_mask,
+            ..self.header
         };
         let file = self.out.into_inner()?;
         file.write_all_at(&header.encode(), 0)?;
@@ -497,7 +486,8 @@ mod tests {
         fs::write(&path, &good).unwrap();
         assert!(TokenCache::open(&path, &KEY).is_ok());
         assert!(matches!(TokenCache::open(&path, &[4; 32]), Err(CacheOpenError::Damaged(_))));
-        assert!(matches!(TokenCache::open(&dir.path().join("none"), &KEY), Err(CacheOpenError::NotFound)));
+        let absent = TokenCache::open(&dir.path().join("none"), &KEY).err();
+        assert!(matches!(absent, Some(CacheOpenError::Io(e)) if e.kind() == io::ErrorKind::NotFound));
     }
 
     /// Files with valid digests and invalid content are rejected.

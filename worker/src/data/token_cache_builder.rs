@@ -7,28 +7,27 @@
 //! a warning.
 use super::{
     content_digests::{self, ContentDigest},
-    document_reader::{self, DataFileFormat, DocumentPart},
+    document_reader::{self, DataFileFormat, RecordReadOptions},
+    document_tokenizer::DocumentTokenizer,
     error::{CacheOperation, DataError},
     file_patterns::DataFile,
-    record::RecordReadOptions,
     split::{Split, SplitFilter},
     token_cache::{self, CacheOpenError, TokenCache, TokenCacheWriter},
     tokenizer::TextTokenizer,
 };
 use diagnostic::{Diagnostic, codes::data as codes};
-use rayon::prelude::*;
 use std::{
     fs::{self, File, TryLockError},
     io,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     thread,
     time::{Duration, Instant, SystemTime},
 };
 
-/// Size of the text that is tokenized as one batch, bytes. Building a cache needs about ten times
-/// as much memory.
-const BATCH_BYTES: usize = 4 << 20;
 /// Longest wait for another process that builds the same cache. After this time the waiting process
 /// builds the cache, too.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
@@ -121,14 +120,10 @@ pub(crate) fn open_or_build_cache(
         }
     })?;
     drop(lock);
-    let read_error =
-        |source| DataError::CacheUnusable { path: path.clone(), operation: CacheOperation::Read, source };
-    match TokenCache::open(&path, &key) {
-        Ok(cache) => Ok(cache),
-        Err(CacheOpenError::Io(source)) => Err(read_error(source)),
-        Err(CacheOpenError::NotFound) => Err(read_error(io::ErrorKind::NotFound.into())),
-        Err(CacheOpenError::Damaged(damage)) => Err(DataError::CacheCorrupt { path, damage }),
-    }
+    TokenCache::open(&path, &key).map_err(|e| match e {
+        CacheOpenError::Io(source) => DataError::cache_unusable(&path, CacheOperation::Read, source),
+        CacheOpenError::Damaged(damage) => DataError::CacheCorrupt { path, damage },
+    })
 }
 
 /// Opens the cache file at `path`. Returns `None` if the file does not exist or is damaged. Adds a
@@ -140,7 +135,7 @@ fn open_intact_cache(
 ) -> Result<Option<TokenCache>, DataError> {
     match TokenCache::open(path, key) {
         Ok(cache) => Ok(Some(cache)),
-        Err(CacheOpenError::NotFound) => Ok(None),
+        Err(CacheOpenError::Io(e)) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(CacheOpenError::Damaged(damage)) => {
             if let Some(warnings) = warnings {
                 let message = format!("rebuilding the damaged token cache {}", path.display());
@@ -153,21 +148,13 @@ fn open_intact_cache(
             }
             Ok(None)
         }
-        Err(CacheOpenError::Io(source)) => Err(DataError::CacheUnusable {
-            path: path.to_path_buf(),
-            operation: CacheOperation::Read,
-            source,
-        }),
+        Err(CacheOpenError::Io(source)) => Err(DataError::cache_unusable(path, CacheOperation::Read, source)),
     }
 }
 
 /// Creates the directory of the caches, and a .gitignore in it that excludes all files.
 fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
-    let error = |source| DataError::CacheUnusable {
-        path: directory.to_path_buf(),
-        operation: CacheOperation::Create,
-        source,
-    };
+    let error = |source| DataError::cache_unusable(directory, CacheOperation::Create, source);
     fs::create_dir_all(directory).map_err(error)?;
     let ignore = directory.join(".gitignore");
     if !ignore.exists() {
@@ -193,19 +180,16 @@ fn wait_for_build_lock(
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
 ) -> Result<BuildLockOutcome, DataError> {
     let file = File::options().create(true).truncate(false).write(true).open(path);
-    let file = file.map_err(|source| DataError::CacheUnusable {
-        path: path.to_path_buf(),
-        operation: CacheOperation::Lock,
-        source,
-    })?;
+    let file = file.map_err(|source| DataError::cache_unusable(path, CacheOperation::Lock, source))?;
     let deadline = Instant::now() + LOCK_TIMEOUT;
     loop {
         match file.try_lock() {
             // The previous holder of the lock may have built the cache.
             Ok(()) => {
-                return Ok(open()?.map_or(BuildLockOutcome::MustBuild(Some(file)), |cache| {
-                    BuildLockOutcome::AlreadyBuilt(Box::new(cache))
-                }));
+                return Ok(match open()? {
+                    Some(cache) => BuildLockOutcome::AlreadyBuilt(Box::new(cache)),
+                    None => BuildLockOutcome::MustBuild(Some(file)),
+                });
             }
             Err(TryLockError::Error(_)) => return Ok(BuildLockOutcome::MustBuild(None)),
             Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
@@ -262,7 +246,7 @@ fn build_cache(
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let temporary = TemporaryFile(directory.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
-    let error = |source| cache_write_error(path, source);
+    let error = |source| DataError::cache_unusable(path, CacheOperation::Write, source);
     let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
     let tokenizer = inputs.tokenizer;
     let writer = TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod(), inputs.masks_loss());
@@ -270,11 +254,6 @@ fn build_cache(
     writer.finish(key).map_err(error)?;
     fs::rename(&temporary.0, path).map_err(error)?;
     File::open(directory).and_then(|d| d.sync_all()).map_err(error)
-}
-
-/// Builds the error of a cache file at `path` that cannot be written.
-fn cache_write_error(path: &Path, source: io::Error) -> DataError {
-    DataError::CacheUnusable { path: path.to_path_buf(), operation: CacheOperation::Write, source }
 }
 
 /// The path of a file that is removed on drop. After a rename there is no file to remove.
@@ -291,61 +270,40 @@ impl Drop for TemporaryFile {
 /// digest.
 fn tokenize_files(
     inputs: &TokenCacheInputs,
-    mut writer: TokenCacheWriter,
+    writer: TokenCacheWriter,
     path: &Path,
 ) -> Result<TokenCacheWriter, DataError> {
-    let (mut batch, mut bytes) = (Vec::new(), 0);
+    let mut documents = DocumentTokenizer::new(inputs.tokenizer, inputs.format, inputs.filter, writer, path);
     for (file, digest) in inputs.files.iter().zip(inputs.digests) {
-        let hash = document_reader::read_data_file(&file.path, inputs.format, inputs.filter, &mut |part| {
-            bytes += size_of::<DocumentPart>()
-                + match &part {
-                    DocumentPart::Text(text) => text.len(),
-                    DocumentPart::Masked(masked) => masked.text.len(),
-                    DocumentPart::End => 0,
-                };
-            batch.push(part);
-            if bytes < BATCH_BYTES {
-                return Ok(());
-            }
-            bytes = 0;
-            tokenize_batch(inputs.tokenizer, &mut batch, &mut writer, path)
+        let hash = tokenize_file(inputs, &file.path, &mut documents).or_else(|error| {
+            // A record before the one that cannot be read may be invalid, too.
+            documents.flush()?;
+            Err(error)
         })?;
         if hash.as_bytes() != digest {
             return Err(DataError::ChangedWhileRead { path: file.path.clone() });
         }
     }
-    tokenize_batch(inputs.tokenizer, &mut batch, &mut writer, path)?;
-    Ok(writer)
+    documents.flush()?;
+    Ok(documents.into_writer())
 }
 
-/// Tokenizes the parts of `batch` on all threads, writes the tokens in order, and empties the
-/// batch.
-fn tokenize_batch(
-    tokenizer: &TextTokenizer,
-    batch: &mut Vec<DocumentPart>,
-    writer: &mut TokenCacheWriter,
+/// Reads and tokenizes one file. Returns the hash of its content.
+fn tokenize_file(
+    inputs: &TokenCacheInputs,
     path: &Path,
-) -> Result<(), DataError> {
-    let tokens: Result<Vec<Option<Vec<u32>>>, DataError> = batch
-        .par_drain(..)
-        .map(|part| {
-            let mut tokens = Vec::new();
-            match part {
-                DocumentPart::End => return Ok(None),
-                DocumentPart::Text(text) => tokenizer.encode(&text, &mut tokens)?,
-                DocumentPart::Masked(masked) => tokenizer.encode_masked(&masked, &mut tokens)?,
-            }
-            Ok(Some(tokens))
-        })
-        .collect();
-    for part in tokens? {
-        let written = match part {
-            Some(tokens) => writer.push_tokens(&tokens),
-            None => writer.end_document(),
-        };
-        written.map_err(|source| cache_write_error(path, source))?;
+    documents: &mut DocumentTokenizer,
+) -> Result<blake3::Hash, DataError> {
+    let data = document_reader::open_data_file(path, inputs.format)?;
+    if data.format == DataFileFormat::Parquet {
+        documents.flush()?;
+        documents.tokenize_rows(&data.file, path)?;
+        let hash = document_reader::hash_file(&data.file);
+        return hash.map_err(|source| DataError::unreadable(path, source));
     }
-    Ok(())
+    let shared_path: Arc<Path> = path.into();
+    let mut push = |part, position| documents.push(part, &shared_path, position);
+    document_reader::read_documents(data, path, inputs.format, inputs.filter, &mut push)
 }
 
 #[cfg(test)]
@@ -362,7 +320,7 @@ mod tests {
         let files = file_patterns::expand_patterns(&["*.txt".into()], dir)?;
         let cache = dir.join("cache");
         let digests = content_digests::find_or_compute_digests(&files, &cache, SystemTime::UNIX_EPOCH)?;
-        let tokenizer = TextTokenizer::Bytes;
+        let tokenizer = TextTokenizer::bytes();
         let inputs = TokenCacheInputs {
             files: &files,
             digests: &digests,
@@ -506,7 +464,7 @@ mod tests {
         let dir = write_two_text_files();
         let files = file_patterns::expand_patterns(&["*.txt".into()], dir.path()).unwrap();
         let digests = [[0; 32]; 2];
-        let tokenizer = TextTokenizer::Bytes;
+        let tokenizer = TextTokenizer::bytes();
         let inputs = TokenCacheInputs {
             files: &files,
             digests: &digests,
@@ -527,7 +485,7 @@ mod tests {
         let cache = dir.path().join("cache");
         let later = SystemTime::now() + Duration::from_secs(60);
         content_digests::tests::write_index_with_wrong_digest(&files[0], &cache);
-        let tokenizer = TextTokenizer::Bytes;
+        let tokenizer = TextTokenizer::bytes();
         let open = || {
             let digests = content_digests::find_or_compute_digests(&files, &cache, later).unwrap();
             let (files, digests) = (&files[..], &digests[..]);

@@ -5,188 +5,178 @@
 //! encoded as special tokens, which is the default of `transformers` and necessary for rendered
 //! chats. Document boundaries do not depend on special tokens.
 use super::{
-    byte_tokenizer::{self, TOKENIZER_CONFIG_FILE},
-    error::{ChatTemplateProblem, DataError, TextFileError, TokenizerProblem},
-    loss_masked_text::LossMaskedText,
-    token_cache::NO_LOSS_BIT,
+    byte_tokenizer,
+    error::{
+        ChatTemplateProblem, DataError, InterpretationError, RecordRange, Step, TextFileError,
+        TokenizerProblem,
+    },
+    interpreter::{
+        DecodeTokensReply, Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure,
+        TokenizerFile, TokenizerInfo,
+    },
+    split::SplitFilter,
+    tokenizer_files::{COMPANION_FILES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE},
 };
-use jobspec::TokenizerSpec;
-use serde_json::Value;
+use jobspec::{LossTargets, TokenizerSpec};
+use sandbox::SandboxError;
 use std::{
     fs::File,
     io::Read,
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-/// Largest tokenizer.json, bytes.
-const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
-/// Largest companion file, bytes. Companion files may contain chat templates.
+/// Largest tokenizer.json, in bytes.
+const MAX_TOKENIZER_BYTES: u64 = 64 << 20;
+/// Largest companion file, in bytes. Companion files may contain chat templates.
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
-/// Largest vocabulary size.
-const MAX_VOCAB_SIZE: u32 = 1 << 24;
-/// The companion file with the chat template.
-const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
-/// Names of the companion files, which are in the directory of the tokenizer.json.
-const COMPANION_FILES: [&str; 3] = [TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE];
-/// Texts of special tokens that usually end a document, in order of preference. The first one that
-/// the tokenizer has is used if no companion file names an end-of-sequence token.
-const KNOWN_EOD_TOKENS: [&str; 8] = [
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|end▁of▁sentence|>",
-    "<｜end▁of▁sentence｜>",
-    "[EOS]",
-];
+/// The path that errors name for an embedded tokenizer.
+const EMBEDDED_PATH: &str = "bytes";
 
-/// The tokenizer of a job: embedded or from a file.
-pub enum TextTokenizer {
-    /// The embedded tokenizer: 256 byte values and one end-of-document token.
-    Bytes,
-    /// A Hugging Face tokenizer.json.
-    File(Box<FileTokenizer>),
+/// The tokenizer of a job: embedded or from a file. The sandbox process interprets the file.
+pub struct TextTokenizer {
+    /// The Hugging Face tokenizer. Absent for the embedded tokenizer, whose tokens are 256 byte
+    /// values and one end-of-document token.
+    file: Option<FileTokenizer>,
+    interpreter: Arc<Interpreter>,
 }
 
-/// A tokenizer that was loaded from a Hugging Face tokenizer.json and its companion files.
-pub struct FileTokenizer {
-    inner: tokenizers::Tokenizer,
-    /// The id of the end-of-document token.
-    eod: u32,
-    /// The text of the end-of-document token.
-    eod_text: String,
-    vocab_size: u32,
+/// A Hugging Face tokenizer.json with its companion files.
+struct FileTokenizer {
+    path: PathBuf,
     /// Name and content of tokenizer.json and of the companion files that exist, in this order.
-    files: Vec<(String, String)>,
+    files: Arc<[TokenizerFile]>,
+    info: TokenizerInfo,
 }
 
 impl TextTokenizer {
+    /// Returns the embedded tokenizer.
+    pub fn bytes() -> Self {
+        Self::bytes_with(Interpreter::new(rayon::current_num_threads()))
+    }
+
+    /// Returns the embedded tokenizer with an interpreter for chat templates and Parquet files.
+    fn bytes_with(interpreter: Arc<Interpreter>) -> Self {
+        TextTokenizer { file: None, interpreter }
+    }
+
     /// Loads the tokenizer of a job. A relative path starts at `workdir`.
     ///
     /// The end-of-document token is the `eos_token` of tokenizer_config.json in the same directory,
     /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
     /// of a list of well-known tokens is used that is a special token of the tokenizer.
     pub fn open(spec: &TokenizerSpec, workdir: &Path) -> Result<Self, DataError> {
-        let TokenizerSpec::File(path) = spec else { return Ok(TextTokenizer::Bytes) };
+        Self::open_with(spec, workdir, Interpreter::new(rayon::current_num_threads()))
+    }
+
+    /// Loads the tokenizer of a job in the sandbox process of `interpreter`.
+    pub(crate) fn open_with(
+        spec: &TokenizerSpec,
+        workdir: &Path,
+        interpreter: Arc<Interpreter>,
+    ) -> Result<Self, DataError> {
+        let TokenizerSpec::File(path) = spec else { return Ok(Self::bytes_with(interpreter)) };
         let path = workdir.join(path);
-        let path = if path.is_dir() { path.join("tokenizer.json") } else { path };
-        FileTokenizer::open(&path).map(|t| TextTokenizer::File(Box::new(t)))
+        let path = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path };
+        let file = Some(FileTokenizer::open(path, &interpreter)?);
+        Ok(TextTokenizer { file, interpreter })
+    }
+
+    /// Returns whether the tokenizer is embedded.
+    pub(crate) fn is_embedded(&self) -> bool {
+        self.file.is_none()
+    }
+
+    /// Returns the interpreter that has loaded the tokenizer.
+    pub(crate) fn interpreter(&self) -> &Interpreter {
+        &self.interpreter
+    }
+
+    /// Ends the sandbox process until it is needed again.
+    pub fn end_sandbox_process(&self) {
+        self.interpreter.end_process();
+    }
+
+    /// Returns the path of tokenizer.json. Returns `None` for the embedded tokenizer.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        self.file.as_ref().map(|file| file.path.as_path())
     }
 
     /// Returns the vocabulary size. Every token id is less than this size.
     pub fn vocab_size(&self) -> u32 {
-        match self {
-            TextTokenizer::Bytes => byte_tokenizer::VOCAB_SIZE,
-            TextTokenizer::File(t) => t.vocab_size,
-        }
+        self.file.as_ref().map_or(byte_tokenizer::VOCAB_SIZE, |file| file.info.vocab_size)
     }
 
     /// Returns the id of the end-of-document token.
     pub fn eod(&self) -> u32 {
-        match self {
-            TextTokenizer::Bytes => byte_tokenizer::EOD_TOKEN,
-            TextTokenizer::File(t) => t.eod,
-        }
+        self.file.as_ref().map_or(byte_tokenizer::EOD_TOKEN, |file| file.info.eod)
     }
 
     /// Appends the tokens of a text to `out`, without an end-of-document token.
     pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
-        match self {
-            TextTokenizer::Bytes => out.extend(text.bytes().map(u32::from)),
-            TextTokenizer::File(t) => {
-                let encoding = t.inner.encode_fast(text, false).map_err(tokenizer_failed_error)?;
-                out.extend_from_slice(encoding.get_ids());
-            }
+        if self.is_embedded() {
+            out.extend(byte_tokenizer::encode(text));
+            return Ok(());
+        }
+        let options = DocumentOptions {
+            field: "",
+            loss_on: LossTargets::All,
+            filter: SplitFilter::All,
+            tokenize: true,
+        };
+        let result = self.interpreter.interpret_document(Document::Text(text), options);
+        match result.map_err(|failure| self.to_own_error(failure, Step::Tokenize))? {
+            DocumentResult::Tokens(tokens) => out.extend(tokens.0),
+            DocumentResult::TokenizerFailed(message) => return Err(DataError::TokenizerFailed { message }),
+            _ => return Err(self.to_own_error(SandboxError::InvalidReply.into(), Step::Tokenize)),
         }
         Ok(())
     }
 
     /// Converts tokens to text. Omits special and unknown tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        match self {
-            TextTokenizer::Bytes => {
-                let bytes: Vec<u8> = tokens.iter().filter_map(|t| u8::try_from(*t).ok()).collect();
-                Ok(String::from_utf8_lossy(&bytes).into_owned())
-            }
-            // A model may have more token ids than its tokenizer.
-            TextTokenizer::File(t) => {
-                let known: Vec<u32> =
-                    tokens.iter().copied().filter(|id| t.inner.id_to_token(*id).is_some()).collect();
-                t.inner.decode(&known, true).map_err(tokenizer_failed_error)
-            }
+        if self.is_embedded() {
+            return Ok(byte_tokenizer::decode(tokens));
+        }
+        let decoded = self.interpreter.decode_tokens(tokens);
+        match decoded.map_err(|failure| self.to_own_error(failure, Step::DecodeTokens))? {
+            DecodeTokensReply::Text(text) => Ok(text),
+            DecodeTokensReply::Failed(message) => Err(DataError::TokenizerFailed { message }),
         }
     }
 
-    /// Appends the tokens of a text to `out`. Sets the bit [`NO_LOSS_BIT`] in tokens that no loss
-    /// range overlaps.
-    pub(crate) fn encode_masked(&self, masked: &LossMaskedText, out: &mut Vec<u32>) -> Result<(), DataError> {
-        let mut loss_ranges = masked.loss_ranges.iter().peekable();
-        let mut mask = |token: u32, from: usize, to: usize| {
-            while loss_ranges.next_if(|r| r.end <= from).is_some() {}
-            let is_target = loss_ranges.peek().is_some_and(|r| r.start < to && from < r.end);
-            if is_target { token } else { token | NO_LOSS_BIT }
-        };
-        match self {
-            TextTokenizer::Bytes => {
-                out.extend(masked.text.bytes().enumerate().map(|(i, b)| mask(b.into(), i, i + 1)));
-            }
-            TextTokenizer::File(t) => {
-                let encoding = t.inner.encode(masked.text.as_str(), false).map_err(tokenizer_failed_error)?;
-                let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
-                out.extend(spans.map(|(&token, &(from, to))| mask(token, from, to)));
-            }
-        }
-        Ok(())
+    /// Returns the error of a failed request that involves only the tokenizer, and no data file.
+    fn to_own_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
+        let path = self.path().unwrap_or(Path::new(EMBEDDED_PATH));
+        to_data_error(failure, step, path, None, None)
     }
 
-    /// Returns the source of the chat template in the tokenizer's directory or configuration, or
-    /// `None` if there is no template.
-    pub(crate) fn find_chat_template(&self) -> Result<Option<String>, ChatTemplateProblem> {
-        let TextTokenizer::File(t) = self else { return Ok(None) };
-        if let Some((_, text)) = t.files.iter().find(|(name, _)| name == CHAT_TEMPLATE_FILE) {
-            return Ok(Some(text.clone()));
-        }
-        let Some(config) = t.parse_config() else { return Ok(None) };
-        match config.get("chat_template") {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text.clone())),
-            // Several templates with names, of which the one named `default` is for chats.
-            Some(Value::Array(named)) => {
-                let default = named.iter().find(|t| t.get("name").and_then(Value::as_str) == Some("default"));
-                let text = default.and_then(|t| t.get("template")).and_then(Value::as_str);
-                text.map(|t| Some(t.to_owned()))
-                    .ok_or(ChatTemplateProblem::NoDefault { config_file: TOKENIZER_CONFIG_FILE })
-            }
-            Some(_) => Err(ChatTemplateProblem::NotAString { config_file: TOKENIZER_CONFIG_FILE }),
-        }
+    /// Returns the file and the source of the chat template in the tokenizer's directory or
+    /// configuration, or `None` if there is no template.
+    pub(crate) fn find_chat_template(&self) -> Result<Option<(PathBuf, String)>, ChatTemplateProblem> {
+        let Some(file) = &self.file else { return Ok(None) };
+        let template = file.info.chat_template.clone()?;
+        Ok(template.map(|(name, source)| (file.path.with_file_name(name), source)))
     }
 
     /// Returns name and text of each special token in the tokenizer's configuration. Chat templates
     /// use these names, such as `eos_token`.
     pub(crate) fn list_special_tokens(&self) -> Vec<(String, String)> {
-        const NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
-        let TextTokenizer::File(t) = self else {
-            return vec![("eos_token".into(), byte_tokenizer::EOD_TOKEN_TEXT.into())];
-        };
-        let text = |v: &Value| v.as_str().or_else(|| v.get("content")?.as_str()).map(str::to_owned);
-        let config = t.parse_config().unwrap_or_default();
-        let configured = NAMES.iter().filter_map(|&n| Some((n.to_owned(), text(config.get(n)?)?)));
-        let mut tokens: Vec<(String, String)> = configured.collect();
-        if !tokens.iter().any(|(n, _)| n == "eos_token") {
-            tokens.push(("eos_token".into(), t.eod_text.clone()));
+        match &self.file {
+            None => vec![("eos_token".into(), byte_tokenizer::EOD_TOKEN_TEXT.into())],
+            Some(file) => file.info.special_tokens.clone(),
         }
-        tokens
     }
 
     /// Computes the digest of the tokenizer. Tokenizers with equal digests encode equal texts
     /// equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
-        match self {
-            TextTokenizer::Bytes => hasher.update(b"bytes"),
-            TextTokenizer::File(t) => {
-                hasher.update(b"file").update(&t.eod.to_le_bytes()).update(t.files[0].1.as_bytes())
+        match &self.file {
+            None => hasher.update(b"bytes"),
+            Some(file) => {
+                hasher.update(b"file").update(&file.info.eod.to_le_bytes()).update(file.files[0].1.as_bytes())
             }
         };
         *hasher.finalize().as_bytes()
@@ -195,64 +185,64 @@ impl TextTokenizer {
     /// Returns name and content of the files with which
     /// `transformers.AutoTokenizer.from_pretrained` loads this tokenizer from a model directory.
     pub fn build_hf_files(&self) -> Vec<(String, String)> {
-        match self {
-            TextTokenizer::Bytes => byte_tokenizer::build_hf_tokenizer_files(),
-            TextTokenizer::File(t) => {
-                let mut files = t.files.clone();
-                if !files.iter().any(|(name, _)| name == TOKENIZER_CONFIG_FILE) {
-                    files.push((
-                        TOKENIZER_CONFIG_FILE.into(),
-                        byte_tokenizer::build_minimal_tokenizer_config(&t.eod_text),
-                    ));
-                }
-                files
-            }
+        let Some(file) = &self.file else { return byte_tokenizer::build_hf_tokenizer_files() };
+        let mut files = file.files.to_vec();
+        if !files.iter().any(|(name, _)| name == TOKENIZER_CONFIG_FILE) {
+            let config = byte_tokenizer::build_minimal_tokenizer_config(&file.info.eod_text);
+            files.push((TOKENIZER_CONFIG_FILE.into(), config));
         }
+        files
     }
-}
-
-/// Builds the error of the `tokenizers` library that failed on a text or on token ids.
-fn tokenizer_failed_error(source: tokenizers::Error) -> DataError {
-    DataError::TokenizerFailed { source }
-}
-
-/// Builds the error of the tokenizer's file at `path`, which cannot be used.
-fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
-    DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
 impl FileTokenizer {
-    /// Parses the content of tokenizer_config.json. Returns `None` if the file does not exist.
-    fn parse_config(&self) -> Option<Value> {
-        let (_, text) = self.files.iter().find(|(name, _)| name == TOKENIZER_CONFIG_FILE)?;
-        serde_json::from_str(text).ok()
-    }
-
     /// Loads a tokenizer.json and its companion files.
-    fn open(path: &Path) -> Result<Self, DataError> {
-        let invalid = |problem| invalid_tokenizer_error(path, problem);
-        let text = read_tokenizer_file(path, MAX_TOKENIZER_BYTES)?
-            .ok_or_else(|| invalid(TokenizerProblem::FileMissing))?;
-        let parse_error = |e| invalid(TokenizerProblem::InvalidTokenizerJson(e));
-        let mut inner = tokenizers::Tokenizer::from_bytes(&text).map_err(parse_error)?;
-        // Documents are encoded completely, whatever truncation the file sets.
-        inner.with_truncation(None).map_err(parse_error)?;
-        inner.with_padding(None);
-        let mut files = vec![("tokenizer.json".to_string(), text)];
+    fn open(path: PathBuf, interpreter: &Interpreter) -> Result<Self, DataError> {
+        let text = read_tokenizer_file(&path, MAX_TOKENIZER_BYTES)?
+            .ok_or_else(|| invalid_tokenizer_error(&path, TokenizerProblem::FileMissing))?;
+        let mut files = vec![(TOKENIZER_FILE.to_owned(), text)];
         for name in COMPANION_FILES {
             if let Some(text) = read_tokenizer_file(&path.with_file_name(name), MAX_COMPANION_BYTES)? {
                 files.push((name.into(), text));
             }
         }
-        let (eod_text, eod) = find_eod_token(&inner, path, &files[1..])?;
-        // Ids may have gaps. The vocabulary size is what an embedding needs, not the number of
-        // entries.
-        let last = inner.get_vocab(true).into_values().max().unwrap_or(0);
-        let vocab_size = last.checked_add(1).filter(|&n| n <= MAX_VOCAB_SIZE);
-        let vocab_size = vocab_size
-            .ok_or_else(|| invalid(TokenizerProblem::TokenIdTooLarge { id: last, limit: MAX_VOCAB_SIZE }))?;
-        Ok(FileTokenizer { inner, eod, eod_text, vocab_size, files })
+        let files = files.into();
+        match interpreter.load_tokenizer(&files) {
+            Ok(Ok(info)) => Ok(FileTokenizer { path, files, info }),
+            Ok(Err((name, problem))) if name == TOKENIZER_FILE => {
+                Err(invalid_tokenizer_error(&path, problem))
+            }
+            Ok(Err((name, problem))) => Err(invalid_tokenizer_error(&path.with_file_name(name), problem)),
+            Err(failure) => Err(to_data_error(failure, Step::LoadTokenizer, &path, None, None)),
+        }
     }
+}
+
+/// Returns the error of a request that failed while the file at `path` was interpreted. `step` is
+/// the first work of the request. `rules` is the tokenizer or chat template with which a record was
+/// interpreted.
+pub(crate) fn to_data_error(
+    failure: InterpreterFailure,
+    step: Step,
+    path: &Path,
+    records: Option<RecordRange>,
+    rules: Option<&Path>,
+) -> DataError {
+    match failure.error {
+        source @ SandboxError::NotStarted(_) => DataError::SandboxUnavailable { source },
+        error => DataError::Uninterpretable(Box::new(InterpretationError {
+            step: failure.step.unwrap_or(step),
+            path: path.to_path_buf(),
+            records,
+            rules: rules.map(Path::to_path_buf),
+            error,
+        })),
+    }
+}
+
+/// Builds the error of the tokenizer's file at `path`, which cannot be used.
+fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
+    DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
 /// Reads a file of a tokenizer. Returns `None` if the file does not exist. Fails if the file has
@@ -262,16 +252,21 @@ fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataEr
         .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
 }
 
-/// Reads a UTF-8 file. Returns `None` if the file does not exist. Fails if the file has more than
-/// `limit` bytes.
+/// Reads a regular UTF-8 file. Returns `None` if the file does not exist. Fails if the file has
+/// more than `limit` bytes.
 pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileError> {
-    let file = match File::open(path) {
+    let io_error = |e: std::io::Error| TextFileError::Io(e.to_string());
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
+    let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(TextFileError::Io(e)),
+        Err(e) => return Err(io_error(e)),
     };
+    if !file.metadata().map_err(io_error)?.is_file() {
+        return Err(TextFileError::NotRegular);
+    }
     let mut bytes = Vec::new();
-    file.take(limit + 1).read_to_end(&mut bytes).map_err(TextFileError::Io)?;
+    file.take(limit + 1).read_to_end(&mut bytes).map_err(io_error)?;
     if bytes.len() as u64 > limit {
         return Err(TextFileError::TooLarge { limit });
     }
@@ -279,46 +274,10 @@ pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, 
     text.map(Some).map_err(|e| TextFileError::NotUtf8 { offset: e.utf8_error().valid_up_to() })
 }
 
-/// Finds the text and the id of the end-of-document token. `path` is the path of tokenizer.json,
-/// and `companions` are name and content of the companion files.
-fn find_eod_token(
-    tokenizer: &tokenizers::Tokenizer,
-    path: &Path,
-    companions: &[(String, String)],
-) -> Result<(String, u32), DataError> {
-    for (name, text) in companions.iter().filter(|(name, _)| name.ends_with(".json")) {
-        let companion: PathBuf = path.with_file_name(name);
-        let value: Value = serde_json::from_str(text)
-            .map_err(|e| invalid_tokenizer_error(&companion, TokenizerProblem::InvalidCompanionJson(e)))?;
-        // The value is a string, or the object of an added token.
-        let eos = value.get("eos_token").and_then(|e| e.as_str().or_else(|| e.get("content")?.as_str()));
-        if let Some(eos) = eos {
-            let unknown = || TokenizerProblem::EosTokenUnknown {
-                eos_token: eos.to_string(),
-                tokenizer: path.to_path_buf(),
-            };
-            let id =
-                tokenizer.token_to_id(eos).ok_or_else(|| invalid_tokenizer_error(&companion, unknown()))?;
-            return Ok((eos.to_string(), id));
-        }
-    }
-    let added = tokenizer.get_added_tokens_decoder();
-    let special = |name: &str| {
-        let id = tokenizer.token_to_id(name)?;
-        added.get(&id).filter(|t| t.special).map(|_| (name.to_string(), id))
-    };
-    KNOWN_EOD_TOKENS.iter().find_map(|name| special(name)).ok_or_else(|| {
-        let problem = TokenizerProblem::NoEndOfDocument {
-            known: &KNOWN_EOD_TOKENS,
-            config_file: TOKENIZER_CONFIG_FILE,
-        };
-        invalid_tokenizer_error(path, problem)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
     use std::fs;
 
     /// Returns a tokenizer.json with the words a, b, c (ids 0, 1, 2), followed by these special

@@ -21,7 +21,7 @@ use std::{
 /// A function that opens the GPU. Each run and each rank opens the GPU separately.
 pub(super) type OpenGpu<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
-/// A source of generated tokens, which are functions of the number of the sample.
+/// A source of generated samples, whose tokens are computed from the number of the sample.
 struct GeneratedSamples {
     vocab: u32,
 }

@@ -81,6 +81,7 @@ struct CurveCase {
     rest: &'static str,
 }
 
+/// The models whose curves are compared.
 const CURVE_CASES: [CurveCase; 2] = [
     CurveCase {
         name: "Llama of the quickstart",
@@ -93,6 +94,7 @@ const CURVE_CASES: [CurveCase; 2] = [
         rest: "data.seq_len=128 batch.global=8 batch.micro=2",
     },
 ];
+/// The small models whose curves are compared in tests.
 const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     name: "a tiny Llama",
     model: "vocab_size: 257, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, tie_word_embeddings: true",

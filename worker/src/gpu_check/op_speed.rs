@@ -1,8 +1,11 @@
 //! Measures the speed of single operations on a GPU, for `launch gpu-check`.
 use device::{
-    Buf, Cuda, Dtype, Ops, Storage,
+    Buf, Cuda, Dtype, Storage,
     cuda::CudaError,
-    ops::{AdamWHyperparams, AttentionShape, WriteMode},
+    ops::{
+        AdamWHyperparams, AttentionOps, AttentionShape, MatmulOps, OptimizerOps, RmsNormOps, VectorOps,
+        WriteMode,
+    },
     storage::DeviceError,
 };
 use std::time::{Duration, Instant};

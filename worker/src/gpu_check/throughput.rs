@@ -6,7 +6,6 @@ use super::{
 };
 use crate::{
     checkpoint::{
-        mapping::build_checkpoint_model_spec,
         save::{CheckpointSaver, RunMetadata},
         storage_topology::StorageTopology,
     },
@@ -114,29 +113,26 @@ struct WarmModel {
 pub(super) fn profile_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<()> {
     let timed = find_model_by_number(tiny, number)?;
     let cuda = open()?;
-    run_check(|| profile_and_print_step(timed, cuda))
-}
-
-/// Profiles one step of the model and prints the time of each operation.
-fn profile_and_print_step(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<()> {
-    let WarmModel { cuda, mut running, .. } = warm_up_model(timed, cuda)?;
-    let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
-    cuda.start_profiling();
-    take_step(&mut running)?;
-    let profile = cuda.stop_profiling()?;
-    let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
-    println!(
-        "{}: one step takes {:.2} ms; the sum of its operations is {:.2} ms\n",
-        timed.name,
-        1e3 * seconds,
-        1e3 * sum
-    );
-    println!("| operation | calls | time, ms | share |\n|---|---|---|---|");
-    for spent in profile {
-        let share = 100.0 * spent.seconds / sum.max(f64::MIN_POSITIVE);
-        println!("| {} | {} | {:.3} | {share:.1} % |", spent.name, spent.calls, 1e3 * spent.seconds);
-    }
-    Ok(())
+    run_check(|| {
+        let WarmModel { cuda, mut running, .. } = warm_up_model(timed, cuda)?;
+        let seconds = time_steps(&mut running, &mut |steps, _| steps >= 5)?;
+        cuda.start_profiling();
+        take_step(&mut running)?;
+        let profile = cuda.stop_profiling()?;
+        let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
+        println!(
+            "{}: one step takes {:.2} ms; the sum of its operations is {:.2} ms\n",
+            timed.name,
+            1e3 * seconds,
+            1e3 * sum
+        );
+        println!("| operation | calls | time, ms | share |\n|---|---|---|---|");
+        for spent in profile {
+            let share = 100.0 * spent.seconds / sum.max(f64::MIN_POSITIVE);
+            println!("| {} | {} | {:.3} | {share:.1} % |", spent.name, spent.calls, 1e3 * spent.seconds);
+        }
+        Ok(())
+    })
 }
 
 /// Measures speed, memory and, if [`TimedModel::saves`] is set, the cost of saving.
@@ -211,20 +207,8 @@ fn measure_save(
 
 /// Creates the saver of a checkpoint in `directory`.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
-    let units = running.trainer.engine.clone_units();
-    let metadata = RunMetadata {
-        model: build_checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
-        tokenizer: Vec::new(),
-        job: job.clone(),
-        data_digest: "generated".into(),
-        rng_generation: 0,
-        rng_decision: serde_json::Value::Null,
-    };
-    CheckpointSaver::new(
-        directory.into(),
-        job.checkpoint.clone(),
-        metadata,
-        None,
-        StorageTopology::for_shared_directory(1),
-    )
+    let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
+    let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));
+    let layout = StorageTopology::for_shared_directory(1);
+    CheckpointSaver::new(directory.into(), job.checkpoint.clone(), metadata, None, layout)
 }

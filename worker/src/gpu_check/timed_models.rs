@@ -33,6 +33,7 @@ const fn define_timed_model(name: &'static str, model: &'static str, rest: &'sta
     TimedModel { name, model, rest, saves: false, offload: false }
 }
 
+/// The models that are timed, with the settings of each.
 const TIMED_MODELS: [TimedModel; 15] = [
     TimedModel { saves: true, ..define_timed_model("GPT-2 124M, 32 × 1024", GPT2, BATCH_32X1024) },
     define_timed_model("Qwen2.5-0.5B, 4 × (16 × 1024)", QWEN_05B, BATCH_4X16X1024),
@@ -108,6 +109,7 @@ const TIMED_MODELS: [TimedModel; 15] = [
 const TINY_LLAMA: &str =
     "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
 const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
+/// The small models that are timed instead of [`TIMED_MODELS`] if `tiny` is set.
 const TINY_TIMED_MODELS: [TimedModel; 5] = [
     TimedModel { saves: true, ..define_timed_model("a tiny Llama, 1 × 6", TINY_LLAMA, BATCH_1X6) },
     TimedModel {

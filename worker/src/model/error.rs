@@ -1,7 +1,10 @@
 //! [`ModelError`]: the reasons why a model cannot be built, or does not support a feature that the
 //! job requests.
 use diagnostic::{Code, Diagnostic, codes::model as codes};
-use std::{error::Error, path::PathBuf};
+use std::{
+    error::Error,
+    path::{Path, PathBuf},
+};
 
 /// The reason why a model cannot be built, or does not support a feature that the job requests.
 ///
@@ -22,7 +25,7 @@ pub enum ModelError {
     ConfigTooLarge {
         /// The path of config.json.
         path: PathBuf,
-        /// The largest size that is read, bytes.
+        /// The largest size that is read, in bytes.
         max_bytes: u64,
     },
     /// config.json is not a JSON object.
@@ -157,133 +160,105 @@ fn join_items_or(items: &[String], empty: &str) -> String {
 }
 
 impl ModelError {
-    /// Returns the diagnostic code of the error.
-    pub fn code(&self) -> Code {
-        match self {
-            ModelError::ConfigUnreadable { .. } => codes::MODEL_CONFIG_UNREADABLE,
-            ModelError::ConfigTooLarge { .. } | ModelError::ConfigMalformed { .. } => {
-                codes::MODEL_CONFIG_MALFORMED
-            }
-            ModelError::KeyMissing { .. } => codes::MODEL_CONFIG_KEY_MISSING,
-            ModelError::ValueInvalid { .. } | ModelError::DropoutRateInvalid { .. } => {
-                codes::MODEL_CONFIG_VALUE_INVALID
-            }
-            ModelError::ValueUnsupported { .. } => codes::MODEL_CONFIG_VALUE_UNSUPPORTED,
-            ModelError::KeysContradict { .. } | ModelError::ModelTypeMismatch { .. } => {
-                codes::MODEL_CONFIG_CONTRADICTORY
-            }
-            ModelError::KeysUnknown { .. } => codes::MODEL_CONFIG_KEY_UNKNOWN,
-            ModelError::ArchitectureUnsupported { .. } => codes::MODEL_ARCHITECTURE_UNSUPPORTED,
-            ModelError::FamilyUnknown { .. } => codes::MODEL_FAMILY_UNKNOWN,
-            ModelError::KeyWithoutEffect { .. } => codes::MODEL_KEY_WITHOUT_EFFECT,
-            ModelError::NoMoeLayers => codes::MODEL_WITHOUT_MOE_LAYERS,
-            ModelError::Fp8MoeUnsupported | ModelError::Fp8SizeUnsupported { .. } => {
-                codes::MODEL_FP8_UNSUPPORTED
-            }
-            ModelError::LoraTargetUnknown { .. } => codes::LORA_TARGET_UNKNOWN,
-        }
-    }
-    /// Returns the help texts of the error's diagnostic.
-    fn build_help(&self) -> Vec<String> {
-        match self {
-            ModelError::DropoutRateInvalid { .. } => {
-                vec!["`train.model.dropout` sets all dropout rates".into()]
-            }
+    /// Returns the edits that resolve the error, if some are known.
+    fn list_help(&self) -> Vec<String> {
+        let help = match self {
+            ModelError::DropoutRateInvalid { .. } => "`train.model.dropout` sets all dropout rates".into(),
             ModelError::ValueUnsupported { key, supported, .. } if supported.is_empty() => {
-                vec![format!("only models without `{key}` are supported")]
+                format!("only models without `{key}` are supported")
             }
-            ModelError::ValueUnsupported { supported, .. } => {
-                vec![format!("supported: {}", supported.join(", "))]
-            }
+            ModelError::ValueUnsupported { supported, .. } => format!("supported: {}", supported.join(", ")),
+            ModelError::ArchitectureUnsupported { supported, .. }
+            | ModelError::FamilyUnknown { supported, .. } => format!("supported: {}", supported.join(", ")),
             ModelError::KeysContradict { key, other } => {
-                vec![format!("remove either `{key}` or `{other}` from config.json")]
+                format!("remove either `{key}` or `{other}` from config.json")
             }
             ModelError::KeysUnknown { .. } => {
-                vec![
-                    "remove a key from config.json only if it does not change the model's computation".into(),
-                ]
+                "remove a key from config.json only if it does not change the model's computation".into()
             }
-            ModelError::ArchitectureUnsupported { supported, .. }
-            | ModelError::FamilyUnknown { supported, .. } => {
-                vec![format!("supported: {}", supported.join(", "))]
-            }
-            ModelError::KeyWithoutEffect { key, .. } => vec![format!("remove `train.model.{key}`")],
+            ModelError::KeyWithoutEffect { key, .. } => format!("remove `train.model.{key}`"),
             ModelError::NoMoeLayers => {
-                vec!["a Qwen 3 model without experts has architecture Qwen3ForCausalLM".into()]
+                "a Qwen 3 model without experts has architecture Qwen3ForCausalLM".into()
             }
             ModelError::Fp8MoeUnsupported | ModelError::Fp8SizeUnsupported { .. } => {
-                vec!["use `train.precision: bf16`".into()]
+                "use `train.precision: bf16`".into()
             }
             ModelError::LoraTargetUnknown { supported, has_experts, .. } => {
                 let names = format!("matrices that can have adapters: {}", supported.join(", "));
                 let experts = has_experts.then(|| "experts and routers cannot have adapters".into());
-                std::iter::once(names).chain(experts).collect()
+                return std::iter::once(names).chain(experts).collect();
             }
-            ModelError::ConfigUnreadable { .. }
-            | ModelError::ConfigTooLarge { .. }
-            | ModelError::ConfigMalformed { .. }
-            | ModelError::KeyMissing { .. }
-            | ModelError::ValueInvalid { .. }
-            | ModelError::ModelTypeMismatch { .. } => Vec::new(),
-        }
+            _ => return Vec::new(),
+        };
+        vec![help]
     }
 }
 
 impl From<ModelError> for Diagnostic {
-    fn from(error: ModelError) -> Self {
-        let mut diagnostic = Diagnostic::error(error.code(), error.to_string());
-        if let Some(source) = error.source() {
-            diagnostic = diagnostic.with_cause(source);
-        }
-        diagnostic = error.build_help().into_iter().fold(diagnostic, Diagnostic::with_help);
-        match error {
-            ModelError::ConfigUnreadable { path, .. } | ModelError::ConfigMalformed { path, .. } => {
-                diagnostic.with_field("path", path.display().to_string())
-            }
+    fn from(e: ModelError) -> Self {
+        let error = |code: Code| Diagnostic::error(code, e.to_string());
+        let file_error = |code, path: &Path| error(code).with_field("path", path.display().to_string());
+        let value_error = |code, key: &str, value: &str| {
+            error(code).with_field("config_key", key).with_field("value", value)
+        };
+        let diagnostic = match &e {
+            ModelError::ConfigUnreadable { path, .. } => file_error(codes::MODEL_CONFIG_UNREADABLE, path),
+            ModelError::ConfigMalformed { path, .. } => file_error(codes::MODEL_CONFIG_MALFORMED, path),
             ModelError::ConfigTooLarge { path, max_bytes } => {
-                diagnostic.with_field("path", path.display().to_string()).with_field("max_bytes", max_bytes)
+                file_error(codes::MODEL_CONFIG_MALFORMED, path).with_field("max_bytes", *max_bytes)
             }
-            ModelError::KeyMissing { key } => diagnostic.with_field("config_key", key),
-            ModelError::ValueInvalid { key, value, expected } => diagnostic
-                .with_field("config_key", key)
-                .with_field("value", value)
-                .with_field("expected", expected),
-            ModelError::DropoutRateInvalid { key, value } => diagnostic
-                .with_field("config_key", key)
-                .with_field("value", value)
-                .with_field("expected", "a number from 0 to below 1"),
-            ModelError::ValueUnsupported { key, value, supported } => diagnostic
-                .with_field("config_key", key)
-                .with_field("value", value)
-                .with_field("supported", supported),
-            ModelError::KeysContradict { key, other } => {
-                diagnostic.with_field("config_key", key).with_field("other_config_key", other)
+            ModelError::KeyMissing { key } => {
+                error(codes::MODEL_CONFIG_KEY_MISSING).with_field("config_key", key.as_str())
             }
+            ModelError::ValueInvalid { key, value, expected } => {
+                value_error(codes::MODEL_CONFIG_VALUE_INVALID, key, value)
+                    .with_field("expected", expected.as_str())
+            }
+            ModelError::DropoutRateInvalid { key, value } => {
+                value_error(codes::MODEL_CONFIG_VALUE_INVALID, key, value)
+                    .with_field("expected", "a number from 0 to below 1")
+            }
+            ModelError::ValueUnsupported { key, value, supported } => {
+                value_error(codes::MODEL_CONFIG_VALUE_UNSUPPORTED, key, value)
+                    .with_field("supported", supported.clone())
+            }
+            ModelError::KeysContradict { key, other } => error(codes::MODEL_CONFIG_CONTRADICTORY)
+                .with_field("config_key", *key)
+                .with_field("other_config_key", *other),
             ModelError::KeysUnknown { entries } => {
-                let keys: Vec<String> = entries.into_iter().map(|(key, _)| key).collect();
-                diagnostic.with_field("config_keys", keys)
+                let keys: Vec<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
+                error(codes::MODEL_CONFIG_KEY_UNKNOWN).with_field("config_keys", keys)
             }
             ModelError::ArchitectureUnsupported { architectures, supported } => {
-                diagnostic.with_field("architectures", architectures).with_field("supported", supported)
+                error(codes::MODEL_ARCHITECTURE_UNSUPPORTED)
+                    .with_field("architectures", architectures.clone())
+                    .with_field("supported", supported.clone())
             }
-            ModelError::ModelTypeMismatch { model_type, architecture, expected } => diagnostic
-                .with_field("model_type", model_type)
-                .with_field("architecture", architecture)
-                .with_field("expected", expected),
-            ModelError::FamilyUnknown { family, supported } => {
-                diagnostic.with_field("family", family).with_field("supported", supported)
+            ModelError::ModelTypeMismatch { model_type, architecture, expected } => {
+                error(codes::MODEL_CONFIG_CONTRADICTORY)
+                    .with_field("model_type", model_type.as_str())
+                    .with_field("architecture", *architecture)
+                    .with_field("expected", *expected)
             }
-            ModelError::KeyWithoutEffect { key, family } => {
-                diagnostic.with_field("key", format!("train.model.{key}")).with_field("family", family)
+            ModelError::FamilyUnknown { family, supported } => error(codes::MODEL_FAMILY_UNKNOWN)
+                .with_field("family", family.as_str())
+                .with_field("supported", supported.clone()),
+            ModelError::KeyWithoutEffect { key, family } => error(codes::MODEL_KEY_WITHOUT_EFFECT)
+                .with_field("key", format!("train.model.{key}"))
+                .with_field("family", *family),
+            ModelError::NoMoeLayers => error(codes::MODEL_WITHOUT_MOE_LAYERS),
+            ModelError::Fp8MoeUnsupported => error(codes::MODEL_FP8_UNSUPPORTED),
+            ModelError::Fp8SizeUnsupported { dimension, size, multiple } => {
+                error(codes::MODEL_FP8_UNSUPPORTED)
+                    .with_field("dimension", dimension.as_str())
+                    .with_field("size", *size)
+                    .with_field("multiple", *multiple)
             }
-            ModelError::Fp8SizeUnsupported { dimension, size, multiple } => diagnostic
-                .with_field("dimension", dimension)
-                .with_field("size", size)
-                .with_field("multiple", multiple),
-            ModelError::LoraTargetUnknown { target, supported, has_experts: _ } => {
-                diagnostic.with_field("target", target).with_field("supported", supported)
-            }
-            ModelError::NoMoeLayers | ModelError::Fp8MoeUnsupported => diagnostic,
-        }
+            ModelError::LoraTargetUnknown { target, supported, .. } => error(codes::LORA_TARGET_UNKNOWN)
+                .with_field("target", target.as_str())
+                .with_field("supported", supported.clone()),
+        };
+        let diagnostic = e.list_help().into_iter().fold(diagnostic, Diagnostic::with_help);
+        e.source().map_or(diagnostic.clone(), |source| diagnostic.with_cause(source))
     }
 }

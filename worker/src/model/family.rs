@@ -1,36 +1,38 @@
-//! [`ModelFamily`]: the names of a model family, and the functions that build its models.
-use super::{error::Result, model_interface::Model};
+//! [`ModelFamily`]: the names of a model family, and the functions that read and create its
+//! config.json.
+use super::{
+    decoder::{DecoderConfig, Model},
+    error::Result,
+    hf_config::{ConfigKeyNames, HfConfigFields},
+};
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// A function that builds a model from its config.json, for sequences of at most the given number
-/// of tokens.
-type ModelBuilderFn = fn(&Map<String, Value>, usize) -> Result<Box<dyn Model>>;
-
-/// A model family that can be trained: its names, and the functions that build its models.
+/// A model family that can be trained: its names, and the functions that read and create its
+/// config.json.
 pub struct ModelFamily {
     /// The name of the family in job.yaml, equal to `model_type` of config.json.
     pub name: &'static str,
     /// The class of transformers that `architectures` of config.json names.
     pub architecture: &'static str,
-    /// Builds a model. Rejects configs with unsupported keys or values.
-    pub(super) build: ModelBuilderFn,
+    /// Reads the sizes and options of a model. Rejects unsupported values.
+    pub(super) read_config: fn(&HfConfigFields) -> Result<DecoderConfig>,
     /// Returns the config.json of a model that job.yaml describes, without the names of the family.
     pub(super) list_config_keys: fn(&ModelSpec) -> Map<String, Value>,
     /// The config keys that have other names in other families.
     pub(super) key_names: ConfigKeyNames,
 }
 
-/// The names of config keys that differ between model families.
-#[derive(Clone, Copy)]
-pub(super) struct ConfigKeyNames {
-    /// The keys of dropout rates.
-    pub(super) dropout_rates: &'static [&'static str],
-    /// The key of the largest number of tokens of a sequence.
-    pub(super) max_positions: &'static str,
-}
-
 impl ModelFamily {
+    /// Builds a model from its config.json, for sequences of at most `tokens` tokens. Rejects
+    /// configs with unsupported keys or values.
+    pub(super) fn build_model(&self, hf_config: &Map<String, Value>, tokens: usize) -> Result<Model> {
+        let fields = HfConfigFields::new(hf_config);
+        let config = (self.read_config)(&fields)?;
+        fields.reject_unknown_keys()?;
+        Ok(Model::new(config, self.key_names, hf_config, tokens))
+    }
+
     /// Builds the config.json of a model that job.yaml describes.
     pub(super) fn build_hf_config(&self, spec: &ModelSpec) -> Map<String, Value> {
         let mut config = (self.list_config_keys)(spec);

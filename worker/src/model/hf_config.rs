@@ -6,7 +6,7 @@ use super::error::{ModelError, Result};
 use serde_json::{Map, Value};
 use std::{cell::RefCell, collections::BTreeSet, fs::File, io::Read, path::Path};
 
-/// The largest config.json that is read, bytes.
+/// The largest config.json that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Keys of every architecture that do not change the computation of a training step: names, text
 /// generation, provenance, output formats.
@@ -79,6 +79,27 @@ pub(super) fn read_hf_config(directory: &Path) -> Result<Map<String, Value>> {
 /// The largest number of layers that a config may declare.
 const LAYERS_MAX: usize = 1 << 14;
 
+/// The names of config keys that differ between model families.
+#[derive(Clone, Copy)]
+pub(super) struct ConfigKeyNames {
+    /// The keys of dropout rates.
+    pub(super) dropout_rates: &'static [&'static str],
+    /// The key of the largest number of tokens of a sequence.
+    pub(super) max_positions: &'static str,
+    /// The key of the width of the residual stream.
+    pub(super) hidden_size: &'static str,
+    /// The key of the width of the MLP.
+    pub(super) intermediate_size: &'static str,
+}
+
+/// Returns the entries of a JSON object, or no entries for any other value.
+pub(super) fn take_entries(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
 /// Sets the dropout rates `keys` of a config to `rate`. Does nothing if `rate` is `None`.
 pub(super) fn set_dropout_rates(config: &mut Map<String, Value>, keys: &[&str], rate: Option<f64>) {
     let Some(rate) = rate else { return };
@@ -110,6 +131,11 @@ impl<'a> HfConfigFields<'a> {
     /// Creates typed access to the config `map`, with no key recorded as read.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
         HfConfigFields { map, read_keys: RefCell::default() }
+    }
+
+    /// Returns whether the config contains `key`, also with value null.
+    pub(super) fn contains_key(&self, key: &str) -> bool {
+        self.map.contains_key(key)
     }
 
     /// Returns the value of `key`, or `None` if the key is absent or null. Records the key as read.

@@ -12,10 +12,9 @@ use super::{
     },
 };
 use crate::params::ParamUnit;
-use device::{Ops, View, ViewMut};
+use device::{View, ViewMut};
 
-/// The matmuls of the matrices of all layers. In the functions, `x` is the input of a matmul, `y`
-/// the output, and `g` the gradient of the layer's unit.
+/// The matmuls of the matrices of all layers.
 pub(super) struct LinearLayers {
     pub(super) format: LinearFormat,
     /// The LoRA adapters of each layer; empty without LoRA.
@@ -77,8 +76,8 @@ impl LinearLayers {
         declare_lora_scratch(&self.adapters, rows)
     }
 
-    /// Restricts the backward pass to the gradients of matrices of which at least a part is
-    /// trained. `layers` are the units of the layers, and `linears` their matmuls by
+    /// Restricts the backward pass to the gradients of matrices that are trained, at least in part.
+    /// `layers` are the units of the layers, and `linears` their matmuls by
     /// [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
@@ -88,102 +87,84 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Computes the output `y` of a matmul, with bias and adapters.
-    pub(super) fn forward(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
-        x: View,
-        mut y: ViewMut,
-        lora: &mut LoraScratch,
-    ) {
-        let w = input.params.slice(linear.weight.clone());
-        let bias = linear.bias.clone().map(|span| input.params.slice(span));
-        let sizes = linear.sizes(input);
-        self.format.forward(ops, y.reborrow(), x, w, bias, sizes);
-        if let Some(adapters) = self.adapters.get(input.layer) {
-            adapters.forward(ops, linear.index, input, x, y, lora);
+    /// Selects the matmul with this layout in the layer of `input`.
+    pub(super) fn select<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
+        Linear { layers: self, input, layout }
+    }
+}
+
+/// One matmul of a layer. In the functions, `x` is the input of the matmul, `y` the output, and `g`
+/// the gradient of the layer's unit.
+#[derive(Clone, Copy)]
+pub(super) struct Linear<'a> {
+    layers: &'a LinearLayers,
+    input: &'a LayerInput<'a>,
+    layout: &'a LinearLayout,
+}
+
+impl Linear<'_> {
+    /// Returns the adapters of the layer, or `None` without LoRA.
+    fn adapters(&self) -> Option<&LayerAdapters> {
+        self.layers.adapters.get(self.input.layer)
+    }
+
+    /// Computes the output `y`, with bias and adapters.
+    pub(super) fn forward(&self, x: View, mut y: ViewMut, lora: &mut LoraScratch) {
+        let (input, layout) = (self.input, self.layout);
+        let w = input.params.slice(layout.weight.clone());
+        let bias = layout.bias.clone().map(|span| input.params.slice(span));
+        self.layers.format.forward(input.ops, y.reborrow(), x, w, bias, layout.sizes(input));
+        if let Some(adapters) = self.adapters() {
+            adapters.forward(layout.index, input, x, y, lora);
         }
     }
 
     /// Adds the sum of the rows of `dy` to the gradient of the bias, if there is a bias.
-    pub(super) fn backward_bias(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
-        g: &mut ViewMut,
-        dy: View,
-    ) {
-        if let Some(bias) = &linear.bias {
-            ops.bias_backward(g.slice_mut(bias.clone()), dy, input.batch.rows(), linear.outputs());
+    pub(super) fn backward_bias(&self, g: &mut ViewMut, dy: View) {
+        if let Some(bias) = &self.layout.bias {
+            let (rows, outputs) = (self.input.batch.rows(), self.layout.outputs());
+            self.input.ops.bias_backward(g.slice_mut(bias.clone()), dy, rows, outputs);
         }
     }
 
     /// Writes the gradient of the matrix to `g`, if the gradient is needed.
-    pub(super) fn backward_weight(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
-        g: &mut ViewMut,
-        (x, dy): (View, View),
-    ) {
-        if self.needs_grad.get(input.layer).is_some_and(|needs_grad| !needs_grad[linear.index]) {
-            return;
+    pub(super) fn backward_weight(&self, g: &mut ViewMut, (x, dy): (View, View)) {
+        let (input, layout) = (self.input, self.layout);
+        let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
+        if needs_grad {
+            let dw = g.slice_mut(layout.weight.clone());
+            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.sizes(input));
         }
-        let (dw, sizes) = (g.slice_mut(linear.weight.clone()), linear.sizes(input));
-        self.format.backward_weight(ops, dw, dy, x, sizes);
     }
 
     /// Writes the gradients of the adapters' parameters to `g`.
-    pub(super) fn backward_adapters(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
-        g: &mut ViewMut,
-        x_and_dy: (View, View),
-        lora: &mut LoraScratch,
-    ) {
-        if let Some(adapters) = self.adapters.get(input.layer) {
-            adapters.backward_weight(ops, linear.index, input, g, x_and_dy, lora);
+    pub(super) fn backward_adapters(&self, g: &mut ViewMut, x_and_dy: (View, View), lora: &mut LoraScratch) {
+        if let Some(adapters) = self.adapters() {
+            adapters.backward_weight(self.layout.index, self.input, g, x_and_dy, lora);
         }
     }
 
-    /// Writes the gradient of `x` to `dx`. Must follow [`LinearLayers::backward_adapters`] of that
-    /// matmul.
-    pub(super) fn backward_input(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
-        mut dx: ViewMut,
-        dy: View,
-        lora: &mut LoraScratch,
-    ) {
-        let (w, sizes) = (input.params.slice(linear.weight.clone()), linear.sizes(input));
-        self.format.backward_input(ops, dx.reborrow(), dy, w, sizes);
-        if let Some(adapters) = self.adapters.get(input.layer) {
-            adapters.backward_input(ops, linear.index, input, dx, lora);
+    /// Writes the gradient of `x` to `dx`. Must follow [`Linear::backward_adapters`].
+    pub(super) fn backward_input(&self, mut dx: ViewMut, dy: View, lora: &mut LoraScratch) {
+        let (input, layout) = (self.input, self.layout);
+        let w = input.params.slice(layout.weight.clone());
+        self.layers.format.backward_input(input.ops, dx.reborrow(), dy, w, layout.sizes(input));
+        if let Some(adapters) = self.adapters() {
+            adapters.backward_input(layout.index, input, dx, lora);
         }
     }
 
-    /// Computes all gradients of a matmul except that of the bias. Writes those of matrix and
+    /// Computes all gradients of the matmul except that of the bias. Writes those of matrix and
     /// adapters to `g`, and that of `x` to `dx`.
     pub(super) fn backward(
         &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        linear: &LinearLayout,
         g: &mut ViewMut,
         dx: ViewMut,
         x_and_dy: (View, View),
         lora: &mut LoraScratch,
     ) {
-        self.backward_weight(ops, input, linear, g, x_and_dy);
-        self.backward_adapters(ops, input, linear, g, x_and_dy, lora);
-        self.backward_input(ops, input, linear, dx, x_and_dy.1, lora);
+        self.backward_weight(g, x_and_dy);
+        self.backward_adapters(g, x_and_dy, lora);
+        self.backward_input(dx, x_and_dy.1, lora);
     }
 }

@@ -37,8 +37,8 @@ fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Op
     Fp8Operand { x, format, transposed }
 }
 
-/// Checks that FP8 matmuls support the dimensions of a model. `sizes` are config key and size of
-/// each dimension.
+/// Checks that FP8 matmuls support the dimensions of a model. `sizes` has the config key and the
+/// size of each dimension.
 ///
 /// # Errors
 ///

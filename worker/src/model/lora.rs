@@ -204,16 +204,15 @@ impl LayerAdapters {
     /// `[rows, width]`.
     pub(super) fn forward(
         &self,
-        ops: &dyn Ops,
         group: usize,
         input: &LayerInput,
         x: View,
         mut y: ViewMut,
         s: &mut LoraScratch,
     ) {
-        let (g, m) = (&self.groups[group], input.batch.rows());
+        let (ops, g, m) = (input.ops, &self.groups[group], input.batch.rows());
         for ad in &g.adapters {
-            self.compute_low_rank_activation(ops, g, ad, input, x, s);
+            self.compute_low_rank_activation(g, ad, input, x, s);
             self.write_scaled_padded_b(ops, g, ad, input.params, s.padded_b);
             let (low, wide) =
                 (s.low_rank.view().slice(0..m * self.rank), s.padded_b.view().slice(0..g.width * self.rank));
@@ -221,22 +220,20 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the gradients of A and B of the adapters of a group, and overwrites them in
-    /// `grads`, the gradient of the layer's unit. `x` is the group's input, and `dy` the gradient
-    /// of its output. Keeps the gradients of `A·dropout(x)` in `s` for
-    /// [`LayerAdapters::backward_input`].
+    /// Computes the gradients of A and B of a group's adapters, and writes them to `grads`, the
+    /// gradient of the layer's unit. `x` is the group's input, and `dy` the gradient of its output.
+    /// Keeps the gradients of `A·dropout(x)` in `s` for [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
-        ops: &dyn Ops,
         group: usize,
         input: &LayerInput,
         grads: &mut ViewMut,
         (x, dy): (View, View),
         s: &mut LoraScratch,
     ) {
-        let (g, m, r) = (&self.groups[group], input.batch.rows(), self.rank);
+        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
-            let has_dropout = self.compute_low_rank_activation(ops, g, ad, input, x, s);
+            let has_dropout = self.compute_low_rank_activation(g, ad, input, x, s);
             let low = s.low_rank.view().slice(0..m * r);
             let mut d_padded_b = s.d_padded_b.view_mut().slice(0..g.width * r);
             ops.matmul_backward_weight(d_padded_b.reborrow(), dy, low, m, g.width, r, WriteMode::Overwrite);
@@ -257,13 +254,12 @@ impl LayerAdapters {
     /// immediately follow [`LayerAdapters::backward_weight`] of that group.
     pub(super) fn backward_input(
         &self,
-        ops: &dyn Ops,
         group: usize,
         input: &LayerInput,
         mut dx: ViewMut,
         s: &mut LoraScratch,
     ) {
-        let (g, m, r) = (&self.groups[group], input.batch.rows(), self.rank);
+        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.rows(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
             let (a, d_low) =
                 (input.params.slice(ad.a.clone()), s.d_low_rank.view().slice(i * m * r..(i + 1) * m * r));
@@ -282,35 +278,24 @@ impl LayerAdapters {
     /// in this case, writes the input after dropout to `s.input`.
     fn compute_low_rank_activation(
         &self,
-        ops: &dyn Ops,
         g: &LoraAdapterGroup,
         ad: &LoraAdapter,
         input: &LayerInput,
         x: View,
         s: &mut LoraScratch,
     ) -> bool {
-        let (m, has_dropout) = (input.batch.rows(), self.has_dropout(input.batch));
+        let (ops, m, has_dropout) = (input.ops, input.batch.rows(), self.has_dropout(input.batch));
         let x = match has_dropout {
             false => x,
             true => {
-                ops.cast(s.input.view_mut().slice(0..m * g.inputs), x.slice(0..m * g.inputs));
-                ops.dropout(
-                    s.input.view_mut().slice(0..m * g.inputs),
-                    &self.create_adapter_dropout(ad, g.inputs, input.batch),
-                );
+                let mut dropped = s.input.view_mut().slice(0..m * g.inputs);
+                ops.cast(dropped.reborrow(), x.slice(0..m * g.inputs));
+                ops.dropout(dropped, &self.create_adapter_dropout(ad, g.inputs, input.batch));
                 s.input.view().slice(0..m * g.inputs)
             }
         };
-        let low = s.low_rank.view_mut().slice(0..m * self.rank);
-        ops.matmul_forward(
-            low,
-            x,
-            input.params.slice(ad.a.clone()),
-            m,
-            self.rank,
-            g.inputs,
-            WriteMode::Overwrite,
-        );
+        let (low, a) = (s.low_rank.view_mut().slice(0..m * self.rank), input.params.slice(ad.a.clone()));
+        ops.matmul_forward(low, x, a, m, self.rank, g.inputs, WriteMode::Overwrite);
         has_dropout
     }
 
@@ -353,7 +338,7 @@ impl LayerAdapters {
 mod tests {
     use super::*;
     use crate::model::linear_layout::LinearLayout;
-    use device::Cpu;
+    use device::{Cpu, ops::VectorOps};
 
     #[test]
     fn a_dropout_mask_depends_only_on_the_sample_and_the_positions() {

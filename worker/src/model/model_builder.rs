@@ -1,10 +1,10 @@
 //! [`build_model`]: builds the model of a job from a model directory or from `train.model`.
 use super::{
+    decoder::Model,
     error::{ModelError, Result},
     families::MODEL_FAMILIES,
     family::ModelFamily,
     hf_config::{HfConfigFields, read_hf_config, set_dropout_rates, shorten_text},
-    model_interface::Model,
 };
 use jobspec::{ExpertsSpec, ModelSpec};
 use serde_json::{Map, Value};
@@ -68,7 +68,7 @@ pub fn build_model_with_router_losses(
     spec: &ModelSpec,
     experts: &ExpertsSpec,
     seq_len: u32,
-) -> Result<Box<dyn Model>> {
+) -> Result<Model> {
     let mut model = build_model(spec, seq_len)?;
     model.set_router_losses(experts);
     Ok(model)
@@ -82,12 +82,12 @@ pub fn build_model_with_router_losses(
 /// # Errors
 ///
 /// Fails if the config is unusable or has unsupported keys or values.
-pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
+pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Model> {
     if let Some(directory) = &spec.from {
         let mut config = read_hf_config(directory)?;
         let family = find_model_family(&config)?;
         set_dropout_rates(&mut config, family.key_names.dropout_rates, spec.dropout);
-        return (family.build)(&config, seq_len as usize);
+        return family.build_model(&config, seq_len as usize);
     }
     let family =
         MODEL_FAMILIES.iter().find(|f| f.name == spec.family).ok_or_else(|| ModelError::FamilyUnknown {
@@ -107,5 +107,5 @@ pub fn build_model(spec: &ModelSpec, seq_len: u32) -> Result<Box<dyn Model>> {
             return Err(ModelError::KeyWithoutEffect { key, family: family.name });
         }
     }
-    (family.build)(&config, seq_len as usize)
+    family.build_model(&config, seq_len as usize)
 }

@@ -1,11 +1,9 @@
-//! Mixture-of-experts layers: the interface of models with experts ([`MoeModel`]), the computation
-//! of experts on rows that are sorted by expert, and the losses of routers ([`RouterStats`]).
+//! Mixture-of-experts layers: the computation of experts on rows that are sorted by expert, and the
+//! losses of routers ([`RouterStats`]).
 //!
 //! Experts may be on other ranks than the tokens, so a layer is computed in parts: attention and
 //! router, token dispatch, experts, return of the rows, and weighted sum. The model computes the
 //! first and the last part; the functions of this module compute the experts.
-use super::{activation_buffers::ActivationBuffers, blocks::LayerInput};
-use crate::params::ParamSpec;
 use device::{
     Buf, Dtype, Ops, View, ViewMut,
     ops::{RouterShape, RowGroup},
@@ -140,8 +138,8 @@ impl RouterOutput {
     }
 }
 
-/// The inputs of [`MoeModel::route_backward`]: the gradients that the backward pass of the layer's
-/// experts computed, and the gradients of the router losses.
+/// The inputs of [`MoeModel::route_backward`](super::MoeModel::route_backward): the gradients that
+/// the backward pass of the layer's experts computed, and the gradients of the router losses.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -156,61 +154,6 @@ pub struct ExpertOutputGrads<'a> {
     pub balance_grad: &'a [f32],
     /// The factor of Σ lse² in the loss, by which the z-loss contributes to the gradient.
     pub z_loss_coef: f32,
-}
-
-/// A model with mixture-of-experts layers.
-pub trait MoeModel: Send + Sync {
-    /// Returns the sizes of the experts.
-    fn expert_shape(&self) -> ExpertShape;
-    /// Returns whether this layer has experts instead of a dense MLP.
-    fn is_moe_layer(&self, layer: usize) -> bool;
-    /// Returns the coefficients of the router losses.
-    fn router_loss_coefficients(&self) -> RouterLossCoefficients;
-    /// Returns the tensors of one expert: gate, up, down.
-    fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec>;
-
-    /// Computes attention and router of a layer. Writes the router's output to `routing`.
-    /// [`MoeModel::normed_rows`] then returns the input rows of the experts.
-    fn route_forward(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        routing: &mut RouterOutput,
-        saved: &mut ActivationBuffers,
-        scratch: &mut ActivationBuffers,
-    );
-    /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
-    /// normalized rows that the last [`MoeModel::route_forward`] wrote to `scratch`.
-    fn normed_rows<'a>(&self, scratch: &'a ActivationBuffers) -> View<'a>;
-    /// Computes the output `y` of a layer, `[tokens, hidden]`. The output of a token is the
-    /// residual stream plus the sum of the outputs of the token's experts, each multiplied by the
-    /// router's factor for this expert ([`RouterOutput::weights`]).
-    ///
-    /// `rows` contains one output row for each token and each of its experts. `choice_rows`,
-    /// `[tokens, per_token]`, contains the indices in `rows` of the outputs for each token.
-    fn combine_forward(
-        &self,
-        ops: &dyn Ops,
-        y: ViewMut,
-        rows: View,
-        choice_rows: &[u32],
-        routing: &RouterOutput,
-        saved: &mut ActivationBuffers,
-    );
-    /// Computes the gradients of router and attention of a layer. `dx`, `[rows, hidden]`, is the
-    /// gradient of the layer's output on entry and of its input on return. Overwrites `grads`, the
-    /// gradient of the layer's unit.
-    fn route_backward(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        grads: ViewMut,
-        dx: ViewMut,
-        expert_grads: &ExpertOutputGrads,
-        routing: &RouterOutput,
-        saved: &mut ActivationBuffers,
-        scratch: &mut ActivationBuffers,
-    );
 }
 
 /// The parameters of several experts, and their inputs: one row for each token that was dispatched
@@ -381,19 +324,16 @@ struct LayerRouterStats {
 }
 
 impl RouterStats {
-    /// Creates empty statistics for a model with `layers` layers and micro-batches of `rows`
-    /// tokens.
-    pub fn new(model: &dyn MoeModel, layers: usize, rows: usize) -> Self {
-        let shape = model.expert_shape();
+    /// Creates empty statistics of `count` layers with experts, for micro-batches of `rows` tokens.
+    pub fn new(shape: ExpertShape, coefficients: RouterLossCoefficients, count: usize, rows: usize) -> Self {
         let empty = LayerRouterStats {
             selection_counts: vec![0; shape.experts],
             prob_sums: vec![0.0; shape.experts],
             lse_squares: 0.0,
         };
-        let count = (0..layers).filter(|&l| model.is_moe_layer(l)).count();
         RouterStats {
             shape,
-            coefficients: model.router_loss_coefficients(),
+            coefficients,
             layers: vec![empty; count],
             rows,
             host_buffers: <[Buf; 2]>::default(),
@@ -432,7 +372,7 @@ impl RouterStats {
         (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
     }
 
-    /// Computes the sum of the router losses, which is added to the mean loss.
+    /// Computes the sum of the router losses. Training adds this sum to the mean loss.
     pub fn compute_loss(&self) -> f64 {
         let mean_prob =
             |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>() / self.total_rows();

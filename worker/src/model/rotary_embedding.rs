@@ -1,5 +1,5 @@
-//! Rotary position embedding (RoPE, Su et al. 2021): the frequencies, [`RopeConfig`], scaled as by
-//! `ROPE_INIT_FUNCTIONS` of transformers, and the tables of cos and sin, [`RopeTables`].
+//! Rotary position embedding (RoPE, Su et al. 2021). [`RopeConfig`] has the frequencies, scaled as
+//! by `ROPE_INIT_FUNCTIONS` of transformers, and [`RopeTables`] the tables of cos and sin.
 use super::{
     error::{ModelError, Result},
     hf_config::{HfConfigFields, format_short_value, invalid_value_error, shorten_text},

@@ -1,29 +1,31 @@
 //! The optimizer: states of the shards that this rank updates, and their update rules.
-mod muon;
+mod rules;
 pub mod schedule;
 mod state_staging;
 mod state_storage;
 mod stochastic_bf16;
 mod unit_states;
+mod update_rule;
 
+pub use rules::list_state_roles;
+pub(crate) use rules::select_update_methods;
 pub use state_storage::StateVector;
 pub use stochastic_bf16::compute_update_chunk_len;
-pub use unit_states::UnitStates;
+pub use unit_states::{RoleStates, UnitStates, count_state_elements};
+pub(crate) use update_rule::UpdateMethod;
 
 use crate::{
     model::TiedWeight,
     param_groups::{self, GroupHyperparams, ParamGroups},
     params::{ParamUnit, list_tensors_in_canonical_order},
 };
-use device::{
-    Ops, View, ViewMut,
-    ops::{AdamWHyperparams, LionHyperparams, SgdHyperparams},
-};
+use device::{Ops, View, ViewMut};
 use diagnostic::Diagnostic;
-use jobspec::{OffloadTarget, OptimizerName, OptimizerSpec};
+use jobspec::{OffloadTarget, OptimizerSpec};
 use state_staging::StateStagingBuffers;
 use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
+use update_rule::UpdateInputs;
 
 /// Parameters with equal hyper-parameters, in the form that checkpoints store.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -62,19 +64,39 @@ pub struct Optimizer {
     spec: OptimizerSpec,
     /// The hyper-parameters of each group.
     groups: Vec<GroupHyperparams>,
-    /// For each unit and parameter, the index of the parameter's group.
-    group_indices: Vec<Vec<usize>>,
-    /// For each unit and parameter, whether Muon updates the parameter. Muon updates only matrices.
-    is_muon_matrix: Vec<Vec<bool>>,
-    /// For each unit and parameter, the number of updates by which the parameter lags behind the
-    /// steps of the run.
-    step_lags: Vec<Vec<u64>>,
+    /// For each unit and parameter, how the parameter is updated. Meaningless for frozen
+    /// parameters.
+    params: Vec<Vec<ParamUpdate>>,
     units: Vec<UnitStates>,
     /// Set if bf16 weights have no master weights and are rounded stochastically.
     rounding: Option<StochasticUpdate>,
     /// Device memory for offloaded states. Declared after `units`, because dropping a state vector
     /// waits for its copies to these buffers.
     staging: StateStagingBuffers,
+}
+
+/// How the optimizer updates one parameter.
+struct ParamUpdate {
+    /// The index of the parameter's group.
+    group: usize,
+    method: UpdateMethod,
+    /// The number of updates by which the parameter lags behind the steps of the run.
+    step_lag: u64,
+}
+
+impl ParamUpdate {
+    /// Returns the inputs of the parameter's update in a step. `shape` is the parameter's shape.
+    fn inputs<'a>(
+        &self,
+        spec: &'a OptimizerSpec,
+        groups: &'a [GroupHyperparams],
+        shape: &'a [usize],
+        step: StepInputs,
+    ) -> UpdateInputs<'a> {
+        let group = &groups[self.group];
+        let update = step.step.saturating_sub(self.step_lag).max(1);
+        UpdateInputs { spec, group, shape, lr: step.lr * group.lr_scale, update, grad_scale: step.grad_scale }
+    }
 }
 
 impl Optimizer {
@@ -96,24 +118,22 @@ impl Optimizer {
         rounding_seed: Option<u64>,
     ) -> Result<Self, Vec<Diagnostic>> {
         let ParamGroups { hyperparams, group_indices } = param_groups::assign_groups(spec, units, ties)?;
-        let (first, second) = needs_state_vectors(spec);
-        let states = ranges.zip(units).map(|(range, unit)| -> io::Result<UnitStates> {
-            let trained = unit.compute_trained_range(range.clone());
-            let vector = |kept: bool| StateVector::zeroed(ops, if kept { trained.len() } else { 0 }, offload);
-            Ok(UnitStates { first: vector(first)?, second: vector(second)?, range, trained })
-        });
+        let roles = list_state_roles(spec);
+        let states =
+            ranges.zip(units).map(|(range, unit)| UnitStates::zeroed(ops, &roles, unit, range, offload));
         let states =
             states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![build_offload_error(offload, &e)])?;
-        let is_muon_matrix = find_muon_matrices(spec, units);
-        let step_lags = units.iter().map(|u| vec![0; u.params.len()]).collect();
+        let param_updates = |(groups, methods): (Vec<usize>, Vec<UpdateMethod>)| {
+            let params = groups.into_iter().zip(methods);
+            params.map(|(group, method)| ParamUpdate { group, method, step_lag: 0 }).collect()
+        };
+        let params = group_indices.into_iter().zip(select_update_methods(spec, units)).map(param_updates);
         let rounding = rounding_seed.map(|seed| StochasticUpdate::new(ops, seed, units, &states));
         let staging = StateStagingBuffers::new(ops, &states);
         Ok(Optimizer {
             spec: spec.clone(),
             groups: hyperparams,
-            group_indices,
-            is_muon_matrix,
-            step_lags,
+            params: params.collect(),
             units: states,
             rounding,
             staging,
@@ -125,16 +145,16 @@ impl Optimizer {
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
     pub fn set_step_lags(&mut self, units: &[ParamUnit], lags: &HashMap<String, u64>) {
-        let unit_lags =
-            |u: &ParamUnit| u.params.iter().map(|p| lags.get(&p.name).copied().unwrap_or(0)).collect();
-        self.step_lags = units.iter().map(unit_lags).collect();
+        let params = units.iter().flat_map(|u| &u.params).zip(self.params.iter_mut().flatten());
+        params.for_each(|(p, update)| update.step_lag = lags.get(&p.name).copied().unwrap_or(0));
     }
 
     /// Returns the trained parameters that lag behind the steps of the run, with the number of
     /// missing updates.
     pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
-        let lags = units.iter().zip(&self.step_lags).flat_map(|(u, unit_lags)| {
-            (0..u.params.len()).filter(|&i| u.is_trained(i)).map(|i| (u.params[i].name.clone(), unit_lags[i]))
+        let lags = units.iter().zip(&self.params).flat_map(|(u, updates)| {
+            let trained = (0..u.params.len()).filter(|&i| u.is_trained(i));
+            trained.map(|i| (u.params[i].name.clone(), updates[i].step_lag))
         });
         lags.filter(|(_, lag)| *lag > 0).collect()
     }
@@ -148,7 +168,7 @@ impl Optimizer {
     /// wait for the whole copy.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
-        [&st.first, &st.second].into_iter().for_each(StateVector::read_ahead);
+        st.roles.iter().for_each(|states| states.vector.read_ahead());
         self.staging.prefetch(ops, u, st);
     }
 
@@ -162,11 +182,7 @@ impl Optimizer {
     /// Allows the operating system to write file-backed states of unit `u` to their file and to
     /// free their memory.
     pub fn evict_states(&self, u: usize) {
-        self.units
-            .get(u)
-            .into_iter()
-            .flat_map(|st| [&st.first, &st.second])
-            .for_each(StateVector::evict_pages);
+        self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
 
     /// Returns the states of unit `u` for modification.
@@ -190,7 +206,7 @@ impl Optimizer {
         for (u, i) in
             list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| units[u].is_trained(i))
         {
-            groups[self.group_indices[u][i]].params.push(units[u].params[i].name.clone());
+            groups[self.params[u][i].group].params.push(units[u].params[i].name.clone());
         }
         groups.sort_by_key(|g| g.name.clone());
         groups
@@ -204,21 +220,19 @@ impl Optimizer {
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether Muon updates a matrix of unit `u`.
-    pub fn has_muon_matrices(&self, u: usize) -> bool {
-        self.is_muon_matrix[u].contains(&true)
+    /// Returns whether the update of a parameter of unit `u` needs the gradient of the whole
+    /// tensor.
+    pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
+        (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the update of unit `u` if Muon updates matrices of the unit. On entry, `grad` is
-    /// the gradient of the trained elements in this rank's range of the unit.
+    /// Prepares the update of the parameters of unit `u` that need the gradient of the whole
+    /// tensor. On entry, `grad` is the gradient of the trained elements in this rank's range of the
+    /// unit. Overwrites the elements of these parameters.
     ///
-    /// For the elements of Muon's matrices, updates the stored momentum, and overwrites the
-    /// gradient in `grad` with the Nesterov momentum. Other elements of `grad` do not change.
-    ///
-    /// Muon needs whole matrices. If the range is not the whole unit, the caller must afterwards
-    /// gather the changed `grad` of all ranks. The caller must pass the result for the whole unit
-    /// to [`Optimizer::update_unit`] as `directions`.
-    pub fn apply_muon_momentum(
+    /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
+    /// all ranks, and pass it to [`Optimizer::update_unit`].
+    pub fn prepare_gradient(
         &mut self,
         ops: &dyn Ops,
         u: usize,
@@ -226,59 +240,26 @@ impl Optimizer {
         mut grad: ViewMut,
         step: StepInputs,
     ) {
-        let st = &mut self.units[u];
-        let segments = unit.list_trained_segments(st.range.clone());
-        let [mut first, _] = self.staging.fetch_to_device(ops, u, st);
+        let range = self.units[u].range.clone();
+        let mut states = self.staging.fetch_to_device(ops, u, &mut self.units[u]);
         let mut at = 0;
-        for seg in segments {
+        for seg in unit.list_trained_segments(range) {
             let r = at..at + seg.flat.len();
             at = r.end;
-            if self.is_muon_matrix[u][seg.param] {
-                let mu = self.groups[self.group_indices[u][seg.param]].momentum;
-                ops.nesterov_momentum(first.slice_mut(r.clone()), grad.slice_mut(r), mu, step.grad_scale);
+            let param = &self.params[u][seg.param];
+            if let Some(direction) = param.method.direction {
+                let inputs = param.inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+                direction.prepare_gradient(ops, grad.slice_mut(r), states.select_sharded(seg.param), &inputs);
             }
-        }
-    }
-
-    /// Updates the elements of Muon's matrices in `params`, this rank's range of unit `u`. Other
-    /// elements do not change. `directions` has the layout of the unit's trained vector, and
-    /// contains the Nesterov momentum of each of Muon's matrices.
-    fn update_muon_matrices(
-        &mut self,
-        ops: &dyn Ops,
-        u: usize,
-        unit: &ParamUnit,
-        params: &mut ViewMut,
-        directions: View,
-        step: StepInputs,
-    ) {
-        let st = &self.units[u];
-        for seg in unit
-            .list_trained_segments(st.range.clone())
-            .into_iter()
-            .filter(|s| self.is_muon_matrix[u][s.param])
-        {
-            let (spec, n) = (&unit.params[seg.param], &self.groups[self.group_indices[u][seg.param]]);
-            let (rows, columns) = (spec.shape[0], spec.shape[1]);
-            let matrix = unit.compute_trained_range(unit.tensor_range(seg.param));
-            let direction = muon::orthogonalize(ops, directions.slice(matrix), rows, columns);
-            let lr = step.lr * n.lr_scale;
-            let (keep, by) =
-                ((1.0 - lr * n.weight_decay) as f32, (lr * muon::compute_lr_factor(rows, columns)) as f32);
-            let p = params.slice_mut(seg.flat.start - st.range.start..seg.flat.end - st.range.start);
-            let direction = direction.view().slice(seg.elements.clone());
-            update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, r| {
-                ops.axpby(p, keep, direction.slice(r), -by);
-            });
         }
     }
 
     /// Updates the trained parameters in `params`, this rank's range of unit `u`, and their
     /// optimizer states. `grad` is the gradient of the trained elements in the range.
     ///
-    /// If Muon updates matrices of the unit, `grad` must have been passed to
-    /// [`Optimizer::apply_muon_momentum`], and `directions` must be the changed `grad` of the whole
-    /// unit, gathered from all ranks. Otherwise `directions` is `None`.
+    /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_gradient`] must have
+    /// changed `grad`, and `whole_grad` must be the changed gradient of the unit's trained vector.
+    /// Otherwise `whole_grad` is not used.
     pub fn update_unit(
         &mut self,
         ops: &dyn Ops,
@@ -286,33 +267,32 @@ impl Optimizer {
         unit: &ParamUnit,
         mut params: ViewMut,
         grad: View,
-        directions: Option<View>,
+        whole_grad: View,
         step: StepInputs,
     ) {
-        if let Some(directions) = directions {
-            self.update_muon_matrices(ops, u, unit, &mut params, directions, step);
-        }
-        let st = &mut self.units[u];
+        let range = self.units[u].range.clone();
         assert!(
-            params.len() == st.range.len() && grad.len() == st.trained.len(),
+            params.len() == range.len() && grad.len() == unit.compute_trained_range(range.clone()).len(),
             "parameters and gradient have the lengths of the optimizer's range"
         );
-        let (range, segments) = (st.range.clone(), unit.list_trained_segments(st.range.clone()));
-        let mut states = self.staging.fetch_to_device(ops, u, st);
+        let mut states = self.staging.fetch_to_device(ops, u, &mut self.units[u]);
         let mut at = 0;
-        for seg in segments {
+        for seg in unit.list_trained_segments(range.clone()) {
             let p = params.slice_mut(seg.flat.start - range.start..seg.flat.end - range.start);
             let r = at..at + seg.flat.len();
             at = r.end;
-            if self.is_muon_matrix[u][seg.param] {
-                continue;
-            }
-            let n = &self.groups[self.group_indices[u][seg.param]];
-            let param_update = step.step.saturating_sub(self.step_lags[u][seg.param]).max(1);
-            let param_step = StepInputs { step: param_update, lr: step.lr * n.lr_scale, ..step };
+            let param = &self.params[u][seg.param];
+            let inputs = param.inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
+            let UpdateMethod { direction, update } = param.method;
+            let direction = direction.map(|direction| {
+                let whole = whole_grad.slice(unit.compute_trained_range(unit.tensor_range(seg.param)));
+                direction.compute_direction(ops, whole, states.select_replicated(seg.param), &inputs)
+            });
+            let g =
+                direction.as_ref().map_or_else(|| grad.slice(r), |d| d.view().slice(seg.elements.clone()));
+            let mut states = states.select_sharded(seg.param);
             update_in_f32(&mut self.rounding, ops, (u, &seg), step.step, p, |p, piece| {
-                let r = r.start + piece.start..r.start + piece.end;
-                update_segment(ops, self.spec.name, n, p, grad.slice(r.clone()), &mut states, r, param_step);
+                update(ops, p, g.slice(piece.clone()), states.slice_mut(piece), &inputs);
             });
         }
     }
@@ -327,64 +307,4 @@ fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagno
         .with_subject("train.zero.offload")
         .with_field("path", directory)
         .with_cause(e)
-}
-
-/// Determines, for each unit and parameter, whether Muon updates the parameter. Every flag is false
-/// if the job's optimizer is not Muon.
-///
-/// Muon updates the trained matrices of layers and experts. With this optimizer, AdamW updates the
-/// embedding, the head and everything that is not a matrix.
-pub(crate) fn find_muon_matrices(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<bool>> {
-    let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
-    let is_matrix = |(u, unit): (usize, &ParamUnit)| -> Vec<bool> {
-        let layer = spec.name == OptimizerName::Muon && u != 0 && u != head;
-        (0..unit.params.len())
-            .map(|i| layer && unit.is_trained(i) && unit.params[i].shape.len() == 2)
-            .collect()
-    };
-    units.iter().enumerate().map(is_matrix).collect()
-}
-
-/// Updates `p`, consecutive elements of one tensor, and their optimizer states. `g` is the gradient
-/// of these elements, and `r` is the range of their states in both state vectors.
-fn update_segment(
-    ops: &dyn Ops,
-    name: OptimizerName,
-    n: &GroupHyperparams,
-    p: ViewMut,
-    g: View,
-    [first, second]: &mut [ViewMut; 2],
-    r: Range<usize>,
-    step: StepInputs,
-) {
-    let StepInputs { lr, step, grad_scale } = step;
-    let (weight_decay, (beta1, beta2)) = (n.weight_decay, n.betas);
-    match name {
-        OptimizerName::Adamw | OptimizerName::Muon => {
-            let h = AdamWHyperparams { lr, beta1, beta2, eps: n.eps, weight_decay, step, grad_scale };
-            ops.adamw(p, g, first.slice_mut(r.clone()), second.slice_mut(r), &h);
-        }
-        OptimizerName::Sgd => {
-            let h = SgdHyperparams { lr, momentum: n.momentum, weight_decay, grad_scale };
-            let buffer = if n.momentum == 0.0 { 0..0 } else { r };
-            ops.sgd(p, g, first.slice_mut(buffer), &h);
-        }
-        OptimizerName::Lion => {
-            ops.lion(
-                p,
-                g,
-                first.slice_mut(r),
-                &LionHyperparams { lr, beta1, beta2, weight_decay, grad_scale },
-            );
-        }
-    }
-}
-
-/// Returns two flags: whether the optimizer needs the first and the second state vector.
-pub fn needs_state_vectors(spec: &OptimizerSpec) -> (bool, bool) {
-    match spec.name {
-        OptimizerName::Adamw | OptimizerName::Muon => (true, true),
-        OptimizerName::Sgd => (spec.momentum != 0.0, false),
-        OptimizerName::Lion => (true, false),
-    }
 }

@@ -90,7 +90,7 @@ pub(super) fn update_in_f32(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use device::Cpu;
+    use device::{Cpu, ops::VectorOps};
 
     /// Adds 1/1000 to the elements of a tensor in the range `elements`, in chunks of `chunk_len`.
     /// Returns the bits of the results.

@@ -1,17 +1,237 @@
-//! [`UnitStates`]: the optimizer states of one parameter unit.
+//! [`UnitStates`]: the optimizer states of one parameter unit, by role.
 use super::state_storage::StateVector;
-use std::ops::Range;
+use crate::params::{ParamSpec, ParamUnit, Segment};
+use ckpt::TensorRole;
+use device::{Buf, Dtype, Ops, View, ViewMut};
+use jobspec::OffloadTarget;
+use std::{io, ops::Range};
 
-/// The optimizer states of one unit on this rank. The vectors contain trained elements only.
+/// The optimizer states of one unit on this rank.
 pub struct UnitStates {
     /// The range of the unit's flat vector that this rank updates.
     pub range: Range<usize>,
-    /// The range of the unit's trained vector that corresponds to `range`.
-    pub trained: Range<usize>,
-    /// The first moment of AdamW and Lion, or the momentum of SGD and Muon. Empty for SGD without
-    /// momentum.
-    pub first: StateVector,
-    /// The second moment of AdamW; empty for other optimizers. For matrices that Muon updates, its
-    /// elements stay zero.
-    pub second: StateVector,
+    /// The states of each role, in the order of the update rule.
+    pub(super) roles: Vec<RoleStates>,
+}
+
+/// The states with one role of a unit's trained parameters.
+pub struct RoleStates {
+    pub(super) layout: StateLayout,
+    pub(super) vector: StateVector,
+}
+
+/// The order in which a state vector contains the states of parameters: first the sharded ones,
+/// then the replicated ones. In these segments, `flat` is the range in the state vector.
+pub(super) struct StateLayout {
+    role: TensorRole,
+    sharded: Vec<Segment>,
+    replicated: Vec<Segment>,
+}
+
+impl StateLayout {
+    /// Lays out the states of the trained parameters in a range of the unit's flat vector.
+    pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
+        let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
+        for part in unit.list_trained_segments(range) {
+            let param = &unit.params[part.param];
+            match role.state_shape(&param.shape) {
+                Some(_) if is_sharded(role, param) => sharded.push(part),
+                Some(shape) => {
+                    let elements = 0..shape.iter().product();
+                    replicated.push(Segment { elements, ..part });
+                }
+                None => {}
+            }
+        }
+        let mut end = 0;
+        for segment in sharded.iter_mut().chain(&mut replicated) {
+            segment.flat = end..end + segment.elements.len();
+            end = segment.flat.end;
+        }
+        StateLayout { role, sharded, replicated }
+    }
+
+    /// Returns the number of elements of all sharded states.
+    fn sharded_len(&self) -> usize {
+        self.sharded.last().map_or(0, |s| s.flat.end)
+    }
+
+    /// Returns the number of elements of the state vector.
+    pub(super) fn len(&self) -> usize {
+        self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
+    }
+
+    /// Lists the parts of sharded states that belong to the range `shard` of the unit. They are
+    /// adjacent in the state vector.
+    fn list_sharded(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
+        let in_vector = |part: Segment| {
+            let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
+            let start = self.sharded[i].flat.start + part.elements.start - self.sharded[i].elements.start;
+            Some(Segment { flat: start..start + part.elements.len(), ..part })
+        };
+        unit.list_trained_segments(shard).into_iter().filter_map(in_vector).collect()
+    }
+}
+
+/// Returns whether a state is sharded with its parameter.
+fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
+    role.state_shape(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
+}
+
+impl UnitStates {
+    /// Allocates zero states with the given roles for a range of a unit.
+    ///
+    /// # Errors
+    ///
+    /// Fails if offload storage cannot be created.
+    pub(super) fn zeroed(
+        ops: &dyn Ops,
+        roles: &[TensorRole],
+        unit: &ParamUnit,
+        range: Range<usize>,
+        offload: Option<&OffloadTarget>,
+    ) -> io::Result<Self> {
+        let allocate = |&role: &TensorRole| {
+            let layout = StateLayout::new(role, unit, range.clone());
+            let vector = StateVector::zeroed(ops, layout.len(), offload)?;
+            Ok(RoleStates { layout, vector })
+        };
+        let roles = roles.iter().map(allocate).collect::<io::Result<_>>()?;
+        Ok(UnitStates { range, roles })
+    }
+
+    /// Returns the states of each role.
+    pub fn by_role(&self) -> &[RoleStates] {
+        &self.roles
+    }
+
+    /// Returns the states of each role for modification.
+    pub fn by_role_mut(&mut self) -> &mut [RoleStates] {
+        &mut self.roles
+    }
+
+    /// Returns whether any state is stored in other memory than the backend computes in.
+    pub(super) fn is_offloaded(&self, ops: &dyn Ops) -> bool {
+        self.roles.iter().any(|states| states.vector.is_offloaded(ops))
+    }
+}
+
+impl RoleStates {
+    /// Returns the role of the states.
+    pub fn role(&self) -> TensorRole {
+        self.layout.role
+    }
+
+    /// Returns all states: the sharded ones in the order of the parameters, then the others.
+    pub fn view(&self) -> View<'_> {
+        self.vector.view()
+    }
+
+    /// Lists the parts of states that the owner of the range `shard` of the unit writes to
+    /// checkpoints. The owner of a parameter's first element writes its replicated states.
+    pub fn list_written(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
+        let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
+        let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
+        self.layout.list_sharded(unit, shard.clone()).into_iter().chain(replicated).collect()
+    }
+
+    /// Returns the states that the owner of the range `shard` of the unit reads from checkpoints:
+    /// its part of the sharded states, and all replicated states. Each item has the segments of
+    /// consecutive elements.
+    pub fn list_read_mut(
+        &mut self,
+        unit: &ParamUnit,
+        shard: Range<usize>,
+    ) -> [(Vec<Segment>, ViewMut<'_>); 2] {
+        let part = self.layout.list_sharded(unit, shard);
+        let range = part.first().map_or(0, |s| s.flat.start)..part.last().map_or(0, |s| s.flat.end);
+        let (sharded, replicated) = self.vector.view_mut().split_at(self.layout.sharded_len());
+        [(part, sharded.slice(range)), (self.layout.replicated.clone(), replicated)]
+    }
+
+    /// Returns whether any state of the unit with this role is sharded, on any rank.
+    pub fn is_any_sharded(&self, unit: &ParamUnit) -> bool {
+        unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
+    }
+
+    /// Copies the sharded states of the range `shard` to a new vector with the layout of this range
+    /// of the trained vector.
+    pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
+        let trained = unit.compute_trained_range(shard.clone());
+        let mut packed = ops.zeroed(Dtype::F32, trained.len());
+        for s in self.layout.list_sharded(unit, shard) {
+            let start = find_trained_offset(unit, &s) - trained.start;
+            let to = packed.view_mut().slice(start..start + s.flat.len());
+            ops.copy(to, self.vector.view().slice(s.flat));
+        }
+        packed
+    }
+
+    /// Overwrites the sharded states with those in `whole`, which has the layout of the unit's
+    /// trained vector.
+    pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
+        for s in &self.layout.sharded {
+            let start = find_trained_offset(unit, s);
+            let states = self.vector.view_mut().slice(s.flat.clone());
+            ops.copy(states, whole.slice(start..start + s.flat.len()));
+        }
+    }
+}
+
+/// Finds the index in the unit's trained vector of the first element of a sharded state.
+fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
+    unit.compute_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
+}
+
+/// Counts the elements of the states with these roles for a range of the unit's flat vector.
+pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range<usize>) -> usize {
+    roles.iter().map(|&role| StateLayout::new(role, unit, range.clone()).len()).sum()
+}
+
+/// The states of one unit in the memory of the backend.
+pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)>);
+
+impl DeviceStates<'_> {
+    /// Borrows this rank's part of the sharded states of a parameter.
+    pub(super) fn select_sharded(&mut self, param: usize) -> StateViews<'_> {
+        self.select(param, |layout| &layout.sharded)
+    }
+
+    /// Borrows the replicated states of a parameter.
+    pub(super) fn select_replicated(&mut self, param: usize) -> StateViews<'_> {
+        self.select(param, |layout| &layout.replicated)
+    }
+
+    /// Borrows the states of a parameter that are in the list of segments.
+    fn select(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
+        let mut views = Vec::new();
+        for (layout, vector) in &mut self.0 {
+            let segments = list(layout);
+            if let Ok(i) = segments.binary_search_by_key(&param, |s| s.param) {
+                views.push((layout.role, vector.slice_mut(segments[i].flat.clone())));
+            }
+        }
+        StateViews(views)
+    }
+}
+
+/// States of one parameter, by role.
+pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
+
+impl<'a> StateViews<'a> {
+    /// Takes the state with this role.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the parameter has no such state, or if it was taken before.
+    pub(super) fn take(&mut self, role: TensorRole) -> ViewMut<'a> {
+        let i = self.0.iter().position(|(r, _)| *r == role);
+        let i = i.unwrap_or_else(|| panic!("the parameter has no state {role}"));
+        self.0.swap_remove(i).1
+    }
+
+    /// Borrows a range of the elements of each state.
+    pub(super) fn slice_mut(&mut self, r: Range<usize>) -> StateViews<'_> {
+        StateViews(self.0.iter_mut().map(|(role, view)| (*role, view.slice_mut(r.clone()))).collect())
+    }
 }

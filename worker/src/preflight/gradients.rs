@@ -136,7 +136,7 @@ impl GradientBuffers {
         let Some(len) = gradient else { return };
         match is_reduced {
             true => self.start_reduction(Some(len)),
-            false => self.pool.give(len),
+            false => self.pool.give_back(len),
         }
     }
 
@@ -155,7 +155,7 @@ impl GradientBuffers {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {
             match self.reducing.pop_front().flatten() {
-                Some(len) => self.pool.give(len),
+                Some(len) => self.pool.give_back(len),
                 None => self.free_stacks += 1,
             }
         }

@@ -1,10 +1,11 @@
 //! [`MemoryPlan`]: the estimated peak memory of each rank, by purpose.
 use crate::{
     model::Model,
-    optim::{compute_update_chunk_len, find_muon_matrices, needs_state_vectors},
-    param_groups::find_first_backward_layer,
+    optim::{
+        UpdateMethod, compute_update_chunk_len, count_state_elements, list_state_roles, select_update_methods,
+    },
     params::ParamUnit,
-    train::{activations::MicroBatchActivations, moe},
+    train::{activations::ActivationPlan, moe},
     zero::{MicroBatchSchedule, ShardingPolicy, engine::ParamDtypes, partition::Partition},
 };
 use device::{
@@ -28,7 +29,7 @@ const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 pub(super) struct MemoryPlan<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) train: &'a TrainSpec,
-    pub(super) model: &'a dyn Model,
+    pub(super) model: &'a Model,
     pub(super) units: &'a [ParamUnit],
     pub(super) world: usize,
     pub(super) threads: usize,
@@ -57,10 +58,17 @@ impl MemoryPlan<'_> {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
 
-    /// Returns the number of the optimizer's state vectors, from 0 to 2.
-    fn count_state_vectors(&self) -> u64 {
-        let (first, second) = needs_state_vectors(&self.train.optimizer);
-        u64::from(first) + u64::from(second)
+    /// Computes, for each unit, the number of elements of the optimizer states that `rank` keeps.
+    /// These are the states of the rank's shards or, if states are not sharded, of all units that
+    /// the rank owns.
+    fn list_state_lengths(&self, rank: usize, sharded: bool) -> Vec<usize> {
+        let roles = list_state_roles(&self.train.optimizer);
+        let range = |u: &ParamUnit| match sharded {
+            true => Partition::new(u, self.world).range(rank),
+            false => 0..u.len(),
+        };
+        let units = self.units.iter().filter(|u| sharded || u.owners.contains(rank));
+        units.map(|u| count_state_elements(&roles, u, range(u))).collect()
     }
 
     /// Lists the memory that is needed on both CPUs and GPUs, in bytes by purpose.
@@ -68,13 +76,8 @@ impl MemoryPlan<'_> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
-        let (shards, trained_shards) =
-            (sum(self.list_shard_lengths(rank)), sum(self.list_trained_shard_lengths(rank)));
+        let shards = sum(self.list_shard_lengths(rank));
         let full: u64 = self.list_units_of_rank(rank).map(|u| u.len() as u64).sum();
-        let full_trained: u64 = self.list_units_of_rank(rank).map(|u| u.trained_len() as u64).sum();
-        let (b, t) = self.micro_batch_shape();
-        let layers = self.units.iter().filter(|u| !u.holds_experts()).count() - 2;
-        let first = find_first_backward_layer(self.units);
         let parameters = match policy.shard_parameters {
             true if self.casts_on_gather(policy) => 0,
             true => shards,
@@ -85,30 +88,22 @@ impl MemoryPlan<'_> {
             true => full,
             false => 0,
         };
-        let states = match policy.shard_optimizer {
-            _ if self.train.zero.offload.is_some() => self.count_offload_staging_elements(policy, rank),
-            true => trained_shards,
-            false => full_trained,
+        let states = self.list_state_lengths(rank, policy.shard_optimizer);
+        let states = match self.train.zero.offload {
+            Some(_) => self.count_offload_staging_elements(&states),
+            None => sum(states),
         };
-        let activations = MicroBatchActivations::count_activation_bytes(
-            self.model,
-            layers,
-            b,
-            t,
-            self.train.recompute,
-            first,
-            dtype,
-        );
+        let (tensors_label, tensors) = self.count_whole_tensor_elements(policy, rank);
         vec![
             ("parameters", bytes * parameters),
             ("master weights", 4 * master_weights),
             ("fp32 copy of updated weights", 4 * self.count_fp32_update_elements(policy, rank)),
-            ("optimizer states", 4 * self.count_state_vectors() * states),
+            ("optimizer states", 4 * states),
             ("gathered parameters", bytes * self.estimate_peak_gathered_elements(policy, rank)),
             ("gradients", 4 * self.count_gradient_elements(policy, rank)),
-            ("Muon matrices", 4 * self.count_muon_elements(policy, rank)),
-            ("activations", activations),
-            ("MoE activations", self.count_moe_activation_bytes(b * t, dtype)),
+            (tensors_label, 4 * tensors),
+            ("activations", ActivationPlan::new(self.model, self.train, self.units).count_bytes()),
+            ("MoE activations", moe::count_moe_buffer_bytes(self.model, self.train, dtype) as u64),
             ("MoE collectives", self.count_moe_message_bytes(policy, rank, dtype)),
         ]
     }
@@ -126,8 +121,8 @@ impl MemoryPlan<'_> {
         let (b, t) = self.micro_batch_shape();
         let widened = if dtype == Dtype::F32 { 0 } else { self.count_widened_result_bytes(b, t) };
         let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
-        let trained_shards = self.list_trained_shard_lengths(rank).iter().sum::<usize>() as u64;
-        let saved = weights.updated.size() as u64 * shards + 4 * trained_shards * self.count_state_vectors();
+        let states = self.list_state_lengths(rank, true).iter().sum::<usize>() as u64;
+        let saved = weights.updated.size() as u64 * shards + 4 * states;
         let in_background = self.job.checkpoint.r#async;
         let has_copy = in_background && self.train.zero.offload.is_none();
         // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
@@ -162,13 +157,6 @@ impl MemoryPlan<'_> {
         compute_update_chunk_len(self.list_units_of_rank(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// Computes the bytes of the activation buffers of all MoE layers, for `rows` tokens.
-    fn count_moe_activation_bytes(&self, rows: usize, dtype: Dtype) -> u64 {
-        let parallel = self.train.experts.expert_parallel_size as usize;
-        moe::count_moe_buffer_bytes(self.model, self.units, rows, self.train.recompute, dtype, parallel)
-            as u64
-    }
-
     /// Returns the schedule that assigns micro-batches to ranks and rounds.
     pub(super) fn build_micro_batch_schedule(&self, policy: ShardingPolicy) -> MicroBatchSchedule {
         let micro_batches = (self.train.batch.global / self.train.batch.micro) as usize;
@@ -193,45 +181,43 @@ impl MemoryPlan<'_> {
     }
 
     /// Computes the peak number of offloaded optimizer-state elements that are in the memory where
-    /// the optimizer computes, for one state vector of `rank`.
+    /// the optimizer computes. `lengths` has the number of elements of each unit.
     ///
     /// On the CPU, the states of two consecutive units are in memory at the same time, because
     /// those of the next unit are read while a unit is updated. The result is the largest number of
     /// elements of two consecutive units. On a GPU, there are two staging buffers, and each has the
     /// length of the largest unit.
-    fn count_offload_staging_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
-        let shards = self.list_trained_shard_lengths(rank);
-        let full: Vec<usize> = self.list_units_of_rank(rank).map(ParamUnit::trained_len).collect();
-        let lengths = if policy.shard_optimizer { shards } else { full };
+    fn count_offload_staging_elements(&self, lengths: &[usize]) -> u64 {
         if self.job.cluster.trains_on_gpus() {
-            // Each of two staging buffers has the size of the largest unit.
             return 2 * lengths.iter().max().copied().unwrap_or(0) as u64;
         }
         let pairs = lengths.windows(2).map(|w| w[0] + w[1]).max();
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Computes the largest number of elements that Muon needs in addition to its states while it
-    /// updates a unit.
+    /// Computes the largest number of elements that the update of a unit needs in addition to the
+    /// optimizer states, if updates need the gradient of whole tensors. Also returns the purpose of
+    /// this memory.
     ///
-    /// These are the update directions of the whole unit, and the larger of two buffers. One buffer
-    /// contains the shard of the directions that this rank sends, the other the Newton–Schulz
-    /// iteration of the unit's largest matrix.
-    fn count_muon_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
-        let iteration = |shape: &[usize]| {
-            let (small, large) = (shape[0].min(shape[1]), shape[0].max(shape[1]));
-            2 * small * small + 2 * small * large
+    /// These are the gathered gradient of the unit, and the larger of two buffers. One buffer
+    /// contains the shard of the gradient that this rank sends, the other the direction of the
+    /// unit's largest tensor and its temporary values.
+    fn count_whole_tensor_elements(&self, policy: ShardingPolicy, rank: usize) -> (&'static str, u64) {
+        let gathers = policy.shard_optimizer && self.world > 1;
+        let methods = select_update_methods(&self.train.optimizer, self.units);
+        let units = self.units.iter().zip(methods).zip(self.list_trained_shard_lengths(rank));
+        let owned = units.filter(|((unit, _), _)| unit.owners.contains(rank));
+        let of_unit = |((unit, methods), shard): ((&ParamUnit, Vec<UpdateMethod>), usize)| {
+            let (gathered, sent) = if gathers { (unit.trained_len(), shard) } else { (0, 0) };
+            let trained = unit.params.iter().zip(methods).enumerate().filter(|(i, _)| unit.is_trained(*i));
+            let directions = trained.filter_map(|(_, (p, method))| Some((p, method.direction?)));
+            let elements = directions.map(|(p, direction)| {
+                let allocated = direction.count_allocated_elements(&p.shape);
+                (direction.memory_label(), (gathered + allocated.max(sent)) as u64)
+            });
+            elements.max_by_key(|(_, elements)| *elements)
         };
-        let of_unit = |((unit, is_muon), shard): ((&ParamUnit, Vec<bool>), usize)| {
-            let matrices = unit.params.iter().zip(is_muon).filter(|(_, is_muon)| *is_muon);
-            let sent = if policy.shard_optimizer && self.world > 1 { shard } else { 0 };
-            let largest = matrices.map(|(p, _)| iteration(&p.shape)).max();
-            largest.map(|largest| unit.trained_len() + largest.max(sent))
-        };
-        let is_muon = find_muon_matrices(&self.train.optimizer, self.units);
-        let units = self.units.iter().zip(is_muon).zip(self.list_trained_shard_lengths(rank));
-        let owned = units.filter(|((u, _), _)| u.owners.contains(rank));
-        owned.filter_map(of_unit).max().unwrap_or(0) as u64
+        owned.filter_map(of_unit).max_by_key(|(_, elements)| *elements).unwrap_or_default()
     }
 
     /// Computes the bytes of the largest buffer in which the CPU backend accumulates a 16-bit

@@ -2,6 +2,7 @@
 //! from shared memory.
 use super::memory::MemoryPlan;
 use crate::{
+    model::MoeModel,
     param_groups::find_first_backward_layer,
     zero::{
         ShardingPolicy,
@@ -14,11 +15,11 @@ use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryPlan<'_> {
-    /// Returns the index of the head's unit and, for each layer, the indices of its unit and of the
-    /// expert unit of which this rank has a shard.
+    /// Returns the index of the head's unit. Also returns, for each layer, the index of its unit,
+    /// and that of the expert unit with a shard of this rank.
     pub(super) fn list_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
-        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
-        let is_moe = |l: usize| self.model.as_moe_model().is_some_and(|s| s.is_moe_layer(l));
+        let head = self.model.sizes().layers + 1;
+        let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
         let mut experts =
             (head + 1..self.units.len()).filter(|&u| self.units[u].owners.contains(rank)).collect::<Vec<_>>();
         experts.reverse();
@@ -72,7 +73,7 @@ impl MemoryPlan<'_> {
             for (fetch, buf) in used.drain(..) {
                 match fetch.is_kept {
                     true => drop(retained.insert(fetch.unit, buf)),
-                    false => pool.give(buf),
+                    false => pool.give_back(buf),
                 }
             }
         }
@@ -86,7 +87,7 @@ impl MemoryPlan<'_> {
     /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
     /// pass, a layer's unit with its experts.
     fn mark_overlapping_fetches(&self, fetches: &[PlannedFetch]) -> Vec<(PlannedFetch, bool)> {
-        let head = self.units.iter().filter(|u| !u.holds_experts()).count() - 1;
+        let head = self.model.sizes().layers + 1;
         let mut is_backward = false;
         let next = fetches.iter().skip(1).map(|f| f.unit).chain([0]);
         let overlaps = fetches.iter().zip(next).map(|(fetch, next)| {

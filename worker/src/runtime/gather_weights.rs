@@ -2,60 +2,69 @@
 use super::session::AgentSession;
 use crate::{
     checkpoint::{host_local::HostLocalCheckpoint, save::CheckpointSaver, storage_topology::StorageTopology},
-    consensus::{all_gather_results, values_or_abort},
+    consensus::all_gather_values,
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
     zero::collective_queue::CollectiveQueue,
 };
 use ckpt::{Checkpoint, GatherOptions};
 use protocol::event::Event;
-use std::{path::Path, sync::Arc};
+use std::{ops::ControlFlow, path::Path, sync::Arc};
 
-/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. Collective:
-/// every rank must call it.
+/// Writes the weights of the last checkpoint to `weights` below `root`, on rank 0. A stop request
+/// to rank 0 ends the gather early, and leaves `weights` unchanged. Returns whether the gather is
+/// complete. Collective: every rank must call it.
 pub(super) fn gather_last_checkpoint_weights(
     session: &AgentSession,
     queue: &Arc<CollectiveQueue>,
     saver: &CheckpointSaver,
     root: &Path,
     layout: &StorageTopology,
-) -> Result<()> {
-    let Some(path) = saver.last_checkpoint() else { return Ok(()) };
-    let result = match layout.is_shared() {
-        true if queue.comm().rank() == 0 => gather_shared_checkpoint(session, path, root),
-        true => Ok(()),
+) -> Result<bool> {
+    let Some(path) = saver.last_checkpoint() else { return Ok(true) };
+    let is_leader = queue.comm().rank() == 0;
+    let gathered = match layout.is_shared() {
+        true if is_leader => gather_shared_checkpoint(session, path, root),
+        true => Ok(true),
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
-            if queue.comm().rank() != 0 {
+            if is_leader {
+                let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
+                opened.end_serving()?;
+                written
+            } else {
                 opened.serve_blocks()?;
-                return all_gather_results(queue, Ok(&())).and_then(values_or_abort).map(drop);
+                Ok(true)
             }
-            let written = write_weights(session, &opened, opened.checkpoint().facts().step, root);
-            opened.end_serving()?;
-            written
         }
     };
-    all_gather_results(queue, result.as_ref().map_err(Clone::clone).map(|()| &()))?;
-    result
+    Ok(all_gather_values(queue, gathered)?.into_iter().all(|is_complete| is_complete))
 }
 
 /// Writes the weights of the checkpoint at `path`, of which this rank can read every shard.
-fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<()> {
+fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
     let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
     write_weights(session, &checkpoint, checkpoint.facts().step, root)
 }
 
-/// Writes the weights of `source` to `weights` below `root` and reports the event.
+/// Writes the weights of `source` to `weights` below `root`, and reports the event. Returns false
+/// after a stop request.
 fn write_weights(
     session: &AgentSession,
     source: &dyn ckpt::TensorSource,
     step: u64,
     root: &Path,
-) -> Result<()> {
+) -> Result<bool> {
     let out = root.join("weights");
     // Adapters are small and keep their precision, so that training can resume from them.
     let dtype = source.adapter_config().is_none().then_some(ckpt::Dtype::BF16);
     let options = GatherOptions { dtype, force: true, ..GatherOptions::default() };
-    let report = ckpt::gather_weights(source, &out, &options, &mut |_, _| {})
-        .map_err(to_unwritable_checkpoint_error)?;
-    session.send_event(Event::Gather { step, path: out, bytes: report.bytes })
+    let gathered = ckpt::gather_weights_until(source, &out, &options, |_, _| {
+        match session.requests.is_stop_requested() {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    let Some(report) = gathered.map_err(to_unwritable_checkpoint_error)? else { return Ok(false) };
+    session.send_event(Event::Gather { step, path: out, bytes: report.bytes })?;
+    Ok(true)
 }

@@ -40,11 +40,16 @@ pub(super) struct SampleSets {
 impl SampleSets {
     /// Opens the data on all ranks. Rank 0 builds the token caches first, and then the other ranks
     /// use them. Collective: every rank must call it.
-    pub(super) fn open(train: &TrainSpec, init: &WorkerInit, comm: &dyn Comm) -> Result<Self> {
+    pub(super) fn open(
+        train: &TrainSpec,
+        init: &WorkerInit,
+        comm: &dyn Comm,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Self> {
         let mut opened = None;
         for rank_0_turn in [true, false] {
             if (init.rank == 0) == rank_0_turn {
-                opened = Some(SampleSets::open_on_this_rank(train, init));
+                opened = Some(SampleSets::open_on_this_rank(train, init, tokenizer));
             }
             let result = match &opened {
                 Some(Err(e)) => Err(e.clone()),
@@ -72,12 +77,15 @@ impl SampleSets {
 
     /// Opens the training data and the held-out data on this rank, and determines the order of
     /// their samples.
-    fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit) -> Result<Self> {
+    fn open_on_this_rank(train: &TrainSpec, init: &WorkerInit, tokenizer: &TextTokenizer) -> Result<Self> {
         let (spec, workdir) = (&train.data, &init.workdir);
-        let data = Dataset::open(spec, None, Split::Train, workdir)?;
+        let open = |files, split| {
+            Dataset::open_with(spec, files, split, workdir, tokenizer).map_err(Diagnostic::from)
+        };
+        let data = open(None, Split::Train)?;
         let eval = train.eval.as_ref().map(|e| {
             let files = (!e.files.is_empty()).then_some(e.files.as_slice());
-            Dataset::open(spec, files, Split::HeldOut, workdir)
+            open(files, Split::HeldOut)
         });
         let eval = eval
             .transpose()?
@@ -125,7 +133,7 @@ fn build_generation_request<'a>(
     tokenizer: &'a TextTokenizer,
 ) -> Result<(GenerationRequest, DecodeGeneration<'a>)> {
     let mut prompt = Vec::new();
-    tokenizer.encode(&spec.prompt, &mut prompt)?;
+    tokenizer.encode(&spec.prompt, &mut prompt).map_err(Diagnostic::from)?;
     if prompt.is_empty() {
         const PROMPT: &str = "train.eval.sample.prompt";
         let message = format!("the tokenizer produces no token from `{PROMPT}`");
@@ -136,7 +144,8 @@ fn build_generation_request<'a>(
     }
     let decode = move |tokens: &[u32]| {
         let end = tokens.iter().position(|t| *t == tokenizer.eod()).unwrap_or(tokens.len());
-        Ok((spec.prompt.clone(), tokenizer.decode(&tokens[..end])?))
+        let text = tokenizer.decode(&tokens[..end]).map_err(Diagnostic::from)?;
+        Ok((spec.prompt.clone(), text))
     };
     Ok((GenerationRequest::new(prompt, spec.tokens, spec.temperature, seed), Box::new(decode)))
 }

@@ -36,7 +36,8 @@ const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
 /// The reason of the abort that follows when the agent ends.
 const AGENT_ENDED: &str = "the agent closed the control connection";
 
-/// The agent's requests to stop, save or reload, which take effect at the next step boundary.
+/// The agent's requests to stop, save or reload. Reloads and saves take effect at the next step
+/// boundary. A stop also ends evaluations and gathers early.
 #[derive(Default)]
 pub(super) struct AgentRequests {
     stop: AtomicBool,
@@ -45,6 +46,11 @@ pub(super) struct AgentRequests {
 }
 
 impl AgentRequests {
+    /// Records that the agent requested to save and stop.
+    pub(super) fn request_stop(&self) {
+        self.stop.store(true, Relaxed);
+    }
+
     /// Returns whether the agent requested to save and stop.
     pub(super) fn is_stop_requested(&self) -> bool {
         self.stop.load(Relaxed)
@@ -121,6 +127,17 @@ pub(super) fn take_inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
 }
 
 impl AgentSession {
+    /// Creates a session that sends messages to the agent over `write`.
+    pub(super) fn new(write: UnixStream) -> Self {
+        AgentSession {
+            write: Mutex::new(write),
+            requests: AgentRequests::default(),
+            phase: Mutex::new(WorkerPhase::Starting),
+            step: AtomicU64::new(0),
+            aborts: Mutex::default(),
+        }
+    }
+
     /// Opens the control connection and waits for the agent's first message. Returns the session,
     /// the stream that [`AgentSession::start_threads`] reads, and the worker's instructions.
     pub(super) fn connect() -> Result<(Arc<AgentSession>, UnixStream, WorkerInit)> {
@@ -131,13 +148,7 @@ impl AgentSession {
         })?;
         let mut read = UnixStream::from(fd);
         let write = read.try_clone().map_err(build_connection_lost_error)?;
-        let session = AgentSession {
-            write: Mutex::new(write),
-            requests: AgentRequests::default(),
-            phase: Mutex::new(WorkerPhase::Starting),
-            step: AtomicU64::new(0),
-            aborts: Mutex::default(),
-        };
+        let session = AgentSession::new(write);
         session.send_message(&FromWorker::Hello { version: PROTOCOL_VERSION, pid: std::process::id() })?;
         read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
         let init = match receive_message(&mut read)? {
@@ -175,7 +186,7 @@ impl AgentSession {
         let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive_message(&mut read) {
-                    Ok(Some(ToWorker::Stop)) => session.requests.stop.store(true, Relaxed),
+                    Ok(Some(ToWorker::Stop)) => session.requests.request_stop(),
                     Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
                     Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
                     Ok(Some(ToWorker::Abort { reason })) => {
@@ -250,7 +261,7 @@ impl AgentSession {
                     return Ok(peers);
                 }
                 Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
-                Some(ToWorker::Stop) => self.requests.stop.store(true, Relaxed),
+                Some(ToWorker::Stop) => self.requests.request_stop(),
                 Some(ToWorker::Save) => self.requests.save.store(true, Relaxed),
                 Some(ToWorker::Reload(values)) => self.requests.set_reload(values),
                 Some(ToWorker::Abort { reason }) => {

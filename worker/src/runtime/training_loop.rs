@@ -2,7 +2,7 @@
 use super::session::AgentSession;
 use crate::{
     checkpoint::save::CheckpointSaver,
-    consensus::all_gather_results,
+    consensus::{all_gather_results, is_any_true},
     error::{Error, Result},
     train::{
         boundary_flags::{RELOAD, SAVE, STOP, WRITING},
@@ -53,7 +53,8 @@ pub(super) struct RunContext<'a> {
 /// Trains until all steps are done or a stop is requested, with saves, evaluations and reloads
 /// between steps. Returns whether the run is done or was stopped.
 ///
-/// Collective: every rank must call it.
+/// A stop request takes effect after the step, micro-batch of an evaluation, generated token or
+/// foreground save in progress. Collective: every rank must call it.
 pub(super) fn train_until_done(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -65,11 +66,17 @@ pub(super) fn train_until_done(
     // A save that was requested during a skipped step follows the next completed step.
     let mut deferred_flags = 0;
     run.session.set_phase(WorkerPhase::Training)?;
-    if running.position.step >= running.train_spec().steps && saver.last_checkpoint().is_none() {
-        // resumed at the last step from an external checkpoint: still write a native one
+    let had_evaluation_due = running.position.is_evaluation_due;
+    evaluate_if_due(running, run)?;
+    if running.position.is_evaluation_due {
+        return Ok(WorkerExit::Stopped); // the checkpoint of the resume still records this position
+    }
+    if running.is_done() && (had_evaluation_due || saver.last_checkpoint().is_none()) {
+        // resumed at the last step: record that the evaluation is complete, or write the first
+        // native checkpoint after an external one
         save_checkpoint(running, run, saver, true)?;
     }
-    while running.position.step < running.train_spec().steps {
+    while !running.is_done() {
         let began = Instant::now();
         let mut report = build_step_report(running, run, &values, saver, last_save);
         report.flags |= deferred_flags;
@@ -98,21 +105,26 @@ pub(super) fn train_until_done(
         if flags & RELOAD != 0 {
             apply_reload(running, run, &mut values)?;
         }
-        let last = running.position.step >= running.train_spec().steps;
-        evaluate_if_due(running, run, &values)?;
-        let stop = flags & STOP != 0;
+        running.position.is_evaluation_due = is_evaluation_due(running, run, &values);
+        evaluate_if_due(running, run)?;
+        let mut stop = flags & STOP != 0 || running.position.is_evaluation_due;
+        let last = running.is_done();
         if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
+            if stop {
+                cancel_early_save(running, run, saver)?;
+            }
             save_checkpoint(running, run, saver, stop || last)?;
             last_save = Instant::now();
+            stop = stop || is_stopping_after_save(running, run, saver)?;
         }
-        if stop && !last {
-            report_skipped_steps(running, run)?;
-            return Ok(WorkerExit::Stopped);
+        if stop {
+            break;
         }
     }
     finish_save(running, run, saver)?;
     report_skipped_steps(running, run)?;
-    Ok(WorkerExit::Done)
+    let is_complete = running.is_done() && !running.position.is_evaluation_due;
+    Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
 }
 
 /// Builds the report that this rank sends with its next losses. On the leader, takes a pending
@@ -265,29 +277,53 @@ fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, to
     }
 }
 
-/// Evaluates and generates text if the job requires it after this step, and reports the results.
-/// Collective: every rank must call it.
-fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext, values: &ReloadValues) -> Result<()> {
-    let Some(held_out) = &run.held_out else { return Ok(()) };
-    let step = running.position.step;
+/// Returns whether the job requires an evaluation after this step.
+fn is_evaluation_due(running: &RunningTrainer, run: &RunContext, values: &ReloadValues) -> bool {
+    let Some(held_out) = &run.held_out else { return false };
     let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(held_out.every);
-    if !step.is_multiple_of(every) && step < running.train_spec().steps {
+    running.position.step.is_multiple_of(every) || running.is_done()
+}
+
+/// Evaluates and generates text if an evaluation is due, and reports the results. A stop request
+/// ends the evaluation early and without results, so that the evaluation remains due. Collective:
+/// every rank must call it.
+fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext) -> Result<()> {
+    let Some(held_out) = run.held_out.as_ref().filter(|_| running.position.is_evaluation_due) else {
+        running.position.is_evaluation_due = false;
         return Ok(());
-    }
+    };
     run.session.set_phase(WorkerPhase::Evaluating)?;
-    let outcome = running.trainer.evaluate(held_out.source, 0, held_out.micro_batches)?;
-    if run.is_leader {
-        let (loss, tokens) = (outcome.loss, outcome.targets);
-        run.session.send_event(Event::Eval { step, loss, perplexity: loss.exp(), tokens })?;
-    }
-    if let Some((request, decode)) = &held_out.generation {
-        let tokens = running.trainer.generate(request, step)?;
-        if run.is_leader {
-            let (prompt, text) = decode(&tokens)?;
-            run.session.send_event(Event::Sample { step, prompt, text })?;
-        }
+    let events = evaluate_held_out(running, run, held_out)?;
+    running.position.is_evaluation_due = events.is_none();
+    let interrupted = || {
+        let step = running.position.step;
+        let message = format!("interrupted the evaluation of step {step}; the resumed run repeats it");
+        vec![Event::new_notice(None, message)]
+    };
+    for event in events.unwrap_or_else(interrupted).into_iter().filter(|_| run.is_leader) {
+        run.session.send_event(event)?;
     }
     run.session.set_phase(WorkerPhase::Training)
+}
+
+/// Evaluates and generates text. Returns the events with the results, or `None` after a stop
+/// request. Collective: every rank must call it.
+fn evaluate_held_out(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    held_out: &HeldOutEval,
+) -> Result<Option<Vec<Event>>> {
+    let is_stopping = || run.session.requests.is_stop_requested();
+    let (step, trainer) = (running.position.step, &mut running.trainer);
+    let evaluated = trainer.evaluate(held_out.source, 0, held_out.micro_batches, &is_stopping)?;
+    let Some(StepOutcome { loss, targets, .. }) = evaluated else { return Ok(None) };
+    let mut events = vec![Event::Eval { step, loss, perplexity: loss.exp(), tokens: targets }];
+    if let Some((request, decode)) = &held_out.generation {
+        let Some(tokens) = request.generate(trainer, step, &is_stopping)? else { return Ok(None) };
+        let (prompt, text) = decode(&tokens)?;
+        events.push(Event::Sample { step, prompt, text });
+    }
+    Ok(Some(events))
 }
 
 /// Begins a checkpoint. If `wait` is set or saves do not run in the background, returns only when
@@ -308,6 +344,29 @@ fn save_checkpoint(
         finish_save(running, run, saver)?;
     }
     run.session.set_phase(WorkerPhase::Training)
+}
+
+/// Returns whether a rank was asked to stop during a save that is complete. The run then ends with
+/// this checkpoint, without another step and save. Collective: every rank must call it.
+fn is_stopping_after_save(
+    running: &RunningTrainer,
+    run: &RunContext,
+    saver: &CheckpointSaver,
+) -> Result<bool> {
+    let is_requested = run.session.requests.is_stop_requested();
+    Ok(!saver.is_pending() && is_any_true(running.trainer.engine.queue(), is_requested)?)
+}
+
+/// Cancels the background save before the save at a stop, if the background save is far from
+/// complete. Collective: every rank must call it.
+fn cancel_early_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
+    match saver.cancel_early_save(running)? {
+        Some(step) if run.is_leader => {
+            let message = format!("cancelled the save of step {step}, because the run saves and stops");
+            run.session.send_event(Event::new_notice(None, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Completes the checkpoint in progress and reports it. Does nothing if no checkpoint is in

@@ -1,8 +1,60 @@
 //! [`MicroBatchActivations`]: the activation buffers of one micro-batch, allocated once and used by
-//! every step.
-use crate::model::{ActivationBuffers, BufferSpec, Model};
-use device::{Buf, Dtype, Ops};
-use jobspec::RecomputeMode;
+//! every step. [`ActivationPlan`]: their sizes.
+use crate::{
+    model::{ActivationBuffers, BufferSpec, LayerBuffers, Model},
+    param_groups::find_first_backward_layer,
+    params::ParamUnit,
+    zero::engine::ParamDtypes,
+};
+use device::{Buf, Dtype, Ops, View, ViewMut};
+use jobspec::{RecomputeMode, TrainSpec};
+
+/// The numbers and sizes of the buffers of a [`MicroBatchActivations`].
+pub struct ActivationPlan {
+    /// The type of all buffers except statistics, which are `f32`.
+    dtype: Dtype,
+    /// The number of tokens of a micro-batch.
+    rows: usize,
+    /// The number of elements of the residual stream.
+    stream_len: usize,
+    layers: usize,
+    /// The number of sets of saved buffers.
+    saved_sets: usize,
+    saved: Vec<BufferSpec>,
+    scratch: Vec<BufferSpec>,
+    first_backward_layer: usize,
+}
+
+impl ActivationPlan {
+    /// Plans the buffers for the job's `train` section. `units` are the units of the model with the
+    /// trained parameters marked.
+    pub fn new(model: &Model, train: &TrainSpec, units: &[ParamUnit]) -> Self {
+        let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
+        let (sizes, first_backward_layer) = (model.sizes(), find_first_backward_layer(units));
+        let saved_sets = match train.recompute {
+            RecomputeMode::None => (sizes.layers - first_backward_layer).max(sizes.layers.min(1)),
+            RecomputeMode::Block => sizes.layers.min(1),
+        };
+        ActivationPlan {
+            dtype: ParamDtypes::for_job(train).compute,
+            rows: b * t,
+            stream_len: b * t * sizes.hidden,
+            layers: sizes.layers,
+            saved_sets,
+            saved: model.saved_buffers(b, t),
+            scratch: model.scratch_buffers(b, t),
+            first_backward_layer,
+        }
+    }
+
+    /// Computes the total size of the buffers in bytes, for the memory estimate.
+    pub fn count_bytes(&self) -> u64 {
+        let bytes =
+            |buffers: &[BufferSpec]| -> usize { buffers.iter().map(|b| b.count_bytes(self.dtype)).sum() };
+        let stream = self.stream_len * ((self.layers + 1) * self.dtype.size() + 4);
+        (stream + self.saved_sets * bytes(&self.saved) + bytes(&self.scratch) + 4 * self.rows) as u64
+    }
+}
 
 /// The activation buffers of one micro-batch, between the tokens and the loss.
 pub struct MicroBatchActivations {
@@ -24,71 +76,44 @@ pub struct MicroBatchActivations {
     first_backward_layer: usize,
 }
 
-/// Lists the buffers of a [`MicroBatchActivations`].
-///
-/// The results are the number of elements of each of the `layer_inputs`, the number of saved sets,
-/// and the buffers of a saved set and of the scratch memory. A micro-batch has `b` sequences of `t`
-/// tokens; `first` is the first layer with a backward pass.
-pub fn list_activation_buffers(
-    model: &dyn Model,
-    layers: usize,
-    b: usize,
-    t: usize,
-    recompute: RecomputeMode,
-    first: usize,
-) -> (usize, usize, Vec<BufferSpec>, Vec<BufferSpec>) {
-    let saved_sets = match recompute {
-        RecomputeMode::None => (layers - first).max(layers.min(1)),
-        RecomputeMode::Block => layers.min(1),
-    };
-    (b * t * model.sizes().hidden, saved_sets, model.saved_buffers(b, t), model.scratch_buffers(b, t))
+/// The activations that the passes of one layer read and write.
+pub struct LayerActivations<'a> {
+    /// The input of the layer, `[rows, hidden]`.
+    pub x: View<'a>,
+    /// The output of the layer, `[rows, hidden]`.
+    pub y: ViewMut<'a>,
+    /// The gradient of the residual stream, `[rows, hidden]`.
+    pub residual_grad: ViewMut<'a>,
+    /// The saved and scratch buffers of the layer.
+    pub buffers: LayerBuffers<'a>,
 }
 
 impl MicroBatchActivations {
-    /// Allocates buffers for micro-batches of `b` sequences of `t` tokens. `dtype` is the type of
-    /// all buffers except statistics, which are `f32`.
-    pub fn new(
-        ops: &dyn Ops,
-        model: &dyn Model,
-        layers: usize,
-        b: usize,
-        t: usize,
-        recompute: RecomputeMode,
-        first_backward_layer: usize,
-        dtype: Dtype,
-    ) -> Self {
-        let (x, sets, saved, scratch) =
-            list_activation_buffers(model, layers, b, t, recompute, first_backward_layer);
+    /// Allocates the buffers that `plan` lists.
+    pub fn new(ops: &dyn Ops, plan: &ActivationPlan) -> Self {
+        let allocate = |dtype, len| ops.zeroed_for("activations", dtype, len);
+        let set = |specs: &[BufferSpec]| ActivationBuffers::new(ops, specs, plan.dtype);
         MicroBatchActivations {
-            layer_inputs: (0..=layers).map(|_| ops.zeroed_for("activations", dtype, x)).collect(),
-            saved: (0..sets).map(|_| ActivationBuffers::new(ops, &saved, dtype)).collect(),
-            scratch: ActivationBuffers::new(ops, &scratch, dtype),
-            residual_grad: ops.zeroed_for("activations", Dtype::F32, x),
-            row_losses: ops.zeroed_for("activations", Dtype::F32, b * t),
+            layer_inputs: (0..=plan.layers).map(|_| allocate(plan.dtype, plan.stream_len)).collect(),
+            saved: (0..plan.saved_sets).map(|_| set(&plan.saved)).collect(),
+            scratch: set(&plan.scratch),
+            residual_grad: allocate(Dtype::F32, plan.stream_len),
+            row_losses: allocate(Dtype::F32, plan.rows),
             host_losses: Buf::default(),
-            first_backward_layer,
+            first_backward_layer: plan.first_backward_layer,
         }
     }
 
-    /// Returns the index of the saved set of layer `l`. Layers without a backward pass share the
-    /// set of the first layer that has one.
-    pub fn select_saved_set(&self, l: usize) -> usize {
-        l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1)
-    }
-
-    /// Computes the total size of the buffers in bytes, for the memory estimate.
-    pub fn count_activation_bytes(
-        model: &dyn Model,
-        layers: usize,
-        b: usize,
-        t: usize,
-        recompute: RecomputeMode,
-        first: usize,
-        dtype: Dtype,
-    ) -> u64 {
-        let (x, sets, saved, scratch) = list_activation_buffers(model, layers, b, t, recompute, first);
-        let bytes = |buffers: &[BufferSpec]| -> usize { buffers.iter().map(|b| b.count_bytes(dtype)).sum() };
-        let stream = x * ((layers + 1) * dtype.size() + 4);
-        (stream + sets * bytes(&saved) + bytes(&scratch) + 4 * b * t) as u64
+    /// Returns the activations of layer `l`. Layers without a backward pass share the saved buffers
+    /// of the first layer that has one.
+    pub fn select_layer(&mut self, l: usize) -> LayerActivations<'_> {
+        let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
+        let (before, after) = self.layer_inputs.split_at_mut(l + 1);
+        LayerActivations {
+            x: before[l].view(),
+            y: after[0].view_mut(),
+            residual_grad: self.residual_grad.view_mut(),
+            buffers: LayerBuffers { saved: &mut self.saved[set], scratch: &mut self.scratch },
+        }
     }
 }

@@ -110,7 +110,7 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// Returns the buffers of a payload, and the number of elements of one of its rows.
+    /// Returns the buffers of a payload, and the number of elements of one row of the payload.
     fn select_buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
         match payload {
             Payload::Rows => (&mut self.rows, self.width),

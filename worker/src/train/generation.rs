@@ -1,12 +1,11 @@
 //! Generates a few tokens after an evaluation (`train.eval.sample`), as a plausibility check next
 //! to the eval loss. Each token needs a whole forward pass, so this is not meant for serving a
 //! model.
-use super::step::Trainer;
+use super::step::{HeadGuards, Trainer};
 use crate::{
     error::Result,
-    model::HeadParams,
+    model::HeadInput,
     rng::{Purpose, RandomStream},
-    zero::engine::ParamsGuard,
 };
 use device::{Buf, Dtype, ops::IGNORE_LABEL};
 
@@ -56,95 +55,71 @@ impl GenerationRequest {
         }
         likeliest as u32
     }
-}
 
-impl Trainer {
     /// Generates the tokens after the prompt. Returns these tokens on rank 0, and no tokens on
-    /// other ranks.
+    /// other ranks. The context is the last `train.data.seq_len` tokens.
     ///
-    /// The context is the last `train.data.seq_len` tokens. Collective: every rank must call it.
-    pub fn generate(&mut self, request: &GenerationRequest, step: u64) -> Result<Vec<u32>> {
-        let (is_leader, seq_len) = (self.engine.rank() == 0, self.batch.seq_len);
-        let order: Vec<usize> = (0..request.tokens).flat_map(|_| self.plan_pass_order(false)).collect();
-        self.engine.begin_pass(order);
-        self.batch.first_sample = None;
+    /// Calls `is_stopping` before each token. Returns `None` without further tokens if the result
+    /// is true on any rank. Collective: every rank must call it.
+    pub fn generate(
+        &self,
+        trainer: &mut Trainer,
+        step: u64,
+        is_stopping: &dyn Fn() -> bool,
+    ) -> Result<Option<Vec<u32>>> {
+        let (is_leader, seq_len) = (trainer.engine.rank() == 0, trainer.batch.seq_len);
+        let order: Vec<usize> = (0..self.tokens).flat_map(|_| trainer.plan_pass_order(false)).collect();
+        trainer.engine.begin_pass(order);
+        trainer.batch.first_sample = None;
         let (mut tokens, mut logits) =
-            (request.prompt.clone(), self.ops.zeroed(Dtype::F32, self.model.sizes().vocab));
+            (self.prompt.clone(), trainer.ops.zeroed(Dtype::F32, trainer.model.sizes().vocab));
         let mut host_logits = Buf::default();
-        for i in 0..u64::from(request.tokens) {
+        for i in 0..u64::from(self.tokens) {
+            if trainer.cancel_pass_if_any(is_stopping())? {
+                return Ok(None);
+            }
             let context = tokens.len().min(seq_len);
             if is_leader {
-                self.set_prompt(&tokens[tokens.len() - context..]);
+                set_prompt(trainer, &tokens[tokens.len() - context..]);
             }
-            self.run_forward(is_leader)?;
-            self.compute_last_logits(is_leader.then_some(context - 1), &mut logits)?;
+            trainer.run_forward(is_leader)?;
+            trainer.with_head_params(|trainer, head| {
+                if is_leader {
+                    compute_row_logits(trainer, head, context - 1, &mut logits);
+                }
+            })?;
             if is_leader {
-                let logits = self.ops.to_host(logits.view(), &mut host_logits);
-                self.ops.status()?;
-                tokens.push(request.choose_token(logits.host(), i, step));
+                let logits = trainer.ops.to_host(logits.view(), &mut host_logits);
+                trainer.ops.status()?;
+                tokens.push(self.choose_token(logits.host(), i, step));
             }
         }
-        Ok(tokens.split_off(request.prompt.len()))
+        Ok(Some(tokens.split_off(self.prompt.len())))
     }
+}
 
-    /// Replaces the micro-batch by one whose first sequence begins with `tokens`. The tokens do not
-    /// attend to the padding that follows.
-    fn set_prompt(&mut self, tokens: &[u32]) {
-        let b = &mut self.batch;
-        b.tokens.fill(0);
-        b.labels.fill(IGNORE_LABEL);
-        b.starts.fill(0);
-        b.tokens[..tokens.len()].copy_from_slice(tokens);
-        if let Some(window) = self.model.sliding_window() {
-            b.set_window_starts(window);
-        }
+/// Replaces the micro-batch by one whose first sequence begins with `tokens`. The tokens do not
+/// attend to the padding that follows.
+fn set_prompt(trainer: &mut Trainer, tokens: &[u32]) {
+    let b = &mut trainer.batch;
+    b.tokens.fill(0);
+    b.labels.fill(IGNORE_LABEL);
+    b.starts.fill(0);
+    b.tokens[..tokens.len()].copy_from_slice(tokens);
+    if let Some(window) = trainer.model.sliding_window() {
+        b.set_window_starts(window);
     }
+}
 
-    /// Fetches the parameters of the head and stores the logits of `row` in `out`. If `row` is
-    /// `None`, this rank only takes part in collectives.
-    fn compute_last_logits(&mut self, row: Option<usize>, out: &mut Buf) -> Result<()> {
-        let head = self.engine.fetch_params(self.head_unit())?;
-        let embedding =
-            if self.model.has_tied_embeddings() { Some(self.engine.fetch_params(0)?) } else { None };
-        if let Some(row) = row {
-            self.run_head_for_logits(row, &head, embedding.as_ref(), out);
-        }
-        self.engine.release_params(head);
-        embedding.into_iter().for_each(|guard| self.engine.release_params(guard));
-        Ok(())
-    }
-
-    /// Computes the logits of `row` from the input of the head, and stores them in `out`.
-    fn run_head_for_logits(
-        &mut self,
-        row: usize,
-        head: &ParamsGuard,
-        embedding: Option<&ParamsGuard>,
-        out: &mut Buf,
-    ) {
-        let (w, m, ops, engine) = (&mut self.activations, &self.model, self.ops.as_ref(), &self.engine);
-        let d = m.sizes().hidden;
-        let x = w
-            .layer_inputs
-            .last()
-            .expect("the last element is the input of the head")
-            .view()
-            .slice(row * d..(row + 1) * d);
-        engine.with_params(head, |head| match embedding {
-            Some(guard) => engine.with_params(guard, |e| {
-                m.compute_logits(
-                    ops,
-                    HeadParams { head, embedding: Some(e) },
-                    x,
-                    out.view_mut(),
-                    &mut w.scratch,
-                );
-            }),
-            None => {
-                m.compute_logits(ops, HeadParams { head, embedding: None }, x, out.view_mut(), &mut w.scratch)
-            }
-        });
-    }
+/// Computes the logits of `row` from the input of the head, and stores them in `out`.
+fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out: &mut Buf) {
+    let (w, model, ops) = (&mut trainer.activations, &trainer.model, trainer.ops.as_ref());
+    let d = model.sizes().hidden;
+    let x = w.layer_inputs.last().expect("the last element is the input of the head").view();
+    let x = x.slice(row * d..(row + 1) * d);
+    trainer.engine.with_params_of_units(guards, |params, embedding| {
+        model.compute_logits(&HeadInput { ops, params, embedding, x }, out.view_mut(), &mut w.scratch);
+    });
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 pub mod activations;
 pub mod boundary_flags;
 mod dispatch;
+mod evaluation;
 pub mod generation;
 pub mod loss_scale;
 pub mod moe;

@@ -7,14 +7,13 @@ use super::dispatch::TokenDispatcher;
 use crate::{
     expert_layout::{ExpertLayout, RecvPlan, SendPlan},
     model::{
-        Model,
+        Model, MoeModel,
         moe::{ExpertShape, RouterOutput, RouterStats},
     },
-    params::ParamUnit,
     zero::engine::ZeroEngine,
 };
 use device::{Buf, Dtype, Ops};
-use jobspec::RecomputeMode;
+use jobspec::{RecomputeMode, TrainSpec};
 use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 
@@ -82,17 +81,16 @@ impl MoeTrainer {
     /// dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
-        model: &dyn Model,
+        model: &Model,
         placement: Option<&ExpertLayout>,
         engine: &ZeroEngine,
         rows: usize,
         recompute: RecomputeMode,
     ) -> Option<Self> {
-        let (moe, placement) = (model.as_moe_model()?, placement?);
+        let (moe, placement) = (MoeModel::from_model(model)?, placement?);
         let (shape, rank, dtype) = (moe.expert_shape(), engine.rank(), engine.param_dtypes().compute);
-        let layers = plan_moe_layers(moe, placement, engine, rank % placement.parallel);
-        let count = layers.iter().flatten().count();
-        let sets = if recompute == RecomputeMode::None { count } else { count.min(1) };
+        let layers = plan_moe_layers(model, moe, placement, rank % placement.parallel);
+        let (count, coefficients) = (moe.list_moe_layers().count(), moe.router_loss_coefficients());
         let saved = || SavedMoeLayer {
             routing: RouterOutput::new(ops.as_ref(), shape, rows),
             send_plan: SendPlan::default(),
@@ -105,9 +103,9 @@ impl MoeTrainer {
             TokenDispatcher::new(ops.clone(), engine, group, rows * shape.per_token, shape.hidden);
         Some(MoeTrainer {
             shape,
-            router_stats: RouterStats::new(moe, layers.len(), rows),
+            router_stats: RouterStats::new(shape, coefficients, count, rows),
             layers,
-            saved: (0..sets).map(|_| saved()).collect(),
+            saved: (0..count_saved_sets(count, recompute)).map(|_| saved()).collect(),
             workspace: MoeWorkspace::new(ops.as_ref(), dtype),
             dispatcher,
         })
@@ -118,7 +116,8 @@ impl MoeTrainer {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns the router losses that are added to the mean loss of this rank's micro-batch.
+    /// Returns the sum of the router losses, which the trainer adds to the mean loss of this rank's
+    /// micro-batch.
     pub fn router_loss(&self) -> f64 {
         self.router_stats.compute_loss()
     }
@@ -141,25 +140,21 @@ impl MoeTrainer {
     }
 }
 
+/// Returns the number of sets of saved activations for `count` MoE layers.
+fn count_saved_sets(count: usize, recompute: RecomputeMode) -> usize {
+    if recompute == RecomputeMode::None { count } else { count.min(1) }
+}
+
 /// Computes the size in bytes of the buffers of MoE layers, for the memory estimate.
 ///
-/// `dtype` is the element type of activations, and `parallel` the number of ranks of an
-/// expert-parallel group. Routers may send all tokens of a group to the experts of one rank. The
-/// estimate assumes that a rank receives one and a half times its even share, which untrained
-/// routers typically send.
-pub fn count_moe_buffer_bytes(
-    model: &dyn Model,
-    units: &[ParamUnit],
-    rows: usize,
-    recompute: RecomputeMode,
-    dtype: Dtype,
-    parallel: usize,
-) -> usize {
-    let Some(moe) = model.as_moe_model() else { return 0 };
-    let layers = units.iter().filter(|u| !u.holds_experts()).count() - 2;
-    let s = moe.expert_shape();
-    let count = (0..layers).filter(|&l| moe.is_moe_layer(l)).count();
-    let sets = if recompute == RecomputeMode::None { count } else { count.min(1) };
+/// `dtype` is the element type of activations. Routers may send all tokens of a group to the
+/// experts of one rank. The estimate assumes that a rank receives one and a half times its even
+/// share, which untrained routers typically send.
+pub fn count_moe_buffer_bytes(model: &Model, train: &TrainSpec, dtype: Dtype) -> usize {
+    let Some(moe) = MoeModel::from_model(model) else { return 0 };
+    let (s, parallel) = (moe.expert_shape(), train.experts.expert_parallel_size);
+    let rows = train.batch.micro as usize * train.data.seq_len as usize;
+    let sets = count_saved_sets(moe.list_moe_layers().count(), train.recompute);
     let sent = rows * s.per_token;
     let came = if parallel > 1 { sent + sent / 2 } else { sent };
     let kept = 4 * (RouterOutput::count_elements(s, rows) + sent * 3)

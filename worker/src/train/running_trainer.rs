@@ -21,6 +21,10 @@ pub struct Cursor {
     pub consumed_samples: u64,
     /// The number of tokens trained on.
     pub tokens: u64,
+    /// Whether an evaluation is due before the next step. A stop request can end a run before this
+    /// evaluation is complete.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_evaluation_due: bool,
 }
 
 impl RunningTrainer {
@@ -61,6 +65,11 @@ impl RunningTrainer {
             self.position.tokens += samples * u64::from(self.train.data.seq_len);
         }
         Ok((outcome, lr))
+    }
+
+    /// Returns whether all steps are done.
+    pub fn is_done(&self) -> bool {
+        self.position.step >= self.train.steps
     }
 
     /// Applies new values of the keys that may change while a job runs.

@@ -1,10 +1,14 @@
 //! [`Trainer`]: one optimizer step, from tokens to updated parameters. The forward pass fetches,
 //! computes and releases each unit. The backward pass also reduces the gradient of each unit. The
 //! update follows the backward passes.
-use super::{activations::MicroBatchActivations, loss_scale::LossScale, moe::MoeTrainer};
+use super::{
+    activations::{LayerActivations, MicroBatchActivations},
+    loss_scale::LossScale,
+    moe::MoeTrainer,
+};
 use crate::{
     error::{Error, Result},
-    model::{HeadGrads, HeadParams, LayerInput, MicroBatch, Model},
+    model::{HeadGrads, HeadInput, LayerInput, MicroBatch, Model},
     optim::{Optimizer, StepInputs},
     param_groups::find_first_trained_unit,
     params::list_tensors_in_canonical_order,
@@ -28,7 +32,7 @@ pub trait SampleSource {
 /// The state that computes steps on one rank: the model, its sharded parameters, and the buffers.
 pub struct Trainer {
     /// The architecture of the model.
-    pub model: Arc<dyn Model>,
+    pub model: Arc<Model>,
     /// The sharded parameters and gradients.
     pub engine: ZeroEngine,
     /// The optimizer states of this rank's shards.
@@ -81,9 +85,12 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
+/// Access to the parameters of the head and, with tied embeddings, of the embedding.
+pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
+
 /// The summed loss of one micro-batch in nats, and the number of its target tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct MicroBatchLoss {
+pub(super) struct MicroBatchLoss {
     sum: f64,
     targets: u64,
 }
@@ -142,38 +149,8 @@ impl Trainer {
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, report)
     }
 
-    /// Computes the mean loss over `micro_batches` micro-batches of held-out samples, the first of
-    /// which is sample `first`. Every rank gets the result.
-    ///
-    /// Collective: every rank must call it.
-    pub fn evaluate(
-        &mut self,
-        source: &dyn SampleSource,
-        first: u64,
-        micro_batches: usize,
-    ) -> Result<StepOutcome> {
-        let (rank, world) = (self.engine.rank(), self.engine.world());
-        let rounds = micro_batches.div_ceil(world);
-        self.batch.first_sample = None;
-        let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(false)).collect();
-        self.engine.begin_pass(order);
-        let mut mine = Vec::new();
-        for round in 0..rounds {
-            let micro_batch = Some(round * world + rank).filter(|&s| s < micro_batches);
-            if let Some(s) = micro_batch {
-                self.load_micro_batch(source, first + (s * self.micro_batch_size) as u64)?;
-            }
-            self.run_forward(micro_batch.is_some())?;
-            self.run_head(None, micro_batch.is_some())?;
-            if let Some(s) = micro_batch {
-                mine.push((s, self.sum_micro_batch_loss()?));
-            }
-        }
-        self.exchange_losses(&mine, micro_batches, RankStepReport::default())
-    }
-
     /// Loads the micro-batch that begins with sample `first`.
-    fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
+    pub(super) fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
         self.batch.first_sample = self.batch.first_sample.map(|_| first);
         if let Some(window) = self.model.sliding_window() {
@@ -237,19 +214,11 @@ impl Trainer {
     /// Runs the forward pass of dense layer `l`. If `output` is false, only writes the saved
     /// activations.
     fn run_layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
-        let w = &mut self.activations;
-        let saved = w.select_saved_set(l);
-        let (before, after) = w.layer_inputs.split_at_mut(l + 1);
-        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, before[l].view());
-        let y = output.then(|| after[0].view_mut());
+        let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
+        let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer(l);
         self.engine.with_params(guard, |params| {
-            m.layer_forward(
-                ops,
-                &LayerInput { params, batch, x, layer: l },
-                y,
-                &mut w.saved[saved],
-                &mut w.scratch,
-            );
+            let input = LayerInput { ops, params, batch, x, layer: l };
+            model.layer_forward(&input, output.then_some(y), &mut buffers);
         });
     }
 
@@ -296,57 +265,57 @@ impl Trainer {
             g
         });
         let g = grad.view_mut().slice(0..len);
-        self.model.embedding_backward(
-            self.ops.as_ref(),
-            g,
-            &self.batch,
-            self.activations.residual_grad.view_mut(),
-        );
+        let dx = self.activations.residual_grad.view_mut();
+        self.model.embedding_backward(self.ops.as_ref(), g, &self.batch, dx);
         grad
     }
 
     /// Runs the backward pass of dense layer `l`. Writes the gradient of the layer's parameters to
     /// `grad`.
     fn run_layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
-        let w = &mut self.activations;
-        let saved = w.select_saved_set(l);
-        let (m, ops, batch, x) = (&self.model, self.ops.as_ref(), &self.batch, w.layer_inputs[l].view());
+        let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
+        let LayerActivations { x, residual_grad, mut buffers, .. } = self.activations.select_layer(l);
         self.engine.with_params(guard, |params| {
-            let input = LayerInput { params, batch, x, layer: l };
-            m.layer_backward(ops, &input, g, w.residual_grad.view_mut(), &mut w.saved[saved], &mut w.scratch);
+            let input = LayerInput { ops, params, batch, x, layer: l };
+            model.layer_backward(&input, g, residual_grad, &mut buffers);
         });
     }
 
-    /// Fetches the parameters of the head and computes the loss of every row. If `grads` contains
-    /// gradient buffers for head and embedding, also runs the head's backward pass.
-    fn run_head(&mut self, grads: Option<(&mut Buf, Option<&mut Buf>)>, compute: bool) -> Result<()> {
-        let head_guard = self.engine.fetch_params(self.head_unit())?;
+    /// Computes the loss of every row. If `grads` contains gradient buffers for head and embedding,
+    /// also runs the head's backward pass. If `compute` is false, this rank only takes part in
+    /// collectives.
+    pub(super) fn run_head(
+        &mut self,
+        grads: Option<(&mut Buf, Option<&mut Buf>)>,
+        compute: bool,
+    ) -> Result<()> {
+        self.with_head_params(|trainer, head| {
+            if compute {
+                trainer.compute_head_loss(head, grads);
+            }
+        })
+    }
+
+    /// Fetches the parameters of the head, runs `run` with access to them, and releases them.
+    /// Collective: every rank must call it.
+    pub(super) fn with_head_params(&mut self, run: impl FnOnce(&mut Trainer, HeadGuards)) -> Result<()> {
+        let head = self.engine.fetch_params(self.head_unit())?;
         let tied = self.model.has_tied_embeddings();
-        let embedding_guard = if tied { Some(self.engine.fetch_params(0)?) } else { None };
-        if compute {
-            self.compute_head_loss(&head_guard, embedding_guard.as_ref(), grads);
-        }
-        self.engine.release_params(head_guard);
-        if let Some(h) = embedding_guard {
-            self.engine.release_params(h);
-        }
+        let embedding = if tied { Some(self.engine.fetch_params(0)?) } else { None };
+        run(self, (&head, embedding.as_ref()));
+        self.engine.release_params(head);
+        embedding.into_iter().for_each(|guard| self.engine.release_params(guard));
         Ok(())
     }
 
     /// Computes the loss of every row and, if `grads` contains gradient buffers, the backward pass
     /// of the head.
-    fn compute_head_loss(
-        &mut self,
-        head: &ParamsGuard,
-        embedding: Option<&ParamsGuard>,
-        grads: Option<(&mut Buf, Option<&mut Buf>)>,
-    ) {
+    fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
         let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.seq_len as f32);
-        let (head_len, embedding_len) =
-            (self.engine.shards[self.head_unit()].unit.len(), self.engine.shards[0].unit.len());
-        let (w, m, ops, batch, engine) =
-            (&mut self.activations, &self.model, self.ops.as_ref(), &self.batch, &self.engine);
+        let unit_len = |u: usize| self.engine.shards[u].unit.len();
+        let (head_len, embedding_len) = (unit_len(self.head_unit()), unit_len(0));
+        let (w, model, ops) = (&mut self.activations, &self.model, self.ops.as_ref());
         let grads = grads.map(|(head, embedding)| HeadGrads {
             dx: w.residual_grad.view_mut(),
             head: head.view_mut().slice(0..head_len),
@@ -354,21 +323,16 @@ impl Trainer {
             scale,
         });
         let x = w.layer_inputs.last().expect("the last element is the input of the head").view();
-        engine.with_params(head, |head| match embedding {
-            Some(guard) => engine.with_params(guard, |e| {
-                let p = HeadParams { head, embedding: Some(e) };
-                m.compute_head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
-            }),
-            None => {
-                let p = HeadParams { head, embedding: None };
-                m.compute_head_loss(ops, p, batch, x, w.row_losses.view_mut(), grads, &mut w.scratch);
-            }
+        let (loss, labels) = (w.row_losses.view_mut(), &self.batch.labels);
+        self.engine.with_params_of_units(guards, |params, embedding| {
+            let input = HeadInput { ops, params, embedding, x };
+            model.compute_head_loss(&input, labels, loss, grads, &mut w.scratch);
         });
     }
 
     /// Returns the summed loss and the number of target tokens of the micro-batch that was just
     /// computed.
-    fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
+    pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
         let losses = self.ops.to_host(self.activations.row_losses.view(), &mut self.activations.host_losses);
         self.ops.status()?;
         let sum = losses.host().iter().map(|&l| f64::from(l)).sum();
@@ -379,7 +343,7 @@ impl Trainer {
     /// loss per target token over all micro-batches, and the combined reports.
     ///
     /// Collective: every rank must call it.
-    fn exchange_losses(
+    pub(super) fn exchange_losses(
         &self,
         mine: &[(usize, MicroBatchLoss)],
         micro_batches: usize,
@@ -464,17 +428,14 @@ impl Trainer {
         self.optimizer.prefetch_states(ops.as_ref(), u);
         self.optimizer.prefetch_states(ops.as_ref(), u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, owned)? } else { owned };
-        let whole = match self.optimizer.has_muon_matrices(u) {
-            true => Some(self.gather_muon_directions(u, &mut grad, step_params)?),
-            false => None,
-        };
-        let directions = whole.as_ref().map(Buf::view);
+        let whole = self.gather_prepared_gradient(u, &mut grad, step_params)?;
+        let whole_grad = whole.as_ref().map_or(grad.view(), Buf::view);
         let base = self.engine.resident_range(u).start;
         let range = self.optimizer.states(u).range.clone();
         let (unit, optimizer) = (&self.engine.shards[u].unit, &mut self.optimizer);
         self.engine.with_resident(u, |params| {
             let p = params.view_mut().slice(range.start - base..range.end - base);
-            optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), directions, step_params);
+            optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), whole_grad, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
         self.engine.recycle_gradient(u, grad);
@@ -485,22 +446,29 @@ impl Trainer {
         Ok(())
     }
 
-    /// Updates the momentum of Muon's matrices in this rank's range of unit `u`, and overwrites
-    /// their gradients in `grad` with the Nesterov momentum. Returns the changed gradients of all
-    /// owners, gathered as one trained vector of the unit.
+    /// Prepares the gradient of this rank's range of unit `u`, if updates of the unit need the
+    /// gradient of whole tensors. Returns the prepared gradient of all owners, gathered as one
+    /// trained vector of the unit. Returns `None` if no rank has another part of this vector, or if
+    /// no update needs the vector.
     ///
     /// Collective: every rank must call it.
-    fn gather_muon_directions(&mut self, u: usize, grad: &mut Buf, step_params: StepInputs) -> Result<Buf> {
-        let unit = &self.engine.shards[u].unit;
-        let ops = self.ops.as_ref();
-        self.optimizer.apply_muon_momentum(ops, u, unit, grad.view_mut(), step_params);
-        let mine = ops.clone_to_device(grad.view());
+    fn gather_prepared_gradient(
+        &mut self,
+        u: usize,
+        grad: &mut Buf,
+        step_params: StepInputs,
+    ) -> Result<Option<Buf>> {
+        let (ops, unit) = (self.ops.as_ref(), &self.engine.shards[u].unit);
+        if !self.optimizer.needs_whole_gradient(u, unit) {
+            return Ok(None);
+        }
+        self.optimizer.prepare_gradient(ops, u, unit, grad.view_mut(), step_params);
         if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
-            return Ok(mine);
+            return Ok(None);
         }
         let owner = unit.owners.contains(self.engine.rank());
         let whole = ops.zeroed(Dtype::F32, if owner { unit.trained_len() } else { 0 });
-        Ok(self.engine.gather_trained(u, mine, whole)?)
+        Ok(Some(self.engine.gather_trained(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
     /// Computes the L2 norm of the summed gradient. The sums over fixed blocks of tensors are added

@@ -54,7 +54,7 @@ impl BufferPool {
 
     /// Returns a buffer to the pool. The next [`BufferPool::take`] may return it without waiting,
     /// so only the thread that takes buffers may have used the buffer.
-    pub fn give(&mut self, buf: Buf) {
+    pub fn give_back(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }
 
@@ -87,8 +87,8 @@ impl BufferPoolEstimate {
         }
     }
 
-    /// Returns a buffer of length `len` to the pool.
-    pub fn give(&mut self, len: usize) {
+    /// Gives a buffer of `len` elements back to the pool.
+    pub fn give_back(&mut self, len: usize) {
         self.free.push(len);
     }
 }

@@ -12,7 +12,7 @@ use super::{
     collective_queue::{CollectiveQueue, PendingCollective},
     gather_retention::{self, PlannedFetch},
     micro_batch_sums::MicroBatchSums,
-    owner_groups::{ExchangeBuffers, gather_from_owners},
+    owner_groups::ExchangeBuffers,
     partition::Partition,
 };
 use crate::params::ParamUnit;
@@ -20,12 +20,12 @@ use comm::{Comm, Result, SharedView};
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use jobspec::{Precision, TrainSpec};
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-/// What the buffers of gathered units are for, in errors.
+/// The allocation label of the buffers of gathered units, for out-of-memory errors.
 const GATHERED_PARAMETERS: &str = "gathered parameters";
 /// The largest number of reductions in flight. One reduction runs while the gradient of the next
 /// block is computed.
@@ -409,27 +409,18 @@ impl ZeroEngine {
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let owned = lock_for_reading(s.compute_params());
-            let (to, buffers) = (whole.view_mut().slice(0..len), &mut lock_ignoring_poison(&buffers));
-            let mut exchange = |to, owned| {
-                gather_from_owners(
-                    comm,
-                    ops.as_ref(),
-                    buffers,
-                    s.unit.owners,
-                    s.partition.shard_lengths(),
-                    to,
-                    owned,
-                )
-            };
+            let (ops, to, lengths) =
+                (ops.as_ref(), whole.view_mut().slice(0..len), s.partition.shard_lengths());
+            let mut buffers = lock_ignoring_poison(&buffers);
             if !casts {
-                exchange(to, owned.view())?;
+                buffers.gather_from_owners(comm, ops, s.unit.owners, lengths, to, owned.view())?;
             } else if has_one_owner {
                 ops.cast(to, owned.view());
             } else {
                 let mut mine = lock_ignoring_poison(&cast_buffer);
-                let mut mine = resize_buffer(ops.as_ref(), GATHERED_PARAMETERS, &mut mine, owned.len());
+                let mut mine = resize_buffer(ops, GATHERED_PARAMETERS, &mut mine, owned.len());
                 ops.cast(mine.reborrow(), owned.view());
-                exchange(to, mine.as_view())?;
+                buffers.gather_from_owners(comm, ops, s.unit.owners, lengths, to, mine.as_view())?;
             }
             Ok(whole)
         })
@@ -441,9 +432,24 @@ impl ZeroEngine {
             ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].compute_params()).view()),
             ParamsGuard::Gathered(fetch, buf) => f(buf.view().slice(0..self.shards[fetch.unit].unit.len())),
             ParamsGuard::Shared(fetch) => {
-                f(self.shards[fetch.unit].shared_view.as_ref().expect("shared memory").view())
+                let shared = self.shards[fetch.unit].shared_view.as_ref().expect("shared memory");
+                // SAFETY: the pass began with a barrier. Until it ends, every rank only reads.
+                f(unsafe { shared.view() })
             }
         }
+    }
+
+    /// Runs `f` on the whole parameters of the unit of `first` and of the unit of `second`, if
+    /// there is one.
+    pub fn with_params_of_units<T>(
+        &self,
+        (first, second): (&ParamsGuard, Option<&ParamsGuard>),
+        f: impl FnOnce(View, Option<View>) -> T,
+    ) -> T {
+        self.with_params(first, |first| match second {
+            Some(second) => self.with_params(second, |second| f(first, Some(second))),
+            None => f(first, None),
+        })
     }
 
     /// Releases fetched parameters, or retains them for their next use.
@@ -453,12 +459,30 @@ impl ZeroEngine {
             ParamsGuard::Gathered(fetch, buf) if fetch.is_kept => {
                 drop(lock_ignoring_poison(&self.retained).insert(fetch.unit, buf))
             }
-            ParamsGuard::Gathered(_, buf) => lock_ignoring_poison(&self.param_pool).give(buf),
+            ParamsGuard::Gathered(_, buf) => lock_ignoring_poison(&self.param_pool).give_back(buf),
             ParamsGuard::Shared(fetch) if fetch.is_kept => {}
             ParamsGuard::Shared(fetch) => {
                 self.shards[fetch.unit].shared_view.iter().for_each(SharedView::release_peer_pages)
             }
         }
+    }
+
+    /// Ends a pass before all of its fetches have happened. Waits for the gathers that have
+    /// started. Every fetched unit must have been released. Collective: every rank must call it at
+    /// the same point of the pass.
+    pub fn cancel_pass(&mut self) -> Result<()> {
+        self.gather_queue.clear();
+        self.pass_barrier.take().map_or(Ok(()), PendingCollective::wait)?;
+        let retained = std::mem::take(&mut *lock_ignoring_poison(&self.retained)).into_values();
+        let mut unused: Vec<Buf> = retained.collect();
+        for (_, gather) in self.pending_gathers.drain(..) {
+            unused.push(gather.wait()?);
+        }
+        unused.into_iter().for_each(|buf| lock_ignoring_poison(&self.param_pool).give_back(buf));
+        let fetched: HashSet<usize> = self.upcoming.drain(..).map(|fetch| fetch.unit).collect();
+        let views = fetched.into_iter().filter_map(|u| self.shards[u].shared_view.as_ref());
+        views.for_each(SharedView::release_peer_pages);
+        Ok(())
     }
 
     /// Starts to distribute the owners' updated shards of unit `u` to every rank that stores the
@@ -498,9 +522,9 @@ impl UnitShard {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Casts the resident parameters, which cover the flat range `resident`, to the matching
-    /// elements of the compute copy, which covers `computed`. Does nothing if no compute copy is
-    /// stored.
+    /// Casts the resident parameters to the matching elements of the compute copy. The resident
+    /// parameters cover the flat range `resident`, and the compute copy covers `computed`. Does
+    /// nothing if no compute copy is stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
         let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
@@ -522,20 +546,11 @@ impl UnitShard {
     ) -> Result<()> {
         let mut whole = lock_for_writing(values);
         // the collective must not send from the memory that it writes
-        let copy = buffers.take_copy_of_shard(
-            ops,
-            whole.view().slice(owned.start - stored.start..owned.end - stored.start),
-        );
-        let (whole, mine) = (whole.view_mut(), copy.view().slice(0..owned.len()));
-        let gathered = gather_from_owners(
-            comm,
-            ops,
-            buffers,
-            self.unit.owners,
-            self.partition.shard_lengths(),
-            whole,
-            mine,
-        );
+        let shard = whole.view().slice(owned.start - stored.start..owned.end - stored.start);
+        let copy = buffers.take_copy_of_shard(ops, shard);
+        let (owners, lengths, mine) =
+            (self.unit.owners, self.partition.shard_lengths(), copy.view().slice(0..owned.len()));
+        let gathered = buffers.gather_from_owners(comm, ops, owners, lengths, whole.view_mut(), mine);
         buffers.give_back_copy(copy);
         gathered
     }

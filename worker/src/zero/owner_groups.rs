@@ -12,7 +12,7 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
-/// What the buffers of an exchange are for, in errors.
+/// The allocation label of the buffers of an exchange, for out-of-memory errors.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
 /// Send and receive buffers that all collectives of this module reuse.
@@ -51,10 +51,93 @@ impl ExchangeBuffers {
     pub(super) fn give_back_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }
+
+    /// Gathers the owners' shards of a unit into `whole` on each owner. Collective: every rank must
+    /// call it.
+    ///
+    /// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On
+    /// ranks that do not own the unit, `owned` and `whole` are empty.
+    pub(super) fn gather_from_owners(
+        &mut self,
+        comm: &dyn Comm,
+        ops: &dyn Ops,
+        owners: OwnerRanks,
+        shard_lengths: &[usize],
+        whole: ViewMut,
+        owned: View,
+    ) -> Result<()> {
+        if owners.includes_all() {
+            return comm.all_gather(whole, owned, shard_lengths);
+        }
+        let world = comm.world();
+        let mine = owners.contains(comm.rank());
+        let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
+            (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
+        };
+        let (sent, received) = (only(&|_| owned.len()), only(&|r| shard_lengths[r]));
+        let mut send = self.reserve_send_buffer(ops, owned.dtype(), sent.iter().sum());
+        for copy in 0..send.len().checked_div(owned.len()).unwrap_or(0) {
+            ops.copy(send.slice_mut(copy * owned.len()..(copy + 1) * owned.len()), owned);
+        }
+        comm.all_to_all(whole, &received, send.as_view(), &sent)
+    }
+
+    /// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of
+    /// every partial sum. Passes the shards to `sink` in the order of the micro-batches.
+    ///
+    /// Collective: every rank must call it.
+    pub(super) fn exchange_partial_sums(
+        &mut self,
+        comm: &dyn Comm,
+        ops: &dyn Ops,
+        (unit, part): (&ParamUnit, &Partition),
+        schedule: &MicroBatchSchedule,
+        round: usize,
+        partial_sums: &MicroBatchSums,
+        sink: &mut dyn FnMut(MicroBatchRange, View),
+    ) -> Result<()> {
+        let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
+        let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
+        let owned = parts[me].len();
+        let kept: Vec<View> = partial_sums.partials().map(|(_, v)| v).collect();
+        let theirs: Vec<Vec<MicroBatchRange>> =
+            (0..world)
+                .map(|r| {
+                    if owners.contains(r) {
+                        list_group_ranges(schedule, owners, r, round)
+                    } else {
+                        Vec::new()
+                    }
+                })
+                .collect();
+        let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
+        let received: Vec<usize> = theirs.iter().map(|ranges| ranges.len() * owned).collect();
+        self.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());
+        let ExchangeBuffers { sent: send, received: buffer, .. } = self;
+        let (mut send, mut buffer) = (
+            send.view_mut().slice(0..sent.iter().sum()),
+            resize_buffer(ops, EXCHANGED, buffer, received.iter().sum()),
+        );
+        let mut end = 0;
+        for part in parts {
+            for v in &kept {
+                let part = v.slice(part.clone());
+                end += part.len();
+                ops.copy(send.slice_mut(end - part.len()..end), part);
+            }
+        }
+        comm.all_to_all(buffer.reborrow(), &received, send.as_view(), &sent)?;
+        let mut at = 0;
+        for range in theirs.into_iter().flatten() {
+            sink(range, buffer.as_view().slice(at..at + owned));
+            at += owned;
+        }
+        Ok(())
+    }
 }
 
-/// Returns `buf`. If `buf` is empty or of another type than `dtype`, first replaces it by an empty
-/// buffer of this backend.
+/// Ensures that `buf` has elements of the type `dtype`, and returns `buf`. Replaces a buffer that
+/// is empty or has another type by an empty buffer of this backend.
 fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -85,36 +168,6 @@ pub fn compute_exchange_buffer_lengths(
         most(&|round| ranks().map(|r| list_group_ranges(schedule, unit.owners, r, round).len()).sum());
     let gathered = if owners > 1 { owners * owned } else { 0 };
     (gathered, sent * unit.trained_len(), received * own_trained)
-}
-
-/// Gathers the owners' shards of a unit into `whole` on each owner. Collective: every rank must
-/// call it.
-///
-/// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On ranks
-/// that do not own the unit, `owned` and `whole` are empty.
-pub(super) fn gather_from_owners(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    buffers: &mut ExchangeBuffers,
-    owners: OwnerRanks,
-    shard_lengths: &[usize],
-    whole: ViewMut,
-    owned: View,
-) -> Result<()> {
-    if owners.includes_all() {
-        return comm.all_gather(whole, owned, shard_lengths);
-    }
-    let world = comm.world();
-    let mine = owners.contains(comm.rank());
-    let only = |counts: &dyn Fn(usize) -> usize| -> Vec<usize> {
-        (0..world).map(|r| if mine && owners.contains(r) { counts(r) } else { 0 }).collect()
-    };
-    let (sent, received) = (only(&|_| owned.len()), only(&|r| shard_lengths[r]));
-    let mut send = buffers.reserve_send_buffer(ops, owned.dtype(), sent.iter().sum());
-    for copy in 0..send.len().checked_div(owned.len()).unwrap_or(0) {
-        ops.copy(send.slice_mut(copy * owned.len()..(copy + 1) * owned.len()), owned);
-    }
-    comm.all_to_all(whole, &received, send.as_view(), &sent)
 }
 
 /// Returns the micro-batches that the group of `rank` computes in `round`.
@@ -160,52 +213,6 @@ pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     let ranges = (0..schedule.count_rounds())
         .flat_map(|round| ranks().flat_map(move |r| list_group_ranges(schedule, owners, r, round)));
     count_peak_buffers(ranges, false)
-}
-
-/// Exchanges the owners' partial sums of a unit's gradients: each owner receives its shard of every
-/// partial sum. Passes the shards to `sink` in the order of the micro-batches.
-///
-/// Collective: every rank must call it.
-pub(super) fn exchange_partial_sums(
-    comm: &dyn Comm,
-    ops: &dyn Ops,
-    buffers: &mut ExchangeBuffers,
-    (unit, part): (&ParamUnit, &Partition),
-    schedule: &MicroBatchSchedule,
-    round: usize,
-    partial_sums: &MicroBatchSums,
-    sink: &mut dyn FnMut(MicroBatchRange, View),
-) -> Result<()> {
-    let (owners, world, me) = (unit.owners, comm.world(), comm.rank());
-    let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
-    let owned = parts[me].len();
-    let kept: Vec<View> = partial_sums.partials().map(|(_, v)| v).collect();
-    let theirs: Vec<Vec<MicroBatchRange>> = (0..world)
-        .map(|r| if owners.contains(r) { list_group_ranges(schedule, owners, r, round) } else { Vec::new() })
-        .collect();
-    let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
-    let received: Vec<usize> = theirs.iter().map(|ranges| ranges.len() * owned).collect();
-    buffers.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());
-    let ExchangeBuffers { sent: send, received: buffer, .. } = buffers;
-    let (mut send, mut buffer) = (
-        send.view_mut().slice(0..sent.iter().sum()),
-        resize_buffer(ops, EXCHANGED, buffer, received.iter().sum()),
-    );
-    let mut end = 0;
-    for part in parts {
-        for v in &kept {
-            let part = v.slice(part.clone());
-            end += part.len();
-            ops.copy(send.slice_mut(end - part.len()..end), part);
-        }
-    }
-    comm.all_to_all(buffer.reborrow(), &received, send.as_view(), &sent)?;
-    let mut at = 0;
-    for range in theirs.into_iter().flatten() {
-        sink(range, buffer.as_view().slice(at..at + owned));
-        at += owned;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

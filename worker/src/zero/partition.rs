@@ -39,11 +39,6 @@ impl Partition {
     pub fn shard_lengths(&self) -> &[usize] {
         &self.counts
     }
-
-    /// Returns the number of elements of the largest shard.
-    pub fn largest_shard(&self) -> usize {
-        self.counts.iter().copied().max().unwrap_or(0)
-    }
 }
 
 /// Returns the allowed boundary nearest to element `at`, or the lower one of two that are equally

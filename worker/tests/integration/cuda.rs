@@ -85,6 +85,8 @@ fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() 
     };
     let mut muon = create_llama_train_spec(1, Precision::Fp32);
     (muon.optimizer.name, muon.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+    let mut adafactor = create_llama_train_spec(2, Precision::Fp32);
+    (adafactor.optimizer.name, adafactor.optimizer.beta1) = (OptimizerName::Adafactor, Some(0.9));
     let mut adapters = create_llama_train_spec(1, Precision::Fp32);
     let targets = LoraTargets::AllLinear;
     let lora = LoraSpec { from: None, rank: 2, alpha: 4.0, dropout: Some(0.3), rslora: false, targets };
@@ -101,6 +103,7 @@ fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() 
         ("gemma2 with dropout", with_dropout(family("gemma2"))),
         ("gemma2", family("gemma2")),
         ("muon", muon),
+        ("adafactor", adafactor),
         ("adapters", adapters),
         ("frozen in part", frozen),
     ] {
@@ -116,7 +119,13 @@ fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() 
 fn offloaded_optimizer_states_do_not_change_losses_and_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let offloads = [OffloadTarget::Cpu, OffloadTarget::Files(dir.path().join("states"))];
-    for name in [OptimizerName::Adamw, OptimizerName::Sgd, OptimizerName::Lion, OptimizerName::Muon] {
+    for name in [
+        OptimizerName::Adamw,
+        OptimizerName::Sgd,
+        OptimizerName::Lion,
+        OptimizerName::Muon,
+        OptimizerName::Adafactor,
+    ] {
         let with_offload = |stage, offload: Option<&OffloadTarget>| {
             let mut spec = create_llama_train_spec(stage, Precision::Fp32);
             spec.freeze = vec!["*.1.mlp.*".into()];

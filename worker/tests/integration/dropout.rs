@@ -172,7 +172,7 @@ fn evaluation_has_no_dropout() {
                 .trainer
                 .accumulate_gradients(&source, 0, worker::train::step::RankStepReport::default())
                 .unwrap();
-            running.trainer.evaluate(&source, 0, 3).unwrap().loss.to_bits()
+            running.trainer.evaluate(&source, 0, 3, &|| false).unwrap().unwrap().loss.to_bits()
         };
         assert_eq!(loss(0.5), loss(0.0));
     }

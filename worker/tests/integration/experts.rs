@@ -148,11 +148,11 @@ fn the_eval_loss_excludes_router_losses_and_has_the_same_bits() {
         let source = SyntheticSamples { vocab: s.model.vocab_size };
         expect_equal_on_all_ranks(run_on_ranks(world, |c| {
             let mut running = start_new_run(s, c);
-            let evaluated = running.trainer.evaluate(&source, 40, 5).unwrap().loss;
+            let evaluated = running.trainer.evaluate(&source, 40, 5, &|| false).unwrap().unwrap().loss;
             (
                 evaluated.to_bits(),
                 train_steps(&mut running, 2),
-                running.trainer.evaluate(&source, 40, 5).unwrap().loss,
+                running.trainer.evaluate(&source, 40, 5, &|| false).unwrap().unwrap().loss,
             )
         }))
     };
@@ -398,13 +398,13 @@ fn routings_over_shared_memory_have_the_bits_of_one_rank() {
 
 /// Returns code and key of the error of a placement, or `None` if the placement is valid.
 fn find_placement_error(
-    model: &dyn Model,
+    model: &Model,
     parallel: u32,
     placement: ExpertPlacement,
     world: usize,
 ) -> Option<(&'static str, String)> {
     let spec = ExpertsSpec { expert_parallel_size: parallel, placement, ..ExpertsSpec::default() };
-    let error = ExpertLayout::new(&spec, model, 2, world).err()?;
+    let error = ExpertLayout::new(&spec, model, world).err()?;
     Some((error.code().name(), error.subject().unwrap_or_default().to_owned()))
 }
 
@@ -416,7 +416,7 @@ fn an_invalid_placement_is_rejected_by_its_key() {
     let model =
         build_model(&ModelSpec { max_position_embeddings: 8, ..create_moe_model_spec("mixtral", 6, 2) }, 8)
             .unwrap();
-    let error = |parallel, placement, world| find_placement_error(model.as_ref(), parallel, placement, world);
+    let error = |parallel, placement, world| find_placement_error(&model, parallel, placement, world);
     let assert_error = |error: Option<(&'static str, String)>, (code, key): (&str, &str)| {
         assert_eq!(error.as_ref().map(|(code, key)| (*code, key.as_str())), Some((code, key)));
     };
@@ -436,10 +436,7 @@ fn an_invalid_placement_is_rejected_by_its_key() {
     assert_error(error(2, layers(2, &[0; 6]), 2), ("experts-not-in-model", "train.experts.placement"));
     let dense =
         build_model(&ModelSpec { max_position_embeddings: 8, ..create_odd_sized_model() }, 8).unwrap();
-    assert_error(
-        find_placement_error(dense.as_ref(), 2, balanced(), 2),
-        ("experts-not-in-model", "train.experts"),
-    );
+    assert_error(find_placement_error(&dense, 2, balanced(), 2), ("experts-not-in-model", "train.experts"));
     let error =
         build_model(&ModelSpec { num_experts: Some(4), ..create_odd_sized_model() }, 8).err().unwrap();
     assert!(matches!(error, ModelError::KeyWithoutEffect { key: "num_experts", family: "llama" }), "{error}");

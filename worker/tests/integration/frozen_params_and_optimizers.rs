@@ -1,12 +1,13 @@
-//! Tests of frozen parameters, parameter groups and the optimizers Lion and Muon. Results match
-//! PyTorch (tests/golden/tuned/README.md), and losses have the same bits for any number of workers
-//! and after a resume.
+//! Tests of frozen parameters, parameter groups and the optimizers Lion, Muon and Adafactor.
+//! Results match PyTorch (tests/golden/tuned/README.md), and losses have the same bits for any
+//! number of workers and after a resume.
 use crate::common::{
     golden::{self, GoldenCase, parse_golden_case, read_json},
     *,
 };
-use ckpt::{Checkpoint, TensorRole};
+use ckpt::{Checkpoint, ConvertOptions, ConvertTarget, TensorRole, convert_checkpoint};
 use jobspec::*;
+use protocol::preflight::Preflight as _;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 use worker::{
@@ -15,8 +16,18 @@ use worker::{
 };
 
 /// The directories of the golden cases.
-const TUNED_CASES: [&str; 8] =
-    ["frozen_prefix", "frozen_tied", "train_only", "head_alone", "groups", "lion", "muon", "muon_gpt2"];
+const TUNED_CASES: [&str; 10] = [
+    "frozen_prefix",
+    "frozen_tied",
+    "train_only",
+    "head_alone",
+    "groups",
+    "lion",
+    "muon",
+    "muon_gpt2",
+    "adafactor",
+    "adafactor_beta1",
+];
 
 /// Parses a JSON list of strings.
 fn parse_strings(v: &Value) -> Vec<String> {
@@ -195,13 +206,22 @@ fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() 
     }
 }
 
+/// Changes the optimizer of a `train` section to one that updates whole tensors, with every kind of
+/// state that the optimizer has.
+fn set_tensor_optimizer(spec: &mut TrainSpec, name: OptimizerName) {
+    (spec.optimizer.name, spec.optimizer.momentum) = (name, 0.95);
+    spec.optimizer.beta1 = Some(0.9);
+}
+
 #[test]
-fn muon_updates_do_not_depend_on_world_size_and_stage() {
-    for family in ["llama", "mixtral"] {
+fn updates_of_whole_tensors_do_not_depend_on_world_size_and_stage() {
+    let cases = [("llama", OptimizerName::Muon), ("mixtral", OptimizerName::Muon)];
+    let adafactor = cases.map(|(family, _)| (family, OptimizerName::Adafactor));
+    for (family, name) in cases.into_iter().chain(adafactor) {
         let spec = |stage| {
             let mut spec = create_half_frozen_spec(stage);
             spec.model.family = family.into();
-            (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
+            set_tensor_optimizer(&mut spec, name);
             spec.freeze.retain(|p| family == "llama" || !p.contains("mlp"));
             spec
         };
@@ -222,30 +242,129 @@ fn muon_updates_do_not_depend_on_world_size_and_stage() {
             if family == "mixtral" {
                 spec.experts.expert_parallel_size = parallel;
             }
-            assert_eq!(train_new_run(&spec, world, 1, 3), expected, "{family}: world {world}, stage {stage}");
+            let losses = train_new_run(&spec, world, 1, 3);
+            assert_eq!(losses, expected, "{family}, {name:?}: world {world}, stage {stage}");
         }
     }
 }
 
 #[test]
-fn a_muon_run_resumes_with_the_same_bits() {
-    let muon = |stage| {
-        let mut spec = create_half_frozen_spec(stage);
-        (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.95);
-        spec
-    };
-    let expected = train_new_run(&muon(0), 1, 1, 5).split_off(3);
-    for (from, n, to, m) in [(3, 3, 0, 2), (0, 2, 3, 4)] {
+fn runs_that_update_whole_tensors_resume_with_the_same_bits() {
+    for name in [OptimizerName::Muon, OptimizerName::Adafactor] {
+        let spec = |stage| {
+            let mut spec = create_half_frozen_spec(stage);
+            set_tensor_optimizer(&mut spec, name);
+            spec
+        };
+        assert_resumes_with_the_same_bits(&spec, &[(3, 3, 0, 2), (0, 2, 3, 4)]);
+    }
+}
+
+/// Asserts that the losses after a resume have the bits of an undisturbed run. Each item of `cases`
+/// is the stage and the number of workers before the resume, and those after the resume.
+fn assert_resumes_with_the_same_bits(spec: &dyn Fn(u8) -> TrainSpec, cases: &[(u8, usize, u8, usize)]) {
+    let expected = train_new_run(&spec(0), 1, 1, 5).split_off(3);
+    for &(from, n, to, m) in cases {
+        let (before, after) = (spec(from), spec(to));
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(n, |c| {
-            let mut running = build_trainer(&muon(from), c, 1).start_fresh();
+            let mut running = build_trainer(&before, c, 1).start_fresh();
             train_steps(&mut running, 3);
-            save_checkpoint(&mut running, &muon(from), dir.path());
+            save_checkpoint(&mut running, &before, dir.path());
         });
-        let after =
-            run_on_ranks(m, |c| train_steps(&mut resume_newest_checkpoint(&muon(to), c, dir.path()).0, 2));
+        let after = run_on_ranks(m, |c| {
+            let (mut running, notices) = resume_newest_checkpoint(&after, c, dir.path());
+            assert!(notices.is_empty(), "{notices:?}");
+            train_steps(&mut running, 2)
+        });
         assert!(after.iter().all(|a| *a == expected), "{n} workers at stage {from} to {m} at stage {to}");
     }
+}
+
+/// With Adafactor, a run that trains only matrices has no states of vectors, and the checkpoint of
+/// such a run is complete.
+#[test]
+fn an_adafactor_run_of_matrices_only_resumes_with_the_same_bits() {
+    let spec = |stage| {
+        let mut spec = create_half_frozen_spec(stage);
+        set_tensor_optimizer(&mut spec, OptimizerName::Adafactor);
+        (spec.optimizer.beta1, spec.optimizer.groups) = (None, Vec::new());
+        TrainSpec { freeze: Vec::new(), train_only: vec!["*_proj.*".into()], ..spec }
+    };
+    assert_resumes_with_the_same_bits(&spec, &[(2, 3, 3, 2)]);
+}
+
+/// The memory plan counts the states that each rank allocates, of which the means of Adafactor are
+/// on every rank that updates a part of their matrix.
+#[test]
+fn the_memory_plan_counts_the_states_of_every_optimizer() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("unused"), "the quick brown fox ".repeat(500)).unwrap();
+    for (name, label) in [
+        (OptimizerName::Adamw, None),
+        (OptimizerName::Lion, None),
+        (OptimizerName::Muon, Some("Muon matrices")),
+        (OptimizerName::Adafactor, Some("Adafactor updates")),
+    ] {
+        for (stage, world) in [(0, 2), (1, 3), (3, 4)] {
+            let mut spec = create_half_frozen_spec(stage);
+            spec.model.vocab_size = 300;
+            set_tensor_optimizer(&mut spec, name);
+            let job = create_job_spec(&spec, dir.path(), false);
+            let report = worker::TrainPreflight.check_job(&job, world as u32, 1);
+            assert!(report.errors.is_empty(), "{:?}", report.errors);
+            let allocated = run_on_ranks(world, |c| {
+                let trainer = build_trainer(&spec, c, 1).trainer;
+                let units = 0..trainer.engine.shards.len();
+                let states = units.flat_map(|u| trainer.optimizer.states(u).by_role());
+                states.map(|s| 4 * s.view().len() as u64).sum::<u64>()
+            });
+            for (estimate, allocated) in report.memory.iter().zip(allocated) {
+                let part = |name: &str| estimate.parts.iter().find(|p| p.0 == name).map(|p| p.1);
+                assert_eq!(part("optimizer states"), Some(allocated), "{name:?}, stage {stage}");
+                assert!(label.is_none_or(|label| part(label).is_some()), "{:?}", estimate.parts);
+            }
+        }
+    }
+}
+
+/// The states of Adafactor are means of rows and columns, and full second moments of vectors.
+#[test]
+fn checkpoints_of_adafactor_have_factored_states_and_do_not_convert_to_other_formats() {
+    let mut spec = create_train_spec(create_odd_sized_model(), 3, 8, 1, 11);
+    spec.optimizer.name = OptimizerName::Adafactor;
+    let dir = tempfile::tempdir().unwrap();
+    run_on_ranks(3, |c| {
+        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        train_steps(&mut running, 1);
+        save_checkpoint(&mut running, &spec, dir.path());
+    });
+    let path = dir.path().join("step-00000001");
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let shapes: BTreeMap<(TensorRole, String), Vec<u64>> =
+        checkpoint.tensors().map(|t| ((t.role, t.name), t.shape)).collect();
+    let shape = |role, name: &str| shapes.get(&(role, name.to_owned())).cloned();
+    let (matrix, vector) = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight");
+    let weight = shape(TensorRole::Weight, matrix).unwrap();
+    assert_eq!(shape(TensorRole::ExpAvgSqRow, matrix), Some(vec![weight[0]]));
+    assert_eq!(shape(TensorRole::ExpAvgSqCol, matrix), Some(vec![weight[1]]));
+    assert_eq!(shape(TensorRole::ExpAvgSqVector, matrix), None);
+    assert_eq!(shape(TensorRole::ExpAvgSqVector, vector), shape(TensorRole::Weight, vector));
+    assert_eq!(shape(TensorRole::ExpAvgSqRow, vector), None);
+    let weights = shapes.keys().filter(|(role, _)| *role == TensorRole::Weight).count();
+    let vectors = shapes.keys().filter(|(role, _)| *role == TensorRole::ExpAvgSqVector).count();
+    assert_eq!(shapes.len(), weights + vectors + 2 * (weights - vectors));
+    for target in [ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
+        let out = dir.path().join("converted");
+        let options = ConvertOptions::new(target);
+        let error = convert_checkpoint(&checkpoint, &out, &options, &mut |_, _| {}).unwrap_err();
+        assert_eq!(diagnostic::Diagnostic::from(error).code().name(), "convert-state-unsupported");
+        assert!(!out.exists());
+    }
+    let mut adamw = spec.clone();
+    adamw.optimizer.name = OptimizerName::Adamw;
+    let error = try_resume_newest_checkpoint(&adamw, create_single_rank_comm(), dir.path()).err().unwrap();
+    assert_eq!(error.code().name(), "resume-optimizer-mismatch");
 }
 
 #[test]
@@ -306,7 +425,7 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     assert_notices_match_snapshot("tuned_newly_frozen_parameter", &notices, dir.path());
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
-        let mut rest = running.trainer.optimizer.states(u).first.view().host();
+        let mut rest = running.trainer.optimizer.states(u).by_role()[0].view().host();
         for p in shard.unit.list_trained_params() {
             let mut stored = vec![0.0; p.len()];
             checkpoint.read_f32(&p.name, TensorRole::ExpAvg, 0..p.len() as u64, &mut stored).unwrap();

@@ -22,7 +22,7 @@ fn generate_between_steps(spec: &TrainSpec, world: usize, request: &GenerationRe
     let mut by_rank = run_on_ranks(world, |c| {
         let mut running = build_trainer(spec, c, 1).start_fresh();
         train_steps(&mut running, 1);
-        let tokens = running.trainer.generate(request, 1).unwrap();
+        let tokens = request.generate(&mut running.trainer, 1, &|| false).unwrap().unwrap();
         (tokens, train_steps(&mut running, 1))
     });
     assert!(by_rank.iter().skip(1).all(|(tokens, _)| tokens.is_empty()), "only rank 0 has the tokens");
@@ -73,13 +73,13 @@ fn greedy_sampling_takes_the_token_with_the_least_loss() {
         for prompt in [vec![3], vec![17, 4, 99, 0, 0], vec![8; 11]] {
             let losses = (0..131).map(|label| {
                 let source = NextTokenSample { prompt: prompt.clone(), label };
-                running.trainer.evaluate(&source, 0, 1).unwrap().loss
+                running.trainer.evaluate(&source, 0, 1, &|| false).unwrap().unwrap().loss
             });
             let losses: Vec<f64> = losses.collect();
             let least = (0..131).min_by(|a, b| losses[*a].total_cmp(&losses[*b])).unwrap();
             let request = GenerationRequest::new(prompt.clone(), 1, 0.0, 7);
             assert_eq!(
-                running.trainer.generate(&request, 0).unwrap(),
+                request.generate(&mut running.trainer, 0, &|| false).unwrap().unwrap(),
                 [least as u32],
                 "{family}: {prompt:?}"
             );

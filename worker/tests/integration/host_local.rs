@@ -5,7 +5,6 @@ use jobspec::*;
 use std::path::{Path, PathBuf};
 use worker::{
     checkpoint::{
-        mapping::build_checkpoint_model_spec,
         resume::{CheckpointDirs, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::{StorageTopology, detect_topology},
@@ -55,20 +54,8 @@ fn resume_train_and_save(
                 Some(resumed) => ready.start_at(resumed.cursor),
                 None => ready.start_fresh(),
             };
-        let units = running.trainer.engine.clone_units();
-        let metadata = RunMetadata {
-            model: build_checkpoint_model_spec(
-                running.trainer.model.as_ref(),
-                &units,
-                running.train_spec(),
-                0,
-            ),
-            tokenizer: Vec::new(),
-            job: job.clone(),
-            data_digest: SYNTHETIC_DATA_DIGEST.into(),
-            rng_generation: 0,
-            rng_decision: serde_json::Value::Null,
-        };
+        let (trainer, train, digest) = (&running.trainer, running.train_spec(), SYNTHETIC_DATA_DIGEST.into());
+        let metadata = RunMetadata::new(trainer, train, &job, digest, (Vec::new(), 0));
         let losses = train_steps(&mut running, count);
         let mut saver = CheckpointSaver::new(root, job.checkpoint.clone(), metadata, None, layout);
         saver.begin_save(&mut running).unwrap();

@@ -1,5 +1,5 @@
 //! Integration tests of the crate `worker`, in one binary, because each binary takes long to link.
-#![allow(clippy::unwrap_used)] // a test that panics has failed
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 #[path = "../../device/tests/emulated_gpu/call_counts.rs"]
 mod call_counts;
@@ -22,6 +22,7 @@ mod generation;
 mod golden_families;
 mod golden_llama;
 mod host_local;
+mod interruption;
 mod lora;
 mod master_weights;
 mod offload;

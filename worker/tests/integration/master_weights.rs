@@ -3,7 +3,7 @@
 //! with master weights.
 use crate::common::*;
 use ckpt::{Checkpoint, GatherOptions, TensorRole, TensorSource as _, gather_weights};
-use device::{Dtype, Ops};
+use device::{Dtype, ops::VectorOps};
 use jobspec::*;
 use protocol::preflight::Preflight;
 use std::{collections::BTreeMap, path::Path};
@@ -60,7 +60,7 @@ fn losses_without_master_weights_do_not_depend_on_world_size_stage_threads_and_r
 #[test]
 fn losses_without_master_weights_have_the_same_bits_for_every_optimizer_and_offload() {
     let dir = tempfile::tempdir().unwrap();
-    for name in [OptimizerName::Sgd, OptimizerName::Lion, OptimizerName::Muon] {
+    for name in [OptimizerName::Sgd, OptimizerName::Lion, OptimizerName::Muon, OptimizerName::Adafactor] {
         let spec = |stage| set_optimizer(create_spec_without_masters(stage), name);
         let expected = train_new_run(&spec(0), 1, 1, 4);
         assert_ne!(

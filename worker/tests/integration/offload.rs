@@ -12,7 +12,7 @@ fn create_offload_spec(stage: u8, name: OptimizerName, directory: Option<&Path>)
     spec.freeze = vec!["*.1.mlp.*".into()];
     spec.optimizer.name = name;
     if name != OptimizerName::Adamw {
-        spec.optimizer.momentum = 0.9;
+        (spec.optimizer.momentum, spec.optimizer.beta1) = (0.9, Some(0.9));
     }
     spec.zero.offload = directory.map(|directory| OffloadTarget::Files(directory.into()));
     spec
@@ -21,7 +21,7 @@ fn create_offload_spec(stage: u8, name: OptimizerName, directory: Option<&Path>)
 #[test]
 fn losses_with_optimizer_states_in_files_have_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
-    for name in [OptimizerName::Adamw, OptimizerName::Sgd, OptimizerName::Muon] {
+    for name in [OptimizerName::Adamw, OptimizerName::Sgd, OptimizerName::Muon, OptimizerName::Adafactor] {
         let expected = train_new_run(&create_offload_spec(0, name, None), 1, 1, 4);
         for (stage, world) in [(0, 2), (1, 3), (2, 4), (3, 3), (3, 1)] {
             let losses = train_new_run(&create_offload_spec(stage, name, Some(dir.path())), world, 1, 4);

@@ -7,7 +7,7 @@ use super::{
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A host as the user writes it: its name, with the login name and the port if they are written.
+/// A host as the user writes it: `name`, optionally with a login name and a port.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostAddress {
     /// The login name for SSH; `None` if the text contains none.

@@ -59,7 +59,7 @@ struct HostfileParser {
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
-    /// Parses `line`, whose number in the file is `number`, and adds the hosts that it names to
+    /// Parses the line `line` with the number `number`, and adds the hosts on the line to
     /// `self.hosts`. Empty lines and comments add no host.
     fn parse_line(&mut self, number: u32, line: &str) -> Result<(), LocatedProblem> {
         let content = line.split('#').next().unwrap_or("");

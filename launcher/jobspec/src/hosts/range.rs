@@ -33,9 +33,9 @@ pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntax
     Ok(parts)
 }
 
-/// Expands the bracketed ranges of one or several names, which are separated by commas, into all
-/// names that they stand for. The order is Slurm's: the numbers in the last brackets vary fastest.
-/// Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
+/// Expands the bracketed ranges of names, which may be several names with commas between them.
+/// Returns all names that result. The order is Slurm's: the numbers in the last brackets vary
+/// fastest. Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
 pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;

@@ -48,7 +48,7 @@ macro_rules! choices {
 }
 pub(crate) use choices;
 
-/// The keywords of an enum.
+/// Returns the value type of the keywords of an enum.
 pub(crate) fn choice<T: Choice>() -> ValueType<T> {
     let docs: Vec<String> =
         T::CHOICES.iter().map(|(.., doc)| doc.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
@@ -58,7 +58,8 @@ pub(crate) fn choice<T: Choice>() -> ValueType<T> {
     values
 }
 
-/// Keywords that stand for values. The error for another text suggests the most similar keyword.
+/// Returns the value type of keywords that stand for values. The error for another text suggests
+/// the most similar keyword.
 pub(crate) fn keywords<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
     let names: Vec<&'static str> = values.iter().map(|(name, _)| *name).collect();
     let (accepts, schema) = (format_choices(&names), json!({"enum": names}));

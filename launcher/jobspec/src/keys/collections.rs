@@ -7,14 +7,15 @@ use crate::yaml::{
 };
 use serde_json::json;
 
-/// Lists of `item`. `accepts` describes the list, such as `list of paths`. The error of a list
-/// contains the mistakes of all items.
+/// Returns the value type of lists of `item`. `accepts` describes the list, such as `list of
+/// paths`. The error of a list contains the mistakes of all items.
 pub(crate) fn list_of<T: 'static>(accepts: &'static str, item: ValueType<T>) -> ValueType<Vec<T>> {
-    list_expecting(accepts, format!("a {accepts}"), item)
+    described_list_of(accepts, format!("a {accepts}"), item)
 }
 
-/// Lists of `item`. `expected` describes the list in messages, and `accepts` in docs/job.md.
-pub(crate) fn list_expecting<T: 'static>(
+/// Returns the value type of lists of `item`. `expected` describes the list in messages, and
+/// `accepts` in docs/job.md.
+pub(crate) fn described_list_of<T: 'static>(
     accepts: &'static str,
     expected: impl Into<String>,
     item: ValueType<T>,
@@ -26,7 +27,7 @@ pub(crate) fn list_expecting<T: 'static>(
     let print = move |values: &Vec<T>| {
         Some(Printed::Line(format_list(values.iter().map(|value| printer.print_line(value)))))
     };
-    ValueType::new(accepts, schema, read, print).expecting(expected)
+    ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
 
 /// Reads a list whose items have the type `item`. `expected` describes the list in messages.
@@ -54,14 +55,14 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
     }
 }
 
-/// Pairs of `item`, written as a list. `accepts` describes the pair in docs/job.md, and `expected`
-/// in messages.
+/// Returns the value type of pairs of `item`, written as a list. `accepts` describes the pair in
+/// docs/job.md, and `expected` in messages.
 pub(crate) fn pair_of<T: Clone + 'static>(
     accepts: &'static str,
     expected: &'static str,
     item: ValueType<T>,
 ) -> ValueType<(T, T)> {
-    let list = list_expecting(accepts, expected, item).limited(
+    let list = described_list_of(accepts, expected, item).limited(
         expected,
         json!({"minItems": 2, "maxItems": 2}),
         |items| items.len() == 2,

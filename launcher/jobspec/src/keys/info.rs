@@ -123,7 +123,8 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates the rule that a key has no effect under these conditions, so the job is rejected.
+    /// Creates the rule that a key has no effect under these conditions. A job to which the rule
+    /// applies is rejected.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
@@ -160,7 +161,7 @@ impl Rule {
         self.when.iter().all(|condition| condition.key() != path)
     }
 
-    /// Returns the advice about the key `name`.
+    /// Returns the rule's advice for the user, in which `name` is the name of the key.
     pub(crate) fn format_help(&self, name: &str) -> String {
         self.help.replace("{name}", name)
     }

@@ -20,7 +20,8 @@ pub(crate) struct Key<S, T> {
     rules: &'static [Rule],
 }
 
-/// Computes a default from the section of the key, and from the values of the other keys.
+/// A function that computes a default from the section of the key, and from the values of the other
+/// keys.
 type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
 
 /// The default of a key.

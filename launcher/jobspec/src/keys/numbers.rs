@@ -31,7 +31,7 @@ impl Integer for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Integers in `range`.
+/// Returns the value type of integers in `range`.
 pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
@@ -39,7 +39,7 @@ pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     build_integer(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
 }
 
-/// Integers of `low` or more, up to the largest value of the type.
+/// Returns the value type of integers from `low` up to the largest value of the type.
 pub(crate) fn at_least<T: Integer>(low: u64) -> ValueType<T> {
     let accepts = format!("integer of {low} or more");
     let expected = match T::LARGEST {
@@ -66,7 +66,7 @@ fn build_integer<T: Integer>(
         };
         value.and_then(|n| T::try_from(n).ok()).ok_or_else(|| integer_error(&message, node))
     };
-    ValueType::of_line(accepts, schema, read, T::to_string).expecting(expected)
+    ValueType::of_line(accepts, schema, read, T::to_string).with_expected(expected)
 }
 
 /// Creates the error of a value that is not an accepted integer.
@@ -92,8 +92,8 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     }
 }
 
-/// Finite numbers for which `fits` returns true. `accepts` describes them, and `schema` has the
-/// keywords of JSON Schema for their range.
+/// Returns the value type of finite numbers for which `fits` returns true. `accepts` describes
+/// them, and `schema` has the keywords of JSON Schema for their range.
 fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {
@@ -107,31 +107,37 @@ fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> boo
     ValueType::of_line(accepts, schema, read, |x| format_number(*x))
 }
 
-/// Numbers above 0.
+/// Returns the value type of numbers above 0.
 pub(crate) fn positive_number() -> ValueType<f64> {
     number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
 }
 
-/// Numbers that are above 0 and finite as f32, because kernels compute with f32.
+/// Returns the value type of numbers that are above 0 and finite as f32, because kernels compute
+/// with f32.
 pub(crate) fn positive_float() -> ValueType<f64> {
     number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Numbers of 0 or more.
+/// Returns the value type of numbers of 0 or more.
 pub(crate) fn non_negative_number() -> ValueType<f64> {
     number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
 }
 
-/// Numbers of 0 or more that are finite as f32.
+/// Returns the value type of numbers of 0 or more that are finite as f32.
 pub(crate) fn non_negative_float() -> ValueType<f64> {
     number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Numbers from 0 to below 1.
+/// Returns the value type of numbers of 0 or less.
+pub(crate) fn non_positive_number() -> ValueType<f64> {
+    number("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
+}
+
+/// Returns the value type of numbers from 0 to below 1.
 pub(crate) fn share() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
     number("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))

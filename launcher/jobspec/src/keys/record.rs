@@ -5,7 +5,7 @@ use super::{
     names::find_nearest_name,
     schema::describe_object,
     section::Section,
-    value_type::{ReadResult, ValueType, wrong_type_error},
+    value_type::{ReadResult, ValueType, add_article, wrong_type_error},
     values::JobValues,
 };
 use crate::yaml::{
@@ -15,8 +15,9 @@ use crate::yaml::{
 };
 use diagnostic::codes::job as codes;
 
-/// Mappings with the keys of `T`. `accepts` describes them in docs/job.md, and `expected` in
-/// messages. The error of a mapping contains the mistakes of all keys.
+/// Returns the value type of mappings with the keys of `T`. `accepts` describes them in
+/// docs/job.md, and `expected` in messages. The error of a mapping contains the mistakes of all
+/// keys.
 pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
     let mut table = Vec::new();
     T::declare(&mut table);
@@ -30,7 +31,7 @@ pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'st
         value.print(&mut values);
         Some(Printed::Line(format_map(values.list_lines())))
     };
-    ValueType::new(accepts, schema, read, print).expecting(expected)
+    ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
 
 /// Reads a mapping with the keys of `T`, which are those in `table`.
@@ -43,7 +44,11 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
         if !entries.iter().any(|entry| key.has_name(&entry.key)) {
             let message = format!("has no `{}`", key.path);
             let error = ValueError::new(codes::JOB_KEY_REQUIRED, node.span, message);
-            errors.push(error.with_help(format!("add `{}`: {}", key.path, key.accepts)));
+            errors.push(error.with_help(format!(
+                "add the key `{}`, {}",
+                key.path,
+                add_article(&key.accepts)
+            )));
         }
     }
     value.fill_defaults(&unset, &JobValues::default());

@@ -3,8 +3,8 @@ use super::info::{Condition, KeyDefault, KeyInfo, list_section_keys};
 use diagnostic::Severity;
 use serde_json::{Map, Value, json};
 
-/// Describes the object of the section `section` with its inner sections: every key by all of its
-/// names. Other keys are not allowed.
+/// Builds the schema of the section `section` and its inner sections, with every key under all of
+/// its names. Other keys are not allowed.
 pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     let mut properties = Map::new();
     for key in list_section_keys(table, section) {
@@ -34,7 +34,7 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     object
 }
 
-/// Describes the value of a key, with its meaning and default.
+/// Builds the schema of a key's value, with the meaning and default of the key.
 fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     let mut schema = key.schema.clone();
     if key.default == KeyDefault::Section {
@@ -56,7 +56,7 @@ fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Describes the value of a key under its previous name, with the previous values.
+/// Builds the schema of a key's value under the previous name of the key, with the previous values.
 fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -66,8 +66,8 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Describes the rules that reject a job: if the conditions of the rule hold, the key is not
-/// allowed.
+/// Builds the schemas of the rules that reject a job: if the conditions of a rule hold, its key is
+/// not allowed.
 fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -84,7 +84,7 @@ fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
     rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
 }
 
-/// Describes jobs in which a condition holds.
+/// Builds the schema of jobs in which a condition holds.
 fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     let key = condition.key();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
@@ -109,7 +109,7 @@ fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     }
 }
 
-/// Describes jobs that do not contain a key by any of its names.
+/// Builds the schema of jobs that do not contain a key under any of its names.
 fn describe_forbidden_key(key: &KeyInfo) -> Value {
     let (section, name) = key.split_path();
     let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
@@ -136,7 +136,7 @@ fn merge_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Describes jobs that contain the key `path` with a value that `schema` describes.
+/// Builds the schema of jobs that contain the key `path` with a value that matches `schema`.
 pub(crate) fn at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,

@@ -29,7 +29,7 @@ pub(crate) trait Section: Sized {
     fn print(&self, values: &mut JobValues);
 }
 
-/// The position of a field's declaration: its section, its name and its documentation.
+/// The context of a field's declaration: its section, its name and its documentation.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) section: &'static str,
@@ -300,7 +300,7 @@ fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
     }
 }
 
-/// Returns the section of a job that does not contain it: every key has its default.
+/// Returns a section with the default of every key, for a job that does not contain the section.
 pub(crate) fn default_section<T: Section>() -> T {
     let mut decoder = JobDecoder::new(SourceMap::new("", ""), &[]);
     let mut section = T::decode(&mut decoder, &JobSection::absent(T::PATH));

@@ -9,27 +9,28 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Texts that are not empty and have no control characters, line breaks and tabs included.
+/// Returns the value type of texts that are not empty and have no control characters, line breaks
+/// and tabs included.
 pub(crate) fn text() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
-    ValueType::of_line("text", schema, read_text, |t| quote_yaml(t)).expecting("text")
+    ValueType::of_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
 }
 
-/// Any scalar as the text that the file contains, because arguments and values of variables may
-/// look like numbers. Line breaks are allowed.
+/// Returns the value type of any scalar, read as the text that the file contains, because arguments
+/// and values of variables may look like numbers. Line breaks are allowed.
 pub(crate) fn verbatim() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
-    ValueType::of_line("text", schema, read_verbatim, quote).expecting("text")
+    ValueType::of_line("text", schema, read_verbatim, quote).with_expected("text")
 }
 
-/// Paths: texts without control characters.
+/// Returns the value type of paths, which are texts without control characters.
 pub(crate) fn path() -> ValueType<PathBuf> {
     text().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Texts in a format. `pattern` is the regular expression of the format in JSON Schema, and `fits`
-/// is the exact check. `expected` describes the format in messages.
+/// Returns the value type of texts in a format. `pattern` is the regular expression of the format
+/// in JSON Schema, and `fits` is the exact check. `expected` describes the format in messages.
 pub(crate) fn formatted_text(
     accepts: &'static str,
     expected: &'static str,
@@ -41,11 +42,11 @@ pub(crate) fn formatted_text(
         let text = read_text(node)?;
         if fits(&text) { Ok(text) } else { Err(wrong_format_error(expected, node)) }
     };
-    ValueType::of_line(accepts, schema, read, |t| quote_yaml(t)).expecting(expected)
+    ValueType::of_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
 }
 
-/// Texts with placeholders such as `{run}`. A placeholder that is not in `names`, and a brace
-/// without a counterpart, are errors.
+/// Returns the value type of texts with placeholders such as `{run}`. A placeholder that is not in
+/// `names`, and a brace without a counterpart, are errors.
 pub(crate) fn template(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));

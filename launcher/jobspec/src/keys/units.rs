@@ -8,26 +8,28 @@ use crate::yaml::{
 use serde_json::json;
 use std::ops::RangeInclusive;
 
-/// Durations, in milliseconds.
+/// Returns the value type of durations, in milliseconds.
 pub(crate) fn duration() -> ValueType<u64> {
     let example = "a duration such as `500ms`, `10s`, `5m`, `2h`";
     number_with_unit("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
 }
 
-/// Durations in `range`, in milliseconds. `expected` describes them in messages.
+/// Returns the value type of durations in `range`, in milliseconds. `expected` describes the
+/// durations in messages.
 pub(crate) fn duration_in(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
     duration().limited(expected, json!({}), move |ms| range.contains(ms))
 }
 
-/// Sizes of `least` bytes or more, in bytes. `expected` describes them in messages.
+/// Returns the value type of sizes of `least` bytes or more, in bytes. `expected` describes the
+/// sizes in messages.
 pub(crate) fn size(least: u64, expected: &'static str) -> ValueType<u64> {
     let example = "a size such as `512KiB`, `100MB`, `1GiB`";
     number_with_unit("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
         .limited(expected, json!({}), move |bytes| *bytes >= least)
 }
 
-/// Texts of a number and a unit. `units` is a regular expression, and `unit` the unit that the
-/// advice for a bare number names.
+/// Returns the value type of texts that consist of a number and a unit. `units` is a regular
+/// expression, and `unit` the unit that the advice for a bare number names.
 fn number_with_unit(
     accepts: &'static str,
     expected: &'static str,
@@ -47,5 +49,5 @@ fn number_with_unit(
             _ => Err(error()),
         }
     };
-    ValueType::of_line(accepts, schema, read, move |value| print(*value)).expecting(expected)
+    ValueType::of_line(accepts, schema, read, move |value| print(*value)).with_expected(expected)
 }

@@ -66,13 +66,14 @@ impl<T: 'static> ValueType<T> {
         }
     }
 
-    /// Sets the description in messages.
-    pub(crate) fn expecting(mut self, expected: impl Into<String>) -> Self {
+    /// Sets the phrase by which messages describe the accepted values, such as `a list of paths`.
+    pub(crate) fn with_expected(mut self, expected: impl Into<String>) -> Self {
         self.expected = expected.into();
         self
     }
 
-    /// Sets the description in docs/job.md and in the errors of the whole value.
+    /// Sets the phrase that describes the accepted values in docs/job.md and in the errors of the
+    /// whole value.
     pub(crate) fn described_as(self, accepts: &'static str) -> Self {
         let expected = add_article(accepts);
         let message = expected.clone();
@@ -81,7 +82,8 @@ impl<T: 'static> ValueType<T> {
         ValueType { read, print, accepts: accepts.to_owned(), expected, schema }
     }
 
-    /// Sets the description in docs/job.md, but not that of messages.
+    /// Sets the phrase that describes the accepted values in docs/job.md, and keeps the phrase of
+    /// messages.
     pub(crate) fn documented_as(mut self, accepts: &str) -> Self {
         accepts.clone_into(&mut self.accepts);
         self
@@ -182,21 +184,20 @@ macro_rules! in_variant {
     ($values:expr, $variant:path) => {
         $values.convert($variant, |value| match value {
             $variant(inner) => Some(inner.clone()),
-            #[allow(unreachable_patterns)]
             _ => None,
         })
     };
 }
 pub(crate) use in_variant;
 
-/// Lists keywords and a description, as "`a`, `b` or text".
+/// Joins keywords and the description of other accepted values, as "`a`, `b` or text".
 fn join_choices(keywords: &[&str], last: &str) -> String {
     let quoted: Vec<String> = keywords.iter().map(|name| format!("`{name}`")).collect();
     format!("{} or {last}", quoted.join(", "))
 }
 
 /// Puts an article before a noun, but not before a quoted keyword.
-fn add_article(noun: &str) -> String {
+pub(super) fn add_article(noun: &str) -> String {
     match noun.chars().next() {
         Some('`') | None => noun.to_owned(),
         Some('a' | 'e' | 'i' | 'o' | 'u') => format!("an {noun}"),

@@ -49,7 +49,7 @@ impl JobValues {
         self.get(path).and_then(parse_default).map(|node| node.raw)
     }
 
-    /// Returns whether all conditions of a rule hold.
+    /// Returns whether a rule applies to the job, because all of the rule's conditions hold.
     pub(crate) fn meets(&self, rule: &Rule) -> bool {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
     }

@@ -33,24 +33,22 @@ section! {
         template(&["name"]).convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned())),
         "runs/{name}/checkpoints",
     ).ignores_section_rules().rules(DIRECTORY_RULES);
-    /// The steps or time between checkpoints.
+    /// The number of steps, or the time, between checkpoints.
     pub every: SaveInterval = Key::new(save_interval(), "100").reloadable();
     /// The number of newest complete checkpoints that are kept; 0 keeps all.
     pub keep: u32 = Key::new(at_least(0), "3");
-    /// Write while training continues.
+    /// Write checkpoints while training continues.
     ///
     /// Otherwise training waits for the write.
     pub r#async: bool = Key::new(boolean(), "true");
-    /// Write XOR parity.
-    ///
-    /// One missing or damaged shard can be rebuilt from it.
+    /// Write XOR parity, from which one lost or damaged shard can be rebuilt.
     pub parity: bool = Key::new(boolean(), "false");
     /// Reject hosts that do not share `dir`.
     ///
     /// Otherwise each host keeps the shards of its ranks in its own directory.
     #[serde(default)]
     pub require_shared: bool = Key::new(boolean(), "false");
-    /// At the end write the weights as a Hugging Face directory (bf16).
+    /// At the end of the run, write the weights as a Hugging Face directory in bf16.
     pub gather_16bit_weights_on_model_save: bool = Key::new(boolean(), "true").aliases(&[
         "stage3_gather_16bit_weights_on_model_save",
         "stage3_gather_fp16_weights_on_model_save",
@@ -59,7 +57,9 @@ section! {
 
 /// The advice for a key of `checkpoint` in a job with a program.
 const REMOVE: &str = "remove it; the program saves its own checkpoints";
+/// The rule that a key has no effect in a job that runs a program.
 const BUILT_IN_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM]).help(REMOVE)];
+/// The rule that a key has no effect in a job that runs a program without `resume.from: auto`.
 const DIRECTORY_RULES: &[Rule] =
     &[Rule::no_effect(&[IN_PROGRAM, Condition::NoneOf("resume.from", &["auto"])])
         .text("`{key}` has no effect in a job with `run.command` without `resume.from: auto`")
@@ -78,7 +78,7 @@ pub enum SaveInterval {
     Duration(u64),
 }
 
-/// A number of steps, a duration, or `never`.
+/// Returns the value type of a number of steps, a duration, or `never`.
 fn save_interval() -> ValueType<SaveInterval> {
     let schema = json!({"anyOf": [
         {"enum": ["never"]}, at_least::<u64>(1).schema, duration().schema,
@@ -115,16 +115,17 @@ section! {
         // A program finds its checkpoints itself, unless the job has `resume.from`.
         if v.get("run.command").is_some() { ResumeFrom::Never } else { ResumeFrom::Auto }
     });
-    /// The treatment of RNG streams if the number of workers has changed.
+    /// The treatment of the RNG streams of a checkpoint.
     pub rng: RngPolicy = Key::new(choice(), "reconcile").rules(RNG_RULES);
 }
 
+/// The rule that a key has no effect in a job that runs a program without `resume.from`.
 const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("resume.from", &["never"])])
     .warning()
     .text("`{key}` has no effect without `resume.from`")
     .help("set `resume.from`, or remove the key")];
 
-/// `auto`, `never`, or the path of a checkpoint.
+/// Returns the value type of `auto`, `never`, and paths of checkpoints.
 fn resume_from() -> ValueType<ResumeFrom> {
     in_variant!(path(), ResumeFrom::Path)
         .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])
@@ -148,11 +149,12 @@ choices! {
     /// `resume.rng`: the policy for the RNG streams of a checkpoint that another number of workers
     /// wrote (docs/numerics.md).
     pub enum RngPolicy {
-        /// Ranks that are new get new streams. The other ranks keep the streams of the checkpoint.
+        /// With an unchanged number of workers, every rank keeps its streams. Otherwise, streams
+        /// that are equal on all ranks are kept, and the other streams are reseeded.
         Reconcile = "reconcile",
-        /// The run fails if the number of workers differs from that of the checkpoint.
+        /// The run fails if a stream would have to be reseeded.
         Strict = "strict",
-        /// All ranks get new streams.
+        /// All streams are reseeded.
         Reseed = "reseed",
     }
 }

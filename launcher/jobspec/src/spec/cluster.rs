@@ -5,7 +5,7 @@ use super::{
 };
 use crate::keys::{
     choice::{choice, choices, keywords},
-    collections::{list_expecting, list_of},
+    collections::{described_list_of, list_of},
     info::{Condition, Rule},
     key::Key,
     numbers::integer,
@@ -46,12 +46,12 @@ section! {
         integer(1..=MAX_HOST_COUNT).documented_as("integer of 1 or more").or_none("all"),
         "all",
     );
-    /// The workers (ranks) on each host.
+    /// The number of workers (ranks) on each host.
     pub workers_per_host: WorkersPerHost =
         Key::new(workers_per_host(), "auto").aliases(&["nproc_per_node"]);
     /// The devices of the workers.
     pub devices: DeviceSelection = Key::new(devices(), "auto");
-    /// The built-in workers that share a GPU.
+    /// The number of built-in workers that share a GPU.
     pub workers_per_gpu: u32 = Key::new(integer(1..=64), "1").rules(WORKERS_PER_GPU_RULES);
     /// The backend that transfers data between built-in workers on GPUs.
     #[serde(rename = "collectives")]
@@ -94,14 +94,17 @@ const fn only_on_gpus(when: &'static [Condition]) -> Rule {
         .help("set `cluster.devices: cuda`, or remove the key")
 }
 
+/// The rules that a key only has an effect in built-in training on GPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
-/// On CPUs, workers communicate through the host, so only `nccl` is an error.
+/// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
+/// communicate through the host, so only `nccl` is an error.
 const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus(&[IN_PROGRAM]),
     only_on_gpus(&[ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
     only_on_gpus(&[ON_CPUS]).warning(),
 ];
-/// On CPUs, workers need no CUDA library.
+/// The rules that the directories of CUDA libraries only have an effect in built-in training on
+/// GPUs.
 const LIBRARY_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS]).warning()];
 
 /// `cluster.interface`: the network interface on which a built-in worker listens for workers on
@@ -225,12 +228,13 @@ choices! {
     }
 }
 
-/// `auto`, or a number of workers.
+/// Returns the value type of `auto` and numbers of workers.
 fn workers_per_host() -> ValueType<WorkersPerHost> {
     in_variant!(integer(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
-/// Names of network interfaces, and networks as an address and a prefix length.
+/// Returns the value type of names of network interfaces, and of networks as an address and a
+/// prefix length.
 fn interface_name() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
     formatted_text(
@@ -241,7 +245,7 @@ fn interface_name() -> ValueType<String> {
     )
 }
 
-/// `auto`, `cpu`, `cuda`, or a list of different GPU numbers.
+/// Returns the value type of `auto`, `cpu`, `cuda`, and lists of different GPU numbers.
 fn devices() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
         device_keywords().schema,
@@ -254,7 +258,7 @@ fn devices() -> ValueType<DeviceSelection> {
     })
 }
 
-/// The keywords of `cluster.devices`.
+/// Returns the value type of the keywords of `cluster.devices`.
 fn device_keywords() -> ValueType<DeviceSelection> {
     keywords(vec![
         ("auto", DeviceSelection::Auto),
@@ -263,9 +267,9 @@ fn device_keywords() -> ValueType<DeviceSelection> {
     ])
 }
 
-/// Lists of GPU numbers.
+/// Returns the value type of lists of GPU numbers.
 fn gpu_numbers() -> ValueType<Vec<u32>> {
-    list_expecting("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
+    described_list_of("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
 }
 
 /// Reads `cluster.devices`.

@@ -23,7 +23,7 @@ section! {
     /// The tokenizer; `bytes` has 256 byte values and an end-of-document token.
     pub tokenizer: TokenizerSpec =
         Key::computed(tokenizer(), "`bytes`; with `model.from` its tokenizer.json", default_tokenizer);
-    /// The target tokens of a sample.
+    /// The number of target tokens of a sample.
     pub seq_len: u32 = Key::new(integer(1..=1 << 20), "256");
     /// Fill samples with several documents.
     ///
@@ -34,7 +34,7 @@ section! {
     ///
     /// `seed` determines the order.
     pub shuffle: bool = Key::new(boolean(), "true");
-    /// The share of the documents that is held out for `eval`.
+    /// The share of the text that is held out for `eval`.
     pub held_out: f64 = Key::new(share(), "0");
     /// The directory of the token caches; it can be deleted at any time.
     pub cache: PathBuf = Key::new(path(), ".launch-cache");
@@ -50,7 +50,7 @@ pub enum TokenizerSpec {
     File(PathBuf),
 }
 
-/// `bytes`, or the path of a tokenizer.json.
+/// Returns the value type of `bytes` and paths of tokenizer.json files.
 fn tokenizer() -> ValueType<TokenizerSpec> {
     in_variant!(path().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
         .or_keywords(&[("bytes", TokenizerSpec::Bytes)])

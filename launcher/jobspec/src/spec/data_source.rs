@@ -2,7 +2,7 @@
 use crate::{
     keys::{
         choice::{choice, choices},
-        collections::list_expecting,
+        collections::described_list_of,
         decoder::{JobDecoder, JobSection},
         info::{Condition, KeyDefault, KeyInfo, Rule},
         key::Key,
@@ -36,7 +36,7 @@ section! {
     ///
     /// The items are paths and globs of files, relative to the workdir.
     pub files: Vec<String> = Key::required(
-        list_expecting("list of paths and globs", "a list of files and globs", text()).not_empty(),
+        described_list_of("list of paths and globs", "a list of files and globs", text()).not_empty(),
     );
     /// The content of a record.
     pub format: RecordFormat = Key::new(choice(), "text");
@@ -53,7 +53,8 @@ section! {
         }).rules(LOSS_RULES);
 }
 
-/// Only chats have messages of an assistant.
+/// The rule that `loss_on: assistant` requires chats, because only chats have messages of an
+/// assistant.
 const LOSS_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::NoneOf("format", &["chat"]), Condition::OneOf("loss_on", &["assistant"])])
         .text("has `loss_on: assistant`, which requires `format: chat`")
@@ -105,9 +106,11 @@ const MAX_SOURCES: usize = 64;
 const FILES: &str = "train.data.files";
 const MIXTURE: &str = "train.data.mixture";
 
-/// The keys of `files` contradict a mixture.
+/// The rule that the keys of `files` contradict a mixture, whose sources have these keys
+/// themselves.
 const FILES_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::Given(MIXTURE)]).help("move the key into the sources of the mixture")];
+/// The rule [`LOSS_RULES`] for a job with `files`, whose keys are directly in `train.data`.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
@@ -191,7 +194,7 @@ fn print_source(source: &DataSource) -> Vec<(String, Printed)> {
     values.list_lines().into_iter().map(|(name, line)| (name, Printed::Line(line))).collect()
 }
 
-/// Mappings of names to data sources.
+/// Returns the value type of mappings of names to data sources.
 fn mixture() -> ValueType<Vec<DataSource>> {
     let source = record::<DataSource>("source", SOURCE).schema;
     let schema = json!({

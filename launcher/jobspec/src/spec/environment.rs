@@ -128,7 +128,7 @@ impl<S> Entry<S> for EnvironmentSources {
     }
 }
 
-/// Mappings of names to values, or to the sources of values.
+/// Returns the value type of mappings of names to values, or to the sources of values.
 fn environment_type() -> ValueType<Environment> {
     let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
     let value = json!({"anyOf": [

@@ -82,7 +82,7 @@ fn format_ranks(ranks: &BTreeMap<u32, u32>) -> String {
     format_map(ranks.iter().map(|(expert, rank)| (expert.to_string(), rank.to_string())))
 }
 
-/// Ranks within an expert-parallel group.
+/// Returns the value type of ranks within an expert-parallel group.
 fn rank_in_group() -> ValueType<u32> {
     integer(0..=1023)
 }

@@ -3,7 +3,7 @@ use crate::{
     hosts::{MAX_HOSTS, parse_hosts},
     keys::{
         choice::keywords,
-        collections::{list_expecting, list_of},
+        collections::{described_list_of, list_of},
         text::{formatted_text, path, read_text, text},
         value_type::{ReadResult, ValueType, in_variant, out_of_range_error, wrong_type_error},
     },
@@ -37,7 +37,7 @@ pub enum HostSelection {
 /// The values of `cluster.hosts` in messages.
 const HOSTS: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
 
-/// `auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`.
+/// Returns the value type of `auto`, `local`, `slurm`, lists of hosts, and `{file: hostfile}`.
 pub(crate) fn host_selection() -> ValueType<HostSelection> {
     let file = json!({"file": path().schema});
     let schema = json!({"anyOf": [
@@ -55,7 +55,7 @@ pub(crate) fn host_selection() -> ValueType<HostSelection> {
     })
 }
 
-/// The keywords of `cluster.hosts`.
+/// Returns the value type of the keywords of `cluster.hosts`.
 fn host_keywords() -> ValueType<HostSelection> {
     keywords(vec![
         ("auto", HostSelection::Auto),
@@ -70,7 +70,7 @@ fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
         YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(HOSTS, node)),
         YamlValue::List(_) => {
             let host = ValueType::of_line("host", json!({}), read_host, String::clone);
-            let hosts = list_expecting("list of hosts", HOSTS, host).read(node)?;
+            let hosts = described_list_of("list of hosts", HOSTS, host).read(node)?;
             reject_duplicate_hosts(node, &hosts)?;
             Ok(HostSelection::List(hosts))
         }
@@ -128,10 +128,11 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     Ok(())
 }
 
-/// Lists of DeepSpeed's filters. A single text is also accepted, as on DeepSpeed's command line.
+/// Returns the value type of lists of DeepSpeed's filters. A single text is also accepted, as on
+/// DeepSpeed's command line.
 pub(crate) fn filters() -> ValueType<Vec<String>> {
     let filters =
-        || list_expecting("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text());
+        || described_list_of("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text());
     let schema = json!({"anyOf": [text().schema, filters().schema]});
     let read = move |node: &YamlNode| match node.value {
         YamlValue::Text => text().read(node).map(|text| vec![text]),
@@ -140,14 +141,14 @@ pub(crate) fn filters() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Login names that [`parse_hosts`] accepts before an `@`.
+/// Returns the value type of login names that [`parse_hosts`] accepts before an `@`.
 pub(crate) fn user_name() -> ValueType<String> {
     formatted_text("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
     })
 }
 
-/// Texts that name exactly one host.
+/// Returns the value type of texts that name exactly one host.
 pub(crate) fn one_host() -> ValueType<String> {
     formatted_text("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
         parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)

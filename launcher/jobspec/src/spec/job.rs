@@ -63,12 +63,25 @@ impl JobSpec {
 /// The largest length of a job's name.
 const MAX_NAME: usize = 100;
 
-/// Names of jobs, which are safe as a component of a path.
+/// Returns the value type of names of jobs, which are safe as a component of a path.
 fn job_name() -> ValueType<String> {
     let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
     let accepts = "text: letters, digits, `.`, `_`, `-`";
     formatted_text(accepts, expected, "^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$", |name| {
-        let is_safe = name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
-        is_safe && !name.starts_with(['.', '-']) && name.len() <= MAX_NAME
+        name.chars().all(is_safe_in_path) && !name.starts_with(['.', '-']) && name.len() <= MAX_NAME
     })
+}
+
+/// Returns whether the name of a job may contain a character.
+fn is_safe_in_path(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')
+}
+
+/// Makes a valid name of a job from any text, by replacing other characters by `-`. Returns
+/// `default` if no character is left.
+pub fn make_job_name(text: &str, default: &str) -> String {
+    let safe: String =
+        text.chars().take(MAX_NAME).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();
+    let safe = safe.trim_start_matches(['.', '-']);
+    if safe.is_empty() { default.to_owned() } else { safe.to_owned() }
 }

@@ -1,6 +1,6 @@
 //! `train.lora`: low-rank adapters of the matrices of a model.
 use crate::keys::{
-    collections::list_expecting,
+    collections::described_list_of,
     info::{Condition, Rule},
     key::Key,
     numbers::{boolean, integer, positive_float, share},
@@ -19,7 +19,7 @@ section! {
     /// `None` stands for new adapters. The directory has PEFT's layout, and its path is relative to
     /// the workdir. Its `adapter_config.json` replaces all settings below except `dropout`.
     pub from: Option<PathBuf> = Key::optional(path(), "none: new adapters").ignores_section_rules();
-    /// The rank: rows of A, columns of B.
+    /// The rank, which is the number of rows of A and of columns of B.
     ///
     /// An adapter is the matrix product B·A.
     pub rank: u32 = Key::new(integer(1..=1 << 16), "8");
@@ -36,12 +36,15 @@ section! {
     pub targets: LoraTargets = Key::new(targets(), "all-linear");
 }
 
+/// The rule that a key contradicts `train.lora.from`, because adapter_config.json determines its
+/// value.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .help("remove it; adapter_config.json of the directory has {name}")];
 
-/// `all-linear`, or a list of at least one matrix name.
+/// Returns the value type of `all-linear` and lists of at least one matrix name.
 fn targets() -> ValueType<LoraTargets> {
-    let names = list_expecting("list of module names", "a list of names such as `[q_proj, v_proj]`", text());
+    let names =
+        described_list_of("list of module names", "a list of names such as `[q_proj, v_proj]`", text());
     in_variant!(names.not_empty(), LoraTargets::Names).or_keywords(&[("all-linear", LoraTargets::AllLinear)])
 }
 

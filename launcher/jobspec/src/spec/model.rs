@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 section! {
     /// The model config. Sizes and options have the names of Hugging Face's config.json.
     pub struct ModelSpec at "train.model", rules NEW_MODEL_RULES;
-    /// The directory to train, in the layout of Hugging Face.
+    /// The directory of a pretrained model, in the layout of Hugging Face.
     ///
     /// The path is relative to the workdir. `None` stands for a new model. The directory's
     /// config.json replaces the settings below, and its weights are the initial weights.
@@ -30,7 +30,7 @@ section! {
     ///
     /// The family decides the architecture.
     pub family: String = Key::new(text(), families::DEFAULT_FAMILY);
-    /// The rows of the embedding; `auto`: the vocabulary size of the tokenizer.
+    /// The number of rows of the embedding; `auto`: the vocabulary size of the tokenizer.
     ///
     /// 0 stands for `auto`.
     pub vocab_size: u32 = Key::new(size_or_auto(), "auto");
@@ -42,11 +42,11 @@ section! {
         families::INTERMEDIATE_SIZE_DEFAULT,
         |m: &ModelSpec, _| families::default_intermediate_size(&m.family, m.hidden_size),
     );
-    /// The blocks.
+    /// The number of blocks.
     pub num_hidden_layers: u32 = Key::new(integer(1..=4096), "4");
-    /// The query heads.
+    /// The number of query heads.
     pub num_attention_heads: u32 = Key::new(integer(1..=1 << 16), "4");
-    /// The key and value heads (grouped-query attention); divides `num_attention_heads`.
+    /// The number of key and value heads (grouped-query attention); divides `num_attention_heads`.
     pub num_key_value_heads: u32 =
         Key::computed(integer(1..=1 << 16), "`num_attention_heads`", |m: &ModelSpec, _| m.num_attention_heads);
     /// The width of a head.
@@ -55,10 +55,10 @@ section! {
         "`hidden_size` / `num_attention_heads`",
         |m: &ModelSpec, _| m.hidden_size / m.num_attention_heads,
     );
-    /// The experts per layer in a family with experts.
+    /// The number of experts per layer in a family with experts.
     #[serde(default)]
     pub num_experts: Option<u32> = Key::optional(integer(1..=1 << 16), "8 in a family with experts");
-    /// The experts per token; at most `num_experts`.
+    /// The number of experts per token; at most `num_experts`.
     #[serde(default)]
     pub num_experts_per_tok: Option<u32> = Key::optional(integer(1..=1 << 16), "2 in a family with experts");
     /// The width of an expert, in families that have it in addition to `intermediate_size`.
@@ -79,8 +79,10 @@ section! {
     pub initializer_range: f64 = Key::new(positive_float(), "0.02");
 }
 
+/// The rule that a key contradicts `train.model.from`, because config.json determines its value.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .help("remove it; config.json of the directory has {name}")];
+/// The rule that a key does not apply to a family with learned positions.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
 /// The advice for a key that does not apply to a family with learned positions.
@@ -94,7 +96,7 @@ impl ModelSpec {
     }
 }
 
-/// A size, or `auto`, for which the field has the value 0.
+/// Returns the value type of sizes and of `auto`, for which the field has the value 0.
 fn size_or_auto() -> ValueType<u32> {
     integer(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

@@ -2,10 +2,10 @@
 use super::param_groups::{ParamGroupSpec, betas, patterns};
 use crate::keys::{
     choice::{choice, choices},
-    collections::list_expecting,
+    collections::described_list_of,
     info::{Condition, Rule},
     key::Key,
-    numbers::{non_negative_number, positive_float, positive_number, share},
+    numbers::{non_negative_number, non_positive_number, positive_float, positive_number, share},
     record::record,
     section::section,
 };
@@ -20,12 +20,21 @@ section! {
     /// The decay rates of the moments of AdamW and Lion, also of AdamW within Muon.
     pub betas: (f64, f64) = Key::computed(betas(), BETAS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_betas())
         .rules(BETAS_RULES);
-    /// The term added to the denominator of AdamW, also of AdamW within Muon.
-    pub eps: f64 = Key::new(positive_float(), "1e-8").rules(EPS_RULES);
+    /// The term added to the denominator of AdamW, also of AdamW within Muon, and to the squared
+    /// gradient of Adafactor.
+    pub eps: f64 = Key::computed(positive_float(), EPS_DEFAULT, |o: &OptimizerSpec, _| o.name.default_eps())
+        .rules(EPS_RULES);
     /// The momentum of SGD and Muon.
     pub momentum: f64 = Key::computed(share(), MOMENTUM_DEFAULT, |o: &OptimizerSpec, _| o.name.default_momentum())
         .rules(MOMENTUM_RULES);
-    /// The weight decay, decoupled from the gradient.
+    /// The decay rate of the first moment of Adafactor.
+    pub beta1: Option<f64> = Key::optional(share(), "no first moment").rules(ADAFACTOR_RULES);
+    /// The exponent of Adafactor: the decay rate of second moments is 1 − t^`beta2_decay` in step
+    /// t.
+    pub beta2_decay: f64 = Key::new(non_positive_number(), "-0.8").aliases(&["decay_rate"]).rules(ADAFACTOR_RULES);
+    /// The largest root mean square of an update of Adafactor, as a multiple of the learning rate.
+    pub clip_threshold: f64 = Key::new(positive_number(), "1.0").rules(ADAFACTOR_RULES);
+    /// The weight decay: decoupled from the gradient, or with `sgd` added to the gradient.
     pub weight_decay: f64 = Key::new(non_negative_number(), "0.1");
     /// The parameters without weight decay.
     ///
@@ -36,7 +45,7 @@ section! {
     /// If several groups match a parameter, the first one applies.
     #[serde(default)]
     pub groups: Vec<ParamGroupSpec> = Key::new(
-        list_expecting(
+        described_list_of(
             "list of groups",
             "a list of groups such as `{match: [\"*embed*\"], lr: 1e-4}`",
             record("group", "a group such as `{match: [\"*embed*\"], lr: 1e-4}`"),
@@ -56,17 +65,27 @@ choices! {
         Lion = "lion",
         /// Muon for the matrices of layers, AdamW for all other parameters.
         Muon = "muon",
+        /// Adafactor, which stores row and column means instead of the second moments of matrices.
+        Adafactor = "adafactor",
     }
 }
 
+/// The path of the key that names the optimizer.
 const NAME: &str = "train.optimizer.name";
-/// The optimizers without decay rates of moments, without a term in the denominator, and without
-/// momentum.
-const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd"])])];
+/// The rule that rejects the key `betas` for the optimizers that do not have it.
+const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "adafactor"])])];
+/// The rule that rejects the key `eps` for the optimizers that do not have it.
 const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "lion"])])];
-const MOMENTUM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["adamw", "lion"])])];
-/// The defaults of `betas` and `momentum`, for docs/job.md.
+/// The rule that rejects the key `momentum` for the optimizers that do not have it.
+const MOMENTUM_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf(NAME, &["adamw", "lion", "adafactor"])])];
+/// The rule that optimizers other than Adafactor reject the keys of Adafactor.
+const ADAFACTOR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME, &["adafactor"])])];
+/// The defaults of `betas`, for docs/job.md.
 const BETAS_DEFAULT: &str = "[0.9, 0.95]; with `lion` [0.9, 0.99]";
+/// The defaults of `eps`, for docs/job.md.
+const EPS_DEFAULT: &str = "1e-8; with `adafactor` 1e-30";
+/// The defaults of `momentum`, for docs/job.md.
 const MOMENTUM_DEFAULT: &str = "0.9 with `sgd`, 0.95 with `muon`";
 
 impl OptimizerName {
@@ -75,12 +94,17 @@ impl OptimizerName {
         if self == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) }
     }
 
+    /// Returns the default of `eps`.
+    fn default_eps(self) -> f64 {
+        if self == OptimizerName::Adafactor { 1e-30 } else { 1e-8 }
+    }
+
     /// Returns the default momentum; 0 for an optimizer without momentum.
     fn default_momentum(self) -> f64 {
         match self {
             OptimizerName::Sgd => 0.9,
             OptimizerName::Muon => 0.95,
-            OptimizerName::Adamw | OptimizerName::Lion => 0.0,
+            OptimizerName::Adamw | OptimizerName::Lion | OptimizerName::Adafactor => 0.0,
         }
     }
 

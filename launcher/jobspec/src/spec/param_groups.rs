@@ -32,14 +32,15 @@ section! {
 
 /// The default of a key of a group.
 const UNCHANGED: &str = "the value of `train.optimizer`";
+/// The rule that a group has either `lr` or the key that scales the learning rate.
 const SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).help("keep one of them")];
 
-/// Lists of patterns of parameter names.
+/// Returns the value type of lists of patterns of parameter names.
 pub(crate) fn patterns() -> ValueType<Vec<String>> {
     list_of("list of patterns", text())
 }
 
-/// Decay rates of moments: two numbers from 0 to below 1.
+/// Returns the value type of the decay rates of moments, which are two numbers from 0 to below 1.
 pub(crate) fn betas() -> ValueType<(f64, f64)> {
     pair_of("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share())
 }

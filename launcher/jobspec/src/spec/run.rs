@@ -9,14 +9,14 @@ use crate::{
     ids::Rank,
     keys::{
         choice::{choice, choices},
-        collections::list_expecting,
+        collections::described_list_of,
         info::{Condition, Rule},
         key::Key,
         numbers::{boolean, integer},
         section::{inner, section},
         text::{path, template, text},
         units::{duration, duration_in, size},
-        value_type::in_variant,
+        value_type::{ValueType, in_variant},
     },
 };
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ section! {
     ///
     /// Each item is a name pattern. The values are never shown.
     pub pass_env: Vec<String> =
-        Key::new(list_expecting("list of patterns", "a list of patterns of names", variable_pattern()), "[]");
+        Key::new(described_list_of("list of patterns", "a list of patterns of names", variable_pattern()), "[]");
     /// The binding of workers to CPUs.
     #[serde(rename = "bind")]
     pub cpu_bind: CpuBind = Key::new(choice(), "auto").deprecated("bind");
@@ -68,6 +68,21 @@ section! {
             .or_keywords(&[("all", MinHosts::All)]),
         "all",
     );
+    /// The time without a message of a host after which the host counts as lost.
+    ///
+    /// The key applies to other hosts than that of the controller.
+    pub host_lease_ms: u64 = Key::new(lease(), "5s").rules(LEASE_RULES);
+    /// The time without a message of the controller after which a host counts the controller as
+    /// lost.
+    ///
+    /// A suspended controller is tolerated for this time.
+    pub controller_lease_ms: u64 = Key::new(lease(), "60s").rules(LEASE_RULES);
+    /// What workers do when the [controller is lost](design/processes.md#loss-of-the-controller).
+    pub on_controller_loss: Option<ControllerLossAction> =
+        Key::optional(choice(), "`stop`; with `--detach` and in Slurm `continue`");
+    /// How long workers continue without a controller before they save and stop, with
+    /// `on_controller_loss: continue`.
+    pub controller_timeout_ms: u64 = Key::new(duration(), "15m").rules(TIMEOUT_RULES);
     /// The time without progress after which the attempt fails.
     pub hang_timeout_ms: Option<u64> = Key::new(
         duration_in(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
@@ -84,7 +99,21 @@ section! {
     pub logs: LogsSpec = inner();
 }
 
+/// Returns the value type of leases: the time without messages after which the other side counts as
+/// lost. A lease is longer than the interval of heartbeats.
+fn lease() -> ValueType<u64> {
+    duration_in(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
+}
+
+/// The warning that a key has no effect without a program.
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).warning()];
+
+/// The warning that leases have no effect if the job runs on this machine only.
+const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).warning()];
+
+/// The warning that a timeout has no effect if workers stop when the controller is lost.
+const TIMEOUT_RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).warning()];
 
 section! {
     /// The settings of workers' logs and of the console.
@@ -93,14 +122,12 @@ section! {
     pub dir: String = Key::new(template(&["name", "run"]), "runs/{name}/{run}");
     /// The ranks whose output the [console](cli.md#console) shows.
     pub show: Vec<Rank> = Key::new(
-        list_expecting("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
+        described_list_of("list of integers", "a list of ranks", integer(0..=u64::from(u32::MAX) - 1)),
         "[0]",
     ).reloadable();
     /// Show `[rank N]` before each line, and deduplicate equal lines of several ranks.
     pub prefix: bool = Key::new(boolean(), "true");
-    /// The maximum size of a rank's log; at least `4KiB`.
-    ///
-    /// Output beyond this size is not stored.
+    /// The maximum size of a rank's log, at least `4KiB`; output beyond this size is not stored.
     pub max_size: u64 = Key::new(size(4096, "a size of 4KiB or more"), "1GiB");
 }
 
@@ -111,6 +138,17 @@ pub enum MinHosts {
     All,
     /// This number of hosts.
     AtLeast(u32),
+}
+
+choices! {
+    /// `run.on_controller_loss`: what an agent does when its controller is lost.
+    pub enum ControllerLossAction {
+        /// End all workers at once.
+        Stop = "stop",
+        /// Continue without a controller, until `launch attach` starts another one or
+        /// `run.controller_timeout` has passed.
+        Continue = "continue",
+    }
 }
 
 choices! {

@@ -1,7 +1,7 @@
 //! Value types of `run.command` and `run.pass_env`.
 use crate::{
     keys::{
-        collections::list_expecting,
+        collections::described_list_of,
         text::{formatted_text, verbatim},
         value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
     },
@@ -13,9 +13,9 @@ use crate::{
 use diagnostic::codes::job as codes;
 use serde_json::json;
 
-/// Lists of a program and its arguments. The items are not interpreted.
+/// Returns the value type of lists of a program and its arguments. The items are not interpreted.
 pub(crate) fn command() -> ValueType<Vec<String>> {
-    let words = || list_expecting("list of text", COMMAND, verbatim());
+    let words = || described_list_of("list of text", COMMAND, verbatim());
     let schema = json!({"type": "array", "items": verbatim().schema, "minItems": 1});
     ValueType::new("list of text", schema, read_command, move |list| words().print(list))
 }
@@ -30,7 +30,7 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
         let help = format!("write [{}]", make_excerpt(&words.join(", ")));
         return Err(wrong_type_error(COMMAND, node).with_help(help));
     }
-    let words = list_expecting("list of text", COMMAND, verbatim()).read(node)?;
+    let words = described_list_of("list of text", COMMAND, verbatim()).read(node)?;
     match words.first() {
         None => Err(out_of_range_error(COMMAND, node)),
         Some(program) if program.is_empty() => {
@@ -40,8 +40,8 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     }
 }
 
-/// Patterns of names of environment variables. A pattern consists of letters, digits, `_`, `*` for
-/// any text and `?` for any character.
+/// Returns the value type of patterns of names of environment variables. A pattern consists of
+/// letters, digits, `_`, `*` for any text and `?` for any character.
 pub(crate) fn variable_pattern() -> ValueType<String> {
     formatted_text("pattern", "a name or a pattern such as `HF_*`", "^[A-Za-z0-9_*?]{1,200}$", |pattern| {
         let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';

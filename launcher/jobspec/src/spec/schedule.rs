@@ -12,7 +12,7 @@ section! {
     pub struct ScheduleSpec at "train.schedule";
     /// The shape after the warm-up.
     pub name: ScheduleName = Key::new(choice(), "constant");
-    /// The steps of the warm-up.
+    /// The number of steps of the warm-up.
     ///
     /// The learning rate rises linearly to its highest value in these steps.
     pub warmup_steps: u64 = Key::new(at_least(0), "0").aliases(&["warmup_num_steps"]);
@@ -20,15 +20,18 @@ section! {
     pub min_lr: f64 = Key::computed(non_negative_number(), "a tenth of `optimizer.lr`", |_, v| {
         v.number("train.optimizer.lr") / 10.0
     }).rules(MIN_LR_RULES).reloadable();
-    /// The steps of the final decay of `wsd`.
+    /// The number of steps of the final decay of `wsd`.
     pub decay_steps: u64 = Key::computed(at_least(1), "a fifth of `steps` with `wsd`", |schedule: &ScheduleSpec, v| {
         let steps = v.get("train.steps").and_then(|steps| steps.parse::<u64>().ok()).unwrap_or(0);
         if schedule.name == ScheduleName::Wsd { (steps / 5).max(1) } else { 0 }
     }).rules(DECAY_RULES).reloadable();
 }
 
+/// The path of the key that names the schedule.
 const NAME: &str = "train.schedule.name";
+/// The rule that a key has no effect with a constant learning rate.
 const MIN_LR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["constant"])])];
+/// The rule that a key only has an effect with the schedule `wsd`.
 const DECAY_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME, &["wsd"])])];
 
 choices! {

@@ -29,16 +29,17 @@ choices! {
     /// What launch does when it receives a signal.
     #[serde(rename_all = "snake_case")]
     pub enum SignalAction {
-        /// Makes workers save a checkpoint, after which the run continues.
+        /// The built-in training saves a checkpoint and continues. A program that handles the
+        /// signal gets it.
         Save = "save",
-        /// Makes workers save a checkpoint, after which the run stops.
+        /// The built-in training saves a checkpoint and stops. A program gets SIGTERM.
         SaveAndStop = "save_and_stop",
-        /// Ignores the signal.
+        /// The signal has no effect.
         Ignore = "ignore",
     }
 }
 
-/// Mappings of signals to actions.
+/// Returns the value type of mappings of signals to actions.
 pub(crate) fn signals() -> ValueType<Signals> {
     let action = choice::<SignalAction>().schema;
     let schema = json!({

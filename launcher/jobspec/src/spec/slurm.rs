@@ -1,6 +1,6 @@
 //! `slurm`: the options of `launch sbatch`, including how a job is requeued at its time limit.
 use crate::keys::{
-    collections::list_expecting,
+    collections::described_list_of,
     key::Key,
     numbers::{boolean, integer},
     section::{default_section, section},
@@ -29,14 +29,16 @@ section! {
     /// The option `--mem` of each node.
     pub mem: Option<u64> = Key::optional(size(1 << 20, "a size of 1MiB or more"), "Slurm's default");
     /// Additional options of sbatch; each item is one option, `--option=value`.
-    pub extra: Vec<String> = Key::new(list_expecting("list of options", "a list of options", sbatch_option()), "[]");
-    /// The time before the limit at which the job saves and stops.
+    pub extra: Vec<String> = Key::new(described_list_of("list of options", "a list of options", sbatch_option()), "[]");
+    /// The time before the time limit at which the job saves and stops.
     #[serde(rename = "notice_ms")]
     pub signal_time_ms: u64 = Key::new(signal_time(), "120s").deprecated("notice");
     /// The maximum number of requeues after the time limit or the loss of a node.
     pub requeues: u32 = Key::new(integer(0..=10_000), "10");
     /// Copy launch's executable to `/tmp` of each node.
     pub bcast: bool = Key::new(boolean(), "false");
+    /// Let workers see the variables of the step that describe a task, such as `SLURM_PROCID`.
+    pub step_variables: bool = Key::new(boolean(), "false");
 }
 
 impl Default for SlurmSpec {
@@ -52,18 +54,18 @@ const MAX_SIGNAL_TIME: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME: u64 = 36_525 * 86_400_000;
 
-/// Durations from one minute to [`MAX_TIME`], in milliseconds.
+/// Returns the value type of durations from one minute to [`MAX_TIME`], in milliseconds.
 fn time_limit() -> ValueType<u64> {
     duration_in(60_000..=MAX_TIME, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
-/// Durations from one second to [`MAX_SIGNAL_TIME`], in milliseconds.
+/// Returns the value type of durations from one second to [`MAX_SIGNAL_TIME`], in milliseconds.
 fn signal_time() -> ValueType<u64> {
     duration_in(1000..=MAX_SIGNAL_TIME, "a duration from `1s` to `65535s`")
 }
 
-/// Names of partitions, accounts or QOS, separated by commas.
+/// Returns the value type of names of partitions, accounts or QOS, separated by commas.
 fn slurm_name() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+`";
     formatted_text("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
@@ -72,8 +74,8 @@ fn slurm_name() -> ValueType<String> {
     })
 }
 
-/// Options of sbatch, such as `--constraint=a100`. Each option becomes one line of the batch
-/// script.
+/// Returns the value type of options of sbatch, such as `--constraint=a100`. Each option becomes
+/// one line of the batch script.
 fn sbatch_option() -> ValueType<String> {
     formatted_text("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
         option.starts_with("--") && option.len() > 2 && option.len() <= 1024

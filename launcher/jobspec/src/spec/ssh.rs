@@ -25,7 +25,7 @@ section! {
     /// If this value is `None`, the keys of the SSH configuration, of the SSH agent and the default
     /// keys are used.
     pub key: Option<PathBuf> =
-        Key::optional(path(), "from the SSH configuration, then the agent, then the default keys");
+        Key::optional(path(), "from the SSH configuration, then `ssh-agent`, then the default keys");
     /// The SSH configuration to read.
     pub config: SshConfig = Key::new(ssh_config(), "default").deprecated_values(&[("usual", "default")]);
     /// The verification of host keys.
@@ -55,7 +55,7 @@ pub enum SshConfig {
     File(PathBuf),
 }
 
-/// `default`, `none`, or the path of a configuration file.
+/// Returns the value type of `default`, `none`, and paths of configuration files.
 fn ssh_config() -> ValueType<SshConfig> {
     in_variant!(path(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])

@@ -55,7 +55,7 @@ section! {
     /// Gradients with a larger norm are scaled down to this norm. `None` disables clipping.
     pub clip_norm: Option<f64> =
         Key::new(positive_float().or_none("off"), "1.0").aliases(&["gradient_clipping"]);
-    /// The total optimizer steps.
+    /// The total number of optimizer steps.
     ///
     /// Training ends after this number of steps, counted from step 0 of the first run.
     pub steps: u64 = Key::new(
@@ -101,8 +101,8 @@ section! {
     pub lora: Option<LoraSpec> = optional_inner();
 }
 
-/// Fp32 weights need no master weights, and the range of fp16 is too small for training without
-/// them.
+/// The rules that `master_weights` only applies to 16-bit precisions, and cannot be `false` with
+/// fp16. The range of fp16 is too small for training without master weights.
 const MASTER_WEIGHTS_RULES: &[Rule] = &[
     Rule::conflict(&[
         Condition::OneOf("train.precision", &["fp16"]),
@@ -115,14 +115,15 @@ const MASTER_WEIGHTS_RULES: &[Rule] = &[
         .help("remove it, or set `train.precision: bf16`"),
 ];
 
-/// A run without steps converts the weights of `model.from`.
+/// The rule that `steps` may only be 0 with `model.from`. A run without steps converts the weights
+/// of that model.
 const STEPS_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("train.model.from"), Condition::OneOf("train.steps", &["0"])])
         .code(codes::JOB_VALUE_OUT_OF_RANGE)
         .text("`{key}` must be an integer of 1 or more, or 0 with `model.from`, found 0")
         .help("")];
 
-/// Jobs that cuDNN's attention kernels do not support.
+/// The rules that reject `attention: cudnn` in jobs that cuDNN's attention kernels do not support.
 const ATTENTION_RULES: &[Rule] = &[
     Rule::conflict(&[CUDNN, ON_CPUS])
         .code(codes::JOB_REQUIRES_GPUS)
@@ -136,6 +137,7 @@ const ATTENTION_RULES: &[Rule] = &[
         .help("set `train.deterministic: false`, or use `attention: auto`"),
 ];
 
+/// The condition that the job requires attention by cuDNN.
 const CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
 /// Returns `true`, the value of switches that older stored jobs do not contain.

@@ -3,7 +3,7 @@ use super::cluster::ON_CPUS;
 use crate::{
     keys::{
         choice::choices,
-        collections::list_expecting,
+        collections::described_list_of,
         info::{Condition, Rule},
         key::Key,
         numbers::{at_least, boolean, integer, non_negative_float, positive_float},
@@ -28,7 +28,7 @@ section! {
     /// Stage 0 shards nothing, stage 1 optimizer states, stage 2 also gradients, and stage 3 also
     /// parameters.
     pub stage: u8 = Key::new(integer(0..=3), "3");
-    /// The blocks that stage 3 gathers ahead of their use.
+    /// The number of blocks that stage 3 gathers ahead of their use.
     pub prefetch: u32 = Key::new(integer(0..=64), "1");
     /// The number of elements of gathered parameters that stage 3 may keep in memory.
     ///
@@ -45,6 +45,7 @@ section! {
     ).rules(OFFLOAD_RULES);
 }
 
+/// The warning that offloading to host memory has no effect in training on CPUs.
 const OFFLOAD_RULES: &[Rule] =
     &[Rule::no_effect(&[ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
         .warning()
@@ -78,7 +79,7 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// `{optimizer: cpu}` or `{optimizer: path}`.
+/// Returns the value type of `{optimizer: cpu}` and `{optimizer: path}`.
 fn offload_target() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
@@ -132,9 +133,9 @@ impl Precision {
 section! {
     /// The dynamic loss scale of `precision: fp16`. Fields have DeepSpeed's names.
     pub struct LossScaleSpec at "train.loss_scale", rules FP16_RULES;
-    /// The initial scale is 2 to this power.
+    /// The exponent of the initial scale, a power of two.
     pub initial_scale_power: u32 = Key::new(integer(0..=32), "16");
-    /// The steps without overflow after which the scale doubles.
+    /// The number of steps without overflow after which the scale doubles.
     pub loss_scale_window: u64 = Key::new(at_least(1), "2000");
     /// The smallest scale.
     ///
@@ -142,6 +143,7 @@ section! {
     pub min_loss_scale: f64 = Key::new(positive_float(), "1");
 }
 
+/// The warning that a key only has an effect with `train.precision: fp16`.
 const FP16_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).warning()];
 
 impl Default for LossScaleSpec {
@@ -154,9 +156,9 @@ section! {
     /// The numbers of samples per step and per forward pass.
     #[derive(Copy, Eq)]
     pub struct BatchSpec at "train.batch";
-    /// The samples per optimizer step, over all workers; a multiple of `micro`.
+    /// The number of samples per optimizer step, over all workers; a multiple of `micro`.
     pub global: u32 = Key::new(integer(1..=1 << 20), "64").aliases(&["train_batch_size"]);
-    /// The samples of a forward pass.
+    /// The number of samples of a forward pass.
     ///
     /// Micro-batches are also the units of fixed-order sums (docs/numerics.md).
     pub micro: u32 = Key::new(integer(1..=1 << 16), "4").aliases(&["train_micro_batch_size_per_gpu"]);
@@ -200,7 +202,7 @@ impl CudaGraphMode {
     }
 }
 
-/// `auto`, `true` or `false`.
+/// Returns the value type of `auto`, `true` and `false`.
 pub(crate) fn cuda_graph_mode() -> ValueType<CudaGraphMode> {
     let mode = |on| if on { CudaGraphMode::Always } else { CudaGraphMode::Never };
     boolean()
@@ -228,13 +230,13 @@ choices! {
 section! {
     /// The settings of evaluations during training.
     pub struct EvalSpec at "train.eval";
-    /// The steps between evaluations; an evaluation always follows the last step.
+    /// The number of steps between evaluations; an evaluation always follows the last step.
     pub every: u64 = Key::new(at_least(1), "50").reloadable();
     /// The text for the evaluation; `[]`: the held-out share of the data.
     ///
     /// The items are paths and globs.
     pub files: Vec<String> =
-        Key::new(list_expecting("list of paths and globs", "a list of files and globs", text()), "[]");
+        Key::new(described_list_of("list of paths and globs", "a list of files and globs", text()), "[]");
     /// The maximum number of samples of an evaluation.
     pub samples: u32 = Key::new(integer(1..=1 << 20), "64");
     /// The prompt that is continued after each evaluation; `None` for no generation.

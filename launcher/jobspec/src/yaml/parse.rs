@@ -101,7 +101,7 @@ impl<'t> YamlTreeBuilder<'t> {
         }
     }
 
-    /// Converts a span of the parser, which counts characters, to a span in bytes.
+    /// Converts a span in characters, as the parser counts, to a span in bytes.
     fn to_span(&self, span: YamlSpan) -> SourceSpan {
         let (start, end) =
             (self.find_byte_offset(span.start.index()), self.find_byte_offset(span.end.index()));
@@ -223,8 +223,8 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Adds a copy of the node that has the anchor with the number `anchor`, to which an alias
-    /// refers. Fails if the node contains the alias, or if the tree exceeds a limit.
+    /// Expands an alias: adds a copy of the node with the anchor number `anchor`. Fails if the node
+    /// contains the alias, or if the tree exceeds a limit.
     fn expand_alias(&mut self, anchor: usize, span: SourceSpan) -> Result<(), ValueError> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(ValueError::new(

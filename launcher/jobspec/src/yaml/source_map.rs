@@ -1,5 +1,6 @@
 //! [`SourceMap`]: the texts that a job is read from, and the position of every key in these texts.
 use super::tree::{SourceSpan, YamlNode, YamlValue};
+use crate::secret_text::hide_secret_values;
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
@@ -117,8 +118,8 @@ impl SourceMap {
         Location::File { file: self.file().to_owned() }
     }
 
-    /// Adds the location of a diagnostic's subject, which is the path of a key, to the diagnostic.
-    /// Returns a diagnostic that already has a location unchanged.
+    /// Adds to a diagnostic the location of its subject, which must be the path of a key. Returns a
+    /// diagnostic that already has a location unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
             return diagnostic;
@@ -136,7 +137,8 @@ impl SourceMap {
     }
 
     /// Returns the location of a span. If the span has several lines, the location covers the first
-    /// line. In a text made from command-line arguments, the location is the argument.
+    /// line. In a text made from command-line arguments, the location is the argument. The text of
+    /// the location does not contain values of secret variables.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
             return Location::File { file: self.file().to_owned() };
@@ -144,18 +146,26 @@ impl SourceMap {
         match text {
             SourceText::File { name, text } => {
                 let (line, column, width, line_text) = compute_position(text, span);
-                Location::Line { file: name.clone(), line, column, width, text: line_text }
+                Location::Line {
+                    file: name.clone(),
+                    line,
+                    column,
+                    width,
+                    text: hide_secret_values(&line_text),
+                }
             }
             SourceText::CommandLine { name, arguments, .. } => {
                 let start = span.start as usize;
                 match arguments.iter().find(|argument| argument.range.contains(&start)) {
-                    Some(JobArgument { argument, .. }) => Location::Argument { text: argument.clone() },
+                    Some(JobArgument { argument, .. }) => {
+                        Location::Argument { text: hide_secret_values(argument) }
+                    }
                     None => Location::File { file: name.clone() },
                 }
             }
             SourceText::Override { text } => {
                 let (_, column, width, line_text) = compute_position(text, span);
-                Location::Override { column, width, text: line_text }
+                Location::Override { column, width, text: hide_secret_values(&line_text) }
             }
         }
     }

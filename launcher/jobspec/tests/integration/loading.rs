@@ -61,6 +61,10 @@ fn every_default_in_the_table_of_keys_is_the_default() {
                 let text = "train: {data: {files: [a.txt]}, precision: fp16}";
                 assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
             }
+            "train.optimizer.beta2_decay" | "train.optimizer.clip_threshold" => {
+                let text = "train: {data: {files: [a.txt]}, optimizer: {name: adafactor}}";
+                assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
+            }
             "train.master_weights" => {
                 let text = "train: {data: {files: [a.txt]}, precision: bf16}";
                 assert_eq!(load_text(text, &[&set]).0, load_text(text, &[]).0, "{set}");
@@ -272,6 +276,12 @@ fn settings_without_effect_on_the_result_are_warnings() {
         (train, "run.visible_devices=one", codes::JOB_KEY_HAS_NO_EFFECT),
         (train, "run.local_rank_argument=true", codes::JOB_KEY_HAS_NO_EFFECT),
         ("run: {command: [a]}", "resume.rng=strict", codes::JOB_KEY_HAS_NO_EFFECT),
+        ("cluster: {hosts: local}\nrun: {command: [a]}", "run.host_lease=9s", codes::JOB_KEY_HAS_NO_EFFECT),
+        (
+            "run: {command: [a], on_controller_loss: stop}",
+            "run.controller_timeout=1m",
+            codes::JOB_KEY_HAS_NO_EFFECT,
+        ),
     ] {
         let (_, _, warnings) = load_text(text, &[set]);
         assert_eq!(warnings.iter().map(Diagnostic::code).collect::<Vec<_>>(), [code], "{set}");

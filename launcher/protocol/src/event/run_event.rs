@@ -122,6 +122,15 @@ pub enum Event {
         /// The new values of all reloadable keys.
         values: ReloadValues,
     },
+    /// A controller took over the run after the loss of the previous one.
+    Takeover {
+        /// The host name of the machine on which the controller runs.
+        host: String,
+        /// The process id of the controller.
+        pid: u32,
+        /// The longest time for which a host had no controller, in seconds.
+        unattended_s: f64,
+    },
     /// A message for the user, after which the job continues.
     Notice {
         /// The rank that reports the message; `None` if the controller reports it.

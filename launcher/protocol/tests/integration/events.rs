@@ -57,7 +57,8 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         Some(Event::Sample { .. }) => Event::Checkpoint { step: 6, path: path(), bytes: 7, seconds: 0.5 },
         Some(Event::Checkpoint { .. }) => Event::Gather { step: 6, path: path(), bytes: 7 },
         Some(Event::Gather { .. }) => Event::Reload { step: 6, values: reload_values() },
-        Some(Event::Reload { .. }) => {
+        Some(Event::Reload { .. }) => Event::Takeover { host: "login1".into(), pid: 77, unattended_s: 12.5 },
+        Some(Event::Takeover { .. }) => {
             Event::new_diagnostic_notice(None, "line\nbreak", &example_failure().diagnostics[0])
         }
         Some(Event::Notice { .. }) => {
@@ -111,7 +112,8 @@ fn next_reason(reason: Option<&FailureReason>) -> Option<FailureReason> {
         Some(R::StartFailed { .. }) => R::AgentLost,
         Some(R::AgentLost) => R::AgentSilent { seconds: 30 },
         Some(R::AgentSilent { .. }) => R::AgentFailed { code },
-        Some(R::AgentFailed { .. }) => R::HostLost { host: "h1".into(), silent_s: None },
+        Some(R::AgentFailed { .. }) => R::ControllerSilent { seconds: 60 },
+        Some(R::ControllerSilent { .. }) => R::HostLost { host: "h1".into(), silent_s: None },
         Some(R::HostLost { .. }) => R::TooFewHosts { available: 1, required: 2 },
         Some(R::TooFewHosts { .. }) => R::Rejected { code },
         Some(R::Rejected { .. }) => R::ControllerFailed { code },

@@ -2,7 +2,10 @@
 use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use protocol::{
-    control::{ExitStatus, FromAgent, FromWorker, HostPlan, RendezvousRequest, ToAgent, ToWorker},
+    control::{
+        AttachPurpose, AttachRejection, ControllerToken, ExitStatus, FromAgent, FromWorker, HostPlan,
+        RendezvousRequest, ToAgent, ToWorker,
+    },
     exit::WorkerExit,
     failure::GpuFault,
 };
@@ -15,6 +18,16 @@ pub(crate) enum AgentInput {
     Controller(ToAgent),
     /// The connection to the controller ended or failed.
     ControllerLost,
+    /// Another controller, or a later agent of this host, has proved on a separate connection that
+    /// it has the key of the run. The answer is [`AgentAction::AcceptController`],
+    /// [`AgentAction::AcceptEviction`] or [`AgentAction::RejectRequest`].
+    AttachRequested { token: ControllerToken, purpose: AttachPurpose },
+    /// Another agent of the run is alive on the host, and obeys a later controller with this token.
+    ControllerReplaced(ControllerToken),
+    /// The agent cannot do its work, because another agent of the run is alive on the host.
+    CannotStart(Diagnostic),
+    /// The workers of this attempt can be started; an answer to [`AgentAction::PrepareWorkers`].
+    Prepared { attempt: u32 },
     /// A worker's process was started; an answer to [`AgentAction::Spawn`].
     Spawned { rank: Rank, pid: u32 },
     /// A worker's process could not be started; an answer to [`AgentAction::Spawn`].
@@ -61,6 +74,8 @@ pub(crate) enum AgentInput {
     Swept { left: Vec<i32> },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
+    /// A batch system has sent SIGTERM to the agent, because it is about to end the job.
+    Terminated,
     /// Time has passed. The state machine checks its deadlines.
     Tick,
 }
@@ -70,7 +85,16 @@ pub(crate) enum AgentInput {
 pub(crate) enum AgentAction {
     /// Send a message to the controller.
     Send(FromAgent),
-    /// Lock the host and set up the resources that the workers of this plan share.
+    /// Close the connection to the controller, after the messages so far.
+    Disconnect,
+    /// The connection that carries the present request becomes the connection to the controller.
+    AcceptController,
+    /// Keep the connection that carries the present request open until the agent exits.
+    AcceptEviction,
+    /// Answer the present request with this rejection.
+    RejectRequest(AttachRejection),
+    /// Open the logs and set up the resources that the workers of this plan share. The answer is
+    /// [`AgentInput::Prepared`] or [`AgentInput::SpawnFailed`].
     PrepareWorkers(Rc<HostPlan>),
     /// Start the worker at this index of the plan. The answer is [`AgentInput::Spawned`] or
     /// [`AgentInput::SpawnFailed`].

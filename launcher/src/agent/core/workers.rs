@@ -13,6 +13,8 @@ use std::time::Duration;
 
 /// The number of SIGKILL on Linux.
 const SIGKILL: i32 = 9;
+/// The number of SIGTERM on Linux.
+const SIGTERM: i32 = 15;
 
 impl AgentCore {
     /// Returns the ranks of the workers that were started and have not been reaped, in ascending
@@ -149,14 +151,17 @@ impl AgentCore {
     /// Returns the time at which the end of an ended worker is reported to the controller.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
-    /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL that the agent did not send, it is at least
-    /// `kill_report_delay` later.
+    /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
+    /// is at least `kill_report_delay` later.
     pub(super) fn report_due_at(&self, worker: &WorkerState) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
-        let is_sigkill = |status| matches!(status, ExitStatus::Signal(number, _) if number == SIGKILL);
-        let was_killed = worker.status.is_some_and(is_sigkill) && !worker.oom;
+        let is_of_batch_system = |status| match status {
+            ExitStatus::Signal(SIGKILL, _) => !worker.oom,
+            ExitStatus::Signal(SIGTERM, _) => !self.stop_requested,
+            _ => false,
+        };
         let output_delay = if complete { Duration::ZERO } else { FINAL_OUTPUT_TIMEOUT };
-        let is_unexpected = was_killed && self.kill_at.is_none();
+        let is_unexpected = worker.status.is_some_and(is_of_batch_system) && self.kill_at.is_none();
         let kill_delay = if is_unexpected { self.kill_report_delay } else { Duration::ZERO };
         worker.ended_at + output_delay.max(kill_delay)
     }
@@ -207,7 +212,7 @@ impl AgentCore {
         }
         self.state = AgentState::Idle;
         self.send_to_controller(FromAgent::WorkersEnded { attempt: self.attempt });
-        if self.controller_lost {
+        if self.is_ending {
             self.request_exit(1);
         }
     }

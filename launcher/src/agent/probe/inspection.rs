@@ -1,15 +1,15 @@
 //! Inspects this host for `launch check`: hardware, directories, limits and network addresses.
 use super::gpu;
-use crate::{
-    discover::{self, local::discover_local},
-    executable::hash_executable,
-};
+use crate::{discover::local::discover_local, executable::hash_executable};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit},
     statvfs::statvfs,
 };
-use protocol::probe::{DirectoryInspection, HostInspection};
+use protocol::{
+    host_name::read_host_name,
+    probe::{DirectoryInspection, HostInspection},
+};
 use std::{
     collections::BTreeMap,
     fs, io,
@@ -25,7 +25,7 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let inventory = discover_local().ok();
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let mut report = HostInspection {
-        hostname: discover::read_host_name(),
+        hostname: read_host_name(),
         arch: std::env::consts::ARCH.to_owned(),
         kernel: text("/proc/sys/kernel/osrelease").trim().to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),

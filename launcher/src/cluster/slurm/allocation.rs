@@ -12,7 +12,7 @@
 //!   and the names without the suffix describe the first group.
 use diagnostic::{Diagnostic, codes::slurm as codes};
 use jobspec::hosts;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The largest number of nodes of an allocation.
 pub(super) const MAX_NODES: usize = hosts::MAX_HOSTS;
@@ -59,15 +59,31 @@ pub(super) struct SlurmNode {
     /// The number of GPUs that the job has on the node; `None` if Slurm does not state it before a
     /// step runs.
     pub(super) gpus: Option<u32>,
-    /// Whether GPUs were requested per task (`--gpus-per-task`). A step with one task per node then
-    /// gets the GPUs of one task, unless the step requests all GPUs.
-    pub(super) gpus_by_task: bool,
+    /// Whether a step must request the GPUs of its nodes, because the job requested GPUs per task
+    /// (`--gpus-per-task`) or in total (`--gpus`). Without a request, a step with one task per node
+    /// gets the GPUs of one task, or cannot be created.
+    pub(super) requires_gpu_request: bool,
 }
 
 impl SlurmAllocation {
     /// Returns an iterator over the nodes of all groups, in order.
     pub(super) fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
+    }
+
+    /// Returns whether steps must request GPUs whose numbers the environment variables do not
+    /// state.
+    pub(super) fn lacks_gpu_counts(&self) -> bool {
+        self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
+    }
+
+    /// Sets the number of GPUs of the nodes for which it is not known. `counts` contains the nodes
+    /// with GPUs.
+    pub(super) fn set_gpu_counts(&mut self, counts: &BTreeMap<String, u32>) {
+        for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes) {
+            let count = counts.get(&node.name).copied();
+            node.gpus = node.gpus.or(count.or(node.requires_gpu_request.then_some(0)));
+        }
     }
 }
 
@@ -161,14 +177,19 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
     let in_step = get("SLURM_STEP_ID").is_some();
     let tasks = if are_requested && !in_step { counts("SLURM_TASKS_PER_NODE")? } else { None };
     let cpus = counts("SLURM_JOB_CPUS_PER_NODE")?;
-    let gpus_per_node = read_gpus_per_node(&variable);
     let gpus_per_task = variable("SLURM_GPUS_PER_TASK").and_then(|text| parse_gpu_count(&text));
+    // Slurm may give the nodes of such a job different numbers of GPUs.
+    let in_total = variable("SLURM_GPUS").is_some()
+        && variable("SLURM_GPUS_PER_NODE").is_none()
+        && gpus_per_task.is_none()
+        && names.len() > 1;
+    let gpus_per_node = if in_total { None } else { read_gpus_per_node(&variable) };
     let nodes = names.into_iter().enumerate().map(|(i, name)| {
         let tasks = tasks.as_ref().map(|tasks| tasks[i]);
         let gpus_of_tasks = tasks.zip(gpus_per_task).map(|(tasks, gpus)| tasks.saturating_mul(gpus));
         let cpus = cpus.as_ref().map_or(0, |cpus| cpus[i]);
         let gpus = gpus_of_tasks.or(gpus_per_node);
-        SlurmNode { name, tasks, cpus, gpus, gpus_by_task: gpus_of_tasks.is_some() }
+        SlurmNode { name, tasks, cpus, gpus, requires_gpu_request: in_total || gpus_of_tasks.is_some() }
     });
     Ok(SlurmNodeGroup { het, nodes: nodes.collect() })
 }

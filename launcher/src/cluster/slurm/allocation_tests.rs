@@ -72,7 +72,7 @@ fn recorded_environments_are_read() {
     );
     assert_eq!(recorded_nodes("env.gpus_per_task.7")[0], new_node_summary("h1", Some(3), 3, Some(3)));
     let by_task = read_recorded("env.gpus_per_task.7", &[]).unwrap().unwrap();
-    assert!(by_task.nodes().all(|n| n.gpus_by_task));
+    assert!(by_task.nodes().all(|n| n.requires_gpu_request));
     let het = read_recorded("env.het.12", &[]).unwrap().unwrap();
     let group = |g, name: &str, tasks, cpus| (Some(g), name.to_owned(), Some(tasks), cpus, None);
     assert_eq!(summarize_nodes(&het), [group(0, "h1", 2, 2), group(1, "h2", 1, 1), group(1, "h3", 1, 1)]);
@@ -83,7 +83,8 @@ fn recorded_environments_are_read() {
 
 #[test]
 fn the_workers_of_a_node_follow_gpus_and_tasks() {
-    let node = |tasks, gpus| SlurmNode { name: "n".into(), tasks, cpus: 4, gpus, gpus_by_task: false };
+    let node =
+        |tasks, gpus| SlurmNode { name: "n".into(), tasks, cpus: 4, gpus, requires_gpu_request: false };
     assert_eq!(node(Some(2), Some(4)).worker_count(true), Some(4));
     assert_eq!(node(Some(2), Some(4)).worker_count(false), Some(2));
     assert_eq!(node(Some(2), Some(0)).worker_count(true), Some(2));

@@ -11,7 +11,7 @@ use diagnostic::{
     Diagnostic,
     codes::{command, job as job_codes},
 };
-use jobspec::{HostSelection, JobSpec, SlurmSpec};
+use jobspec::{HostSelection, JobSpec, SlurmSpec, hide_secret_values};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -46,6 +46,13 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
         "--requeue".to_owned(),
     ];
     words.extend(set.iter().map(|set| format!("--set={set}")));
+    if let Some(hidden) = set.iter().map(|set| hide_secret_values(set)).find(|hidden| !set.contains(hidden)) {
+        let message = format!("the batch script would contain the secret of `--set {hidden}`");
+        let error = Diagnostic::error(job_codes::JOB_SECRET_IN_FILE, message)
+            .with_subject("--set")
+            .with_help("refer to the secret in the job file: `NAME: {from_file: path}`");
+        return Err(error.into());
+    }
     if let Some(set) = set.iter().find(|set| set.contains(char::is_control)) {
         let message = format!("`--set {}` contains a control character", set.escape_default());
         let error = Diagnostic::error(command::SBATCH_TEXT_UNSUPPORTED, message)
@@ -289,6 +296,24 @@ mod tests {
             assert_eq!(mistakes[0].code(), command::SBATCH_HOSTS_UNSUPPORTED, "{hosts}");
         }
         assert!(script_with_hosts("slurm").is_ok() && script_with_hosts("auto").is_ok());
+    }
+
+    #[test]
+    fn a_secret_is_not_written_to_the_batch_script() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("job.yaml");
+        fs::write(&file, "run: {command: [a]}\n").expect("written");
+        let build_with = |set: &str| {
+            let set = [set.to_owned()];
+            let source = jobspec::JobSource::File(file.clone());
+            let (job, ..) = jobspec::load_job(source, &set).expect("a job");
+            let request = SubmitRequest { job, job_file: &file, set: &set, options: &[], print: true };
+            build_batch_script(request)
+        };
+        let Err(error) = build_with("run.env.HF_TOKEN=sesame") else { panic!("accepted") };
+        let text = format!("{error:?}");
+        assert!(text.contains("HF_TOKEN=******") && !text.contains("sesame"), "{text}");
+        assert!(build_with("run.env.HF_TOKEN={from_env: A}").is_ok() && build_with("run.env.A=b").is_ok());
     }
 
     #[test]

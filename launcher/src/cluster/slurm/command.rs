@@ -1,9 +1,13 @@
 //! Runs the commands of Slurm: submits a batch script and requeues a batch job.
-use super::srun;
+use super::{allocation::expand_node_list, srun};
+use crate::cluster::batch_job::Preemption;
 use diagnostic::{Diagnostic, codes::slurm};
+use jiff::{Zoned, civil};
 use std::{
+    collections::BTreeMap,
     io::{self, Write as _},
     process::{Command, ExitStatus, Output, Stdio},
+    time::Duration,
 };
 
 /// Submits a batch script with `sbatch OPTIONS…`. Returns the id of the job, a decimal number.
@@ -33,6 +37,59 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
 pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job).stdin(Stdio::null()).output();
     check_output("scontrol requeue", output).map(drop)
+}
+
+/// Asks Slurm whether the job `job` is being preempted. Blocks.
+pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
+    Ok(parse_preemption(job, &show_job(job)?, civil::DateTime::from(Zoned::now())))
+}
+
+/// Asks Slurm for the number of GPUs that the job `job` has on each of its nodes. Nodes without
+/// GPUs have 0 GPUs or are left out. Blocks.
+pub(super) fn read_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u32>> {
+    Ok(parse_gpu_counts(&show_job(job)?))
+}
+
+/// Returns the output of `scontrol --details show job`. Blocks.
+fn show_job(job: u64) -> diagnostic::Result<String> {
+    let mut command = Command::new("scontrol");
+    command.args(["--details", "show", "job", &job.to_string()]).stdin(Stdio::null());
+    let output = check_output("scontrol show job", command.output())?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Parses the lines about nodes in the output of `scontrol --details show job`, such as
+/// `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`. Returns the number of GPUs of each
+/// node.
+fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
+    let mut counts = BTreeMap::new();
+    for line in output.lines() {
+        let field = |name: &str| line.split_whitespace().find_map(|word| word.strip_prefix(name));
+        let (Some(nodes), Some(resources)) = (field("Nodes="), field("GRES=")) else { continue };
+        // The indices of devices in parentheses may contain commas.
+        let outside: String =
+            resources.split('(').map(|part| part.rsplit(')').next().unwrap_or(part)).collect();
+        let gpus = outside.split(',').filter(|resource| resource.starts_with("gpu:"));
+        let count = gpus.filter_map(|resource| resource.rsplit(':').next()?.parse::<u32>().ok()).sum();
+        counts.extend(expand_node_list(nodes).unwrap_or_default().into_iter().map(|node| (node, count)));
+    }
+    counts
+}
+
+/// Parses the output of `scontrol show job`. Returns the preemption of the job, if the job is being
+/// preempted in its current run. `now` is the local time.
+fn parse_preemption(job: u64, output: &str, now: civil::DateTime) -> Option<Preemption> {
+    let field = |name: &str| {
+        let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=')?.parse::<civil::DateTime>().ok();
+        output.split_whitespace().find_map(value)
+    };
+    // The time remains when Slurm requeues the job.
+    let preempted = field("PreemptTime")?;
+    if field("StartTime").is_some_and(|start| preempted < start) {
+        return None;
+    }
+    let left = field("EndTime").and_then(|end| Duration::try_from(end.duration_since(now)).ok());
+    Some(Preemption { label: format!("Slurm job {job}"), time_left: left.unwrap_or_default() })
 }
 
 /// Builds the error for a command of Slurm that could not be started.
@@ -73,4 +130,32 @@ pub(super) fn check_output(command: &str, output: io::Result<Output>) -> diagnos
 /// Joins the lines of a text with ` | `, without white space at both ends.
 fn join_lines(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_are_counted_on_each_node() {
+        let output = "JobId=1 JobName=wrap\n   NumNodes=4 NumCPUs=2\n\
+                      \x20    Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3),gpu:h100:1(IDX:4)\n\
+                      \x20    Nodes=h3 CPU_IDs=0 Mem=1000 GRES=shard:4,gpu:1(IDX:0)\n\
+                      \x20    Nodes=h4 CPU_IDs=0 Mem=1000 GRES=";
+        let counts: Vec<(String, u32)> = parse_gpu_counts(output).into_iter().collect();
+        let expected = [("h1", 3), ("h2", 3), ("h3", 1), ("h4", 0)];
+        assert_eq!(counts, expected.map(|(node, count)| (node.to_owned(), count)));
+    }
+
+    #[test]
+    fn a_preemption_of_the_current_run_is_found() {
+        let now = "2026-11-24T04:59:40".parse().expect("a time");
+        let find = |text: &str| parse_preemption(7, text, now).map(|found| found.time_left.as_secs());
+        let times = "StartTime=2026-11-24T04:59:34 EndTime=2026-11-24T05:00:08";
+        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=2026-11-24T04:59:38")), Some(28));
+        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=None")), None);
+        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=2026-11-24T04:50:00")), None, "an earlier run");
+        assert_eq!(find("PreemptTime=2026-11-24T04:59:38 EndTime=2026-11-24T04:59:39"), Some(0));
+        assert_eq!(find("slurm_load_jobs error"), None);
+    }
 }

@@ -2,7 +2,6 @@
 //! only agents that hold the key of the step's invitation.
 use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
 use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
-use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
 use protocol::control::MAX_ADDRESSES;
 use std::{
     io,
@@ -16,13 +15,13 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// How many more unauthenticated connections than hosts are served simultaneously. Further
-/// connections are closed immediately.
+/// The largest number of simultaneous unauthenticated connections, in addition to one for each
+/// host. Further connections are closed immediately.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
 /// The largest number of connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
-/// The pause after accept has failed (for example because no file descriptor is free), and between
-/// two checks for nodes whose task has failed.
+/// The pause after a failed accept (for example because no file descriptor is free). Also the
+/// interval at which nodes are checked for failed tasks.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Opens a TCP listener at all IPv4 addresses of this machine and any free port. `agents` is the
@@ -84,19 +83,6 @@ async fn accept_agent(
         slot.fill(stream)?;
     }
     Ok(())
-}
-
-/// Returns the IPv4 addresses of all network interfaces of this machine that are up, without
-/// loopback.
-pub(super) fn list_local_addresses() -> Vec<IpAddr> {
-    let is_usable = |flags: InterfaceFlags| {
-        flags.contains(InterfaceFlags::IFF_UP) && !flags.contains(InterfaceFlags::IFF_LOOPBACK)
-    };
-    let interfaces = getifaddrs().into_iter().flatten().filter(|i| is_usable(i.flags));
-    let mut addresses: Vec<IpAddr> =
-        interfaces.filter_map(|i| Some(IpAddr::V4(i.address?.as_sockaddr_in()?.ip()))).collect();
-    addresses.dedup();
-    addresses
 }
 
 /// Sorts addresses of this machine by how likely agents on other nodes reach them, and removes

@@ -25,9 +25,9 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of an agent's stream is hidden from the controller while srun has not ended. If
-/// srun ends within this time, its exit status is known when the controller asks why the stream
-/// has ended.
+/// The longest delay with which the controller sees the end of an agent's stream, while srun has
+/// not ended. If srun ends within this time, its exit status is known when the controller asks why
+/// the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The controller's byte streams to and from an agent that may not have connected yet, and the
@@ -96,7 +96,7 @@ impl AgentConnectionSlot {
         Ok(true)
     }
 
-    /// Whether the agent has not connected and is still awaited.
+    /// Returns whether the agent has not connected and is still awaited.
     pub(super) fn is_waiting(&self) -> bool {
         matches!(*self.state.lock().unwrap_or_else(PoisonError::into_inner), AgentSlotState::Waiting(..))
     }

@@ -12,6 +12,7 @@ use super::{allocation::SlurmAllocation, listener, pending_agent, srun, step::Sl
 use crate::{
     cluster::transport::{AgentHandle, AgentOutput, AgentProcess, Transport},
     connection::handshake::{HandshakeKey, Invitation},
+    discover::list_addresses,
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use protocol::control::ExitStatus;
@@ -46,18 +47,18 @@ impl SlurmTransport {
 
     /// Divides the allocated nodes that `hosts` names into steps. Ignores names of other hosts.
     ///
-    /// A step holds the nodes of one heterogeneous group. If the job requests GPUs per task and the
-    /// nodes have different numbers of GPUs, each node gets a separate step.
+    /// A step holds the nodes of one heterogeneous group. If steps must request GPUs and the nodes
+    /// have different numbers of GPUs, each node gets a separate step.
     fn group_nodes_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodes> {
         let requested: HashSet<&str> = hosts.iter().map(String::as_str).collect();
         let mut steps: Vec<srun::StepNodes> = Vec::new();
         for group in &self.allocation.groups {
-            let by_task = group.nodes.iter().any(|node| node.gpus_by_task);
+            let requires_request = group.nodes.iter().any(|node| node.requires_gpu_request);
             let gpus_are_equal = group.nodes.windows(2).all(|pair| pair[0].gpus == pair[1].gpus);
-            let one_step = !by_task || gpus_are_equal;
+            let one_step = !requires_request || gpus_are_equal;
             let mut current: Option<srun::StepNodes> = None;
             for node in group.nodes.iter().filter(|node| requested.contains(node.name.as_str())) {
-                let gpus = node.gpus.filter(|_| by_task);
+                let gpus = node.gpus.filter(|_| requires_request);
                 let gpus = gpus.map(if gpus_are_equal {
                     srun::StepGpuRequest::PerNode
                 } else {
@@ -85,9 +86,9 @@ impl SlurmTransport {
         let (listener, port) = listener::open_listener(nodes.names.len()).map_err(cannot_listen)?;
         let mut ips = self.addresses.clone();
         if ips.is_empty() {
-            ips = listener::list_local_addresses();
-            // A cluster of one machine may have no other address.
-            ips.push(IpAddr::from([127, 0, 0, 1]));
+            let found = list_addresses().into_iter().filter(|a| a.address.is_ipv4() && a.interface != "lo");
+            // A cluster of one machine may have no other address than that of the loopback.
+            ips = found.map(|a| a.address).chain([IpAddr::from([127, 0, 0, 1])]).collect();
         }
         let (ips, omitted) = listener::select_addresses(ips);
         let invitation = Invitation {
@@ -167,10 +168,10 @@ mod tests {
     use super::*;
     use crate::cluster::slurm::allocation::{SlurmNode, SlurmNodeGroup};
 
-    /// Builds a node of an allocation with this number of GPUs. `gpus_by_task` states whether the
-    /// job requested GPUs per task.
-    fn build_node(name: &str, gpus: Option<u32>, gpus_by_task: bool) -> SlurmNode {
-        SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, gpus_by_task }
+    /// Builds a node of an allocation with this number of GPUs. `requires_gpu_request` states
+    /// whether the job requested GPUs per task.
+    fn build_node(name: &str, gpus: Option<u32>, requires_gpu_request: bool) -> SlurmNode {
+        SlurmNode { name: name.to_owned(), tasks: None, cpus: 0, gpus, requires_gpu_request }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::allocation::expand_node_list;
 use diagnostic::{
     Code, Diagnostic,
-    codes::{host, slurm},
+    codes::{host, run, slurm},
 };
 use std::path::PathBuf;
 
@@ -55,9 +55,20 @@ impl StepExecutable {
             return Err(Diagnostic::error(host::EXECUTABLE_REPLACED, message)
                 .with_subject(path.display().to_string()));
         }
-        let copy = bcast.then(|| format!("/tmp/launch-{job}-{}", std::process::id()));
+        let copy = bcast.then(|| draw_copy_path(job)).transpose()?;
         Ok(StepExecutable { path, copy })
     }
+}
+
+/// Returns the path to which srun copies the executable on each node. No other user can predict the
+/// path and create a file there.
+fn draw_copy_path(job: u64) -> diagnostic::Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        let message = "the system provides no random name for the copy of the executable";
+        Diagnostic::error(run::RANDOM_UNAVAILABLE, message).with_cause(&error)
+    })?;
+    Ok(format!("/tmp/launch-{job}-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
 /// Environment variables that set options of srun. The transport removes them from the environment
@@ -149,7 +160,7 @@ pub(super) fn build_arguments(nodes: &StepNodes, executable: &StepExecutable) ->
     arguments
 }
 
-/// Whether a line of srun's output is a warning that does not matter for agents.
+/// Returns whether a line of srun's output is a warning that does not matter for agents.
 pub(super) fn is_irrelevant_warning(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }

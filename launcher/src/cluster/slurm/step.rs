@@ -50,8 +50,8 @@ impl SlurmStep {
         Self::spawn_srun(arguments, invitation).map_err(|error| build_start_error("srun", &error))
     }
 
-    /// Starts srun in a separate process group, writes the invitation to its standard input, and
-    /// starts the task that forwards its output.
+    /// Starts srun in a separate process group, writes the invitation to srun's standard input, and
+    /// starts the task that forwards srun's output.
     fn spawn_srun(
         arguments: &[String],
         invitation: &Invitation,
@@ -115,7 +115,7 @@ impl SlurmStep {
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Whether the task of this node has ended with an error, according to srun.
+    /// Returns whether the task of this node has ended with an error, according to srun.
     pub(super) fn has_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }

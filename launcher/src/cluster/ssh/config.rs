@@ -438,7 +438,7 @@ mod tests {
     proptest! {
         #[test]
         fn wildcards_match_like_a_recursive_matcher(pattern in "[ab*?]{0,8}", text in "[ab]{0,8}") {
-            /// Whether the pattern `p` matches the whole text `t`.
+            /// Returns whether the pattern `p` matches the whole text `t`.
             fn matches_recursively(p: &[u8], t: &[u8]) -> bool {
                 match (p.first(), t.first()) {
                     (None, None) => true,

@@ -37,8 +37,9 @@ const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-ni
 /// How long sent data may stay unacknowledged before the kernel closes the connection, in
 /// milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
-/// How often a direct connection is tried if the server closes it before its banner, which a server
-/// does when it has too many connections. The failure of the last attempt is an error.
+/// The number of attempts to open a direct connection if the server closes the connection before
+/// its banner. A server with too many connections does so. The failure of the last attempt is an
+/// error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt to connect. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);

@@ -158,7 +158,7 @@ impl KnownHosts {
 }
 
 impl EntryHosts {
-    /// Whether the entry applies to a host, given by its name in known_hosts.
+    /// Returns whether the entry applies to a host, given by its name in known_hosts.
     fn matches_name(&self, name: &str) -> bool {
         match self {
             EntryHosts::Patterns(patterns) => matches_patterns(patterns, name),

@@ -77,7 +77,7 @@ impl RelayBuffer {
         &self.bytes[self.written..]
     }
 
-    /// Whether all bytes of the buffer were written.
+    /// Returns whether all bytes of the buffer were written.
     fn is_empty(&self) -> bool {
         self.written >= self.bytes.len()
     }

@@ -5,11 +5,11 @@ use super::{
     gpus,
     probe::ProbeResult,
 };
-use crate::{
-    cluster::{ClusterPreflight, ConnectionStage, HostTarget},
-    format::format_binary_bytes,
+use crate::cluster::{ClusterPreflight, ConnectionStage, HostTarget};
+use diagnostic::{
+    codes::{host as codes, training},
+    quantity::{format_bytes, format_count},
 };
-use diagnostic::codes::{host as codes, training};
 use jobspec::JobSpec;
 use protocol::probe::HostInspection;
 use std::collections::BTreeSet;
@@ -74,7 +74,7 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
     }
     if !probe.shell_output.is_empty() {
         let lines = probe.shell_output.lines().count();
-        let found = format!("prints {lines} {}", if lines == 1 { "line" } else { "lines" });
+        let found = format!("prints {}", format_count(lines, "line"));
         let help = "print only in interactive shells; launch ignores the text, but scp and rsync may fail";
         let warning = CheckResult::warn("login shell", codes::LOGIN_SHELL_PRINTS, found, help);
         checks.push(warning.with_field("lines", lines));
@@ -144,7 +144,7 @@ fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     let names = ["workdir", "logs", "checkpoints"];
     for (index, (name, dir)) in names.into_iter().zip(&host.dirs).enumerate() {
         let path = dir.path.display();
-        let free = format!("{} free in {path} ({})", format_binary_bytes(dir.free), dir.filesystem);
+        let free = format!("{} free in {path} ({})", format_bytes(dir.free), dir.filesystem);
         let is_missing = index == 0 && dir.path != job.run.workdir;
         checks.push(match &dir.writable {
             _ if is_missing => CheckResult::failed(
@@ -187,7 +187,7 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
         });
     }
     if let Some(limit) = host.limits.get("memlock") {
-        let found = limit.map_or("unlimited".to_owned(), format_binary_bytes);
+        let found = limit.map_or("unlimited".to_owned(), format_bytes);
         checks.push(match limit.is_some() && !host.gpus.gpus.is_empty() {
             true => CheckResult::warn(
                 "locked memory",
@@ -203,13 +203,12 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
         Some((size, _)) if size < MIN_SHM_BYTES => CheckResult::warn(
             SHM,
             codes::SHARED_MEMORY_SMALL,
-            format_binary_bytes(size),
+            format_bytes(size),
             "mount a larger tmpfs (docker: --shm-size); data loaders and NCCL need it",
         ),
-        Some((size, free)) => CheckResult::ok(
-            SHM,
-            format!("{} free of {}", format_binary_bytes(free), format_binary_bytes(size)),
-        ),
+        Some((size, free)) => {
+            CheckResult::ok(SHM, format!("{} free of {}", format_bytes(free), format_bytes(size)))
+        }
         None => CheckResult::warn(SHM, codes::SHARED_MEMORY_SMALL, "missing", "mount a tmpfs at /dev/shm"),
     });
     checks

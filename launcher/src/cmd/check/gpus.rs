@@ -1,7 +1,6 @@
 //! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
 use super::check_report::CheckResult;
-use crate::format::format_binary_bytes;
-use diagnostic::{Diagnostic, codes::host as codes};
+use diagnostic::{Diagnostic, codes::host as codes, quantity::format_bytes};
 use protocol::probe::{GpuReport, HostInspection, LibraryReport};
 
 /// Checks number, driver, libraries, memory, health and links of a host's GPUs.
@@ -210,17 +209,14 @@ fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
     const NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
     if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {
-        let found = format!(
-            "at least {} free of {}",
-            format_binary_bytes(gpu.memory_free),
-            format_binary_bytes(gpu.memory)
-        );
+        let found =
+            format!("at least {} free of {}", format_bytes(gpu.memory_free), format_bytes(gpu.memory));
         return vec![CheckResult::ok(NAME, found)];
     }
     let used = gpus.gpus.iter().enumerate().filter(|(_, g)| !g.processes.is_empty()).map(|(i, g)| {
         let processes: Vec<String> =
-            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", format_binary_bytes(*used))).collect();
-        let (free, total) = (format_binary_bytes(g.memory_free), format_binary_bytes(g.memory));
+            g.processes.iter().map(|(pid, used)| format!("{pid} ({})", format_bytes(*used))).collect();
+        let (free, total) = (format_bytes(g.memory_free), format_bytes(g.memory));
         let found = format!("GPU {i}: {free} free of {total}, used by {}", processes.join(", "));
         let help = "wait until the other processes end, or exclude the GPU with `cluster.exclude`";
         CheckResult::warn(NAME, codes::GPU_IN_USE, found, help)

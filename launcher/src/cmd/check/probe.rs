@@ -244,7 +244,8 @@ async fn request_inspection(
     ProbeTargets { dirs, cuda }: ProbeTargets,
     nonce: String,
 ) -> diagnostic::Result<(HostInspection, (f64, f64))> {
-    connection.outbox.send_message(MessagePriority::Critical, ToAgent::Hello { version: PROTOCOL_VERSION });
+    let hello = ToAgent::Hello { version: PROTOCOL_VERSION, terms: None };
+    connection.outbox.send_message(MessagePriority::Critical, hello);
     // Without a limit: the transport limits the time to connect, and ends the stream on failure.
     let version = connection.wait_for_message(None, |m| match m {
         FromAgent::Hello { version, .. } => Some(version),

@@ -1,8 +1,9 @@
 //! Formats the report of `launch check` as text and JSON.
 use super::check_report::{CheckLevel, CheckReport, CheckResult, HostReport};
-use crate::{
-    cmd::plan::format_table,
-    format::{format_binary_bytes, replace_all_control_characters},
+use crate::format::format_table;
+use diagnostic::{
+    quantity::{format_bytes, format_count},
+    terminal_text::filter_line,
 };
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -32,20 +33,19 @@ pub(super) fn render_text(report: &CheckReport) -> String {
         }
         for (host, check) in selected {
             let host = host.filter(|_| !check.names_host).map_or(String::new(), |h| format!("{h}: "));
-            _ = writeln!(text, "  {}: {host}{}", check.name, replace_all_control_characters(&check.found));
+            _ = writeln!(text, "  {}: {host}{}", check.name, filter_line(&check.found));
             if let Some(help) = &check.help {
-                _ = writeln!(text, "    help: {}", replace_all_control_characters(help));
+                _ = writeln!(text, "    help: {}", filter_line(help));
             }
         }
     }
     for check in report.checks.iter().filter(|c| c.level == CheckLevel::Ok) {
-        _ = writeln!(text, "\n{}: {}", check.name, replace_all_control_characters(&check.found));
+        _ = writeln!(text, "\n{}: {}", check.name, filter_line(&check.found));
     }
     let count = |level| checks.iter().filter(|(_, c)| c.level == level).count();
-    let plural = |n: usize, noun: &str| format!("{n} {noun}{}", if n == 1 { "" } else { "s" });
-    let hosts = plural(report.hosts.len(), "host");
-    let failed = plural(count(CheckLevel::Fail), "failed check");
-    let warnings = plural(count(CheckLevel::Warn), "warning");
+    let hosts = format_count(report.hosts.len(), "host");
+    let failed = format_count(count(CheckLevel::Fail), "failed check");
+    let warnings = format_count(count(CheckLevel::Warn), "warning");
     _ = writeln!(text, "\n{}: {hosts}, {failed}, {warnings}", report.name);
     text
 }
@@ -82,7 +82,7 @@ fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
             [one] => one.to_owned(),
             [first, .., last] => format!("{first} … {last}"),
         };
-        rows.push(vec![name.to_owned(), counts.join(", "), replace_all_control_characters(&found)]);
+        rows.push(vec![name.to_owned(), counts.join(", "), filter_line(&found)]);
     }
     rows
 }
@@ -118,10 +118,10 @@ fn format_host_row(host: &HostReport) -> Vec<String> {
     row.extend([
         format!("{} {}", inspection.version, inspection.arch),
         inspection.cpus.to_string(),
-        format_binary_bytes(inspection.memory),
+        format_bytes(inspection.memory),
         gpus,
         host.clock_skew_s.map_or("-".to_owned(), |(skew, _)| format!("{skew:+.2} s")),
-        inspection.dirs.last().map_or("-".to_owned(), |d| format_binary_bytes(d.free)),
+        inspection.dirs.last().map_or("-".to_owned(), |d| format_bytes(d.free)),
         state("ports"),
     ]);
     row

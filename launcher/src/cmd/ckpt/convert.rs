@@ -3,20 +3,21 @@
 use super::{
     gather::{self, DtypeOption},
     open::open_checkpoint,
-    output::{ProgressLine, format_count, log_line, print_result},
+    output::{log_line, report_to_json, show_progress},
 };
-use crate::{
-    cmd::option_value::{OptionValueError, parse_size},
-    format::replace_all_control_characters,
+use crate::cmd::{
+    option_value::{OptionValueError, parse_size},
+    output::{print_json, print_line},
 };
-use ckpt::{
-    ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights, format_bytes,
-};
+use ckpt::{ConvertOptions, ConvertTarget, Dtype, GatherOptions, TensorSource, UngroupedWeights};
 use clap::{Args, ValueEnum};
-use diagnostic::{Code, Diagnostic, codes::command};
+use diagnostic::{
+    Code, Diagnostic,
+    codes::command,
+    quantity::{format_bytes, format_count},
+    terminal_text::filter_line,
+};
 use globset::{Glob, GlobMatcher};
-use protocol::exit;
-use serde_json::Value;
 use std::{collections::BTreeMap, path::PathBuf};
 
 /// Arguments of `launch ckpt convert`.
@@ -28,13 +29,13 @@ pub(super) struct ConvertArgs {
     /// Directory to create
     out: PathBuf,
     /// Format to write
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "FORMAT")]
     to: TargetFormat,
-    /// ZeRO stage to write; only with `--to native` and `--to deepspeed` [default: that of the
-    /// source]
+    /// ZeRO stage to write, from 1 to 3; only with `--to native` and `--to deepspeed` [default:
+    /// that of the source, or 2]
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=3))]
     stage: Option<u8>,
-    /// World size to write for; not with `--to safetensors` [default: that of the source]
+    /// World size to write for; not with `--to safetensors` [default: that of the source, or 1]
     #[arg(
         long,
         value_name = "N",
@@ -46,8 +47,8 @@ pub(super) struct ConvertArgs {
     /// with `--to deepspeed` [default: 1000000000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     sub_group_size: Option<u64>,
-    /// Element type of the model's copies of the weights; not with `--to native` [default: that of
-    /// the source]
+    /// Element type of the weights in DeepSpeed's model files or in `safetensors`; not with `--to
+    /// native` [default: that of the source]
     #[arg(long, value_enum)]
     dtype: Option<DtypeOption>,
     /// Assign the parameters whose names match PATTERN to optimizer group N, counted from 0, if the
@@ -143,14 +144,11 @@ fn assign_groups(
         if matches.peek().is_none() {
             let examples = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
             let message = format!("the pattern `{pattern}` matches no parameter without a group");
-            return reject(
-                message,
-                &format!("such parameters are for example {}", replace_all_control_characters(&examples)),
-            );
+            return reject(message, &format!("such parameters are for example {}", filter_line(&examples)));
         }
         for name in matches {
             if let Some(other) = assigned.insert(name.clone(), rule) {
-                let (other, name) = (other.pattern.glob(), replace_all_control_characters(name));
+                let (other, name) = (other.pattern.glob(), filter_line(name));
                 let message = format!("the patterns `{other}` and `{pattern}` both match {name}");
                 let help = "use patterns that do not overlap, or one with alternatives: \
                             '{*norm*,*.bias}=1'";
@@ -230,17 +228,14 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         memory: args.memory,
         force: args.force,
     };
-    let mut progress = ProgressLine::new("converting");
-    let result =
-        ckpt::convert_checkpoint(source, &args.out, &options, |done, total| progress.update(done, total));
-    progress.clear();
-    let report = result?;
+    let report = show_progress("converting", |progress| {
+        ckpt::convert_checkpoint(source, &args.out, &options, progress)
+    })?;
     for notice in &report.notices {
-        log_line(format_args!("note: {}", replace_all_control_characters(&notice.to_string())));
+        log_line(format_args!("note: {notice}"));
     }
     if json {
-        print_result(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
-        return Ok(exit::DONE);
+        return print_json(&report_to_json(&report));
     }
     let stage = report.stage.map_or("all stages".into(), |s| format!("stage {s}"));
     let reused = match report.reused {
@@ -250,10 +245,9 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
     log_line(format_args!(
         "converted step {} for {stage} and {}: {} in {}{reused}",
         report.step,
-        format_count(report.world as usize, "rank"),
+        format_count(report.world, "rank"),
         format_bytes(report.bytes),
-        format_count(report.files as usize, "file"),
+        format_count(report.files, "file"),
     ));
-    print_result(&format!("{}\n", report.path.display()))?;
-    Ok(exit::DONE)
+    print_line(report.path.display())
 }

@@ -1,11 +1,18 @@
 //! Formats the properties and tensors of a checkpoint as text and JSON for `launch ckpt inspect`.
-use super::output::format_count;
-use crate::format::replace_all_control_characters;
+use crate::format::format_table;
 use ckpt::{
-    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight, format_bytes,
+    Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
     rng_files::rank_files::{self, StreamDigest},
 };
+use diagnostic::quantity::{format_bytes, format_count};
+use diagnostic::terminal_text::filter_line;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+
+/// Limit on the number of settings in the table of optimizer groups.
+const SETTINGS_MAX: usize = 32;
+/// Limit on the length of a setting in the table of optimizer groups, in characters.
+const CELL_CHARS_MAX: usize = 60;
 
 /// Describes a checkpoint of launch as a JSON object with the properties, shards and tensors.
 pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
@@ -42,14 +49,11 @@ fn shard_file_to_json(checkpoint: &Checkpoint, file: usize, name: &str, bytes: u
 fn format_remote_shards(checkpoint: &Checkpoint) -> Option<String> {
     let absent =
         checkpoint.shard_sizes().zip(checkpoint.local_files()).enumerate().filter(|(_, (_, here))| !**here);
-    let lines: Vec<String> = absent
-        .filter_map(|(i, ((name, _), _))| {
-            Some(format!(
-                "{name} on host {}",
-                replace_all_control_characters(&checkpoint.shard_host(i)?.to_string())
-            ))
-        })
-        .collect();
+    let line = |(i, ((name, _), _)): (usize, ((&str, u64), &bool))| {
+        let host = checkpoint.shard_host(i)?.to_string();
+        Some(format!("{name} on host {}", filter_line(&host)))
+    };
+    let lines: Vec<String> = absent.filter_map(line).collect();
     (!lines.is_empty()).then(|| lines.join(", "))
 }
 
@@ -74,6 +78,7 @@ fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
 pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
+    let bytes = checkpoint.total_shard_bytes();
     let mut lines = vec![
         ("path", checkpoint.path().display().to_string()),
         ("kind", "native".to_owned()),
@@ -82,10 +87,7 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
         ("stage", facts.stage.to_string()),
         ("tokens", facts.tokens.to_string()),
         ("family", facts.model.family.clone()),
-        (
-            "bytes",
-            format!("{} ({})", checkpoint.total_shard_bytes(), format_bytes(checkpoint.total_shard_bytes())),
-        ),
+        ("bytes", format!("{bytes} ({})", format_bytes(bytes))),
         ("program", facts.program.clone()),
     ];
     lines.extend(format_remote_shards(checkpoint).map(|shards| ("elsewhere", shards)));
@@ -102,7 +104,8 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
 pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
-    let bytes: u64 = checkpoint.files().map(|(_, bytes)| bytes).sum();
+    let bytes = sum_sizes(checkpoint.files().map(|(_, bytes)| bytes));
+    let files = format_count(checkpoint.files().count(), "file");
     let mut lines = vec![
         ("path", checkpoint.path().display().to_string()),
         ("kind", facts.kind.to_owned()),
@@ -111,14 +114,7 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
         ("step", facts.state.step.map_or("unknown".into(), |s| s.to_string())),
         ("world", facts.state.world.map_or("unknown".into(), |w| w.to_string())),
         ("stage", facts.state.stage.map_or("-".into(), |s| s.to_string())),
-        (
-            "bytes",
-            format!(
-                "{bytes} ({}) in {}",
-                format_bytes(bytes),
-                format_count(checkpoint.files().count(), "file")
-            ),
-        ),
+        ("bytes", format!("{bytes} ({}) in {files}", format_bytes(bytes))),
     ];
     lines.extend(format_role_lines(&tensors));
     lines.push(("ties", format_ties(&facts.state.ties)));
@@ -129,13 +125,8 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     }
     lines.push(("updates", format_update_counts(facts.state.steps.values())));
     lines.push(("rng files", replace_empty(facts.rng_files.join(", "), "none")));
-    lines.push((
-        "missing",
-        replace_empty(
-            facts.missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
-            "nothing",
-        ),
-    ));
+    let missing: Vec<String> = facts.missing.iter().map(ToString::to_string).collect();
+    lines.push(("missing", replace_empty(missing.join(", "), "nothing")));
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
@@ -162,7 +153,7 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
         Ok(rows) if rows.is_empty() => return String::new(),
         Ok(rows) => rows,
         Err(error) => {
-            return format!("\nRNG states: {}\n", replace_all_control_characters(&error.to_string()));
+            return format!("\nRNG states: {}\n", filter_line(&error.to_string()));
         }
     };
     let mut table = vec![["RANK", "STREAM", "DIGEST", "FILE"].map(str::to_owned).to_vec()];
@@ -171,10 +162,10 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
             s.rank.to_string(),
             s.kind.to_string(),
             s.digest.chars().take(16).collect(),
-            replace_all_control_characters(&s.file),
+            filter_line(&s.file),
         ]
     }));
-    format!("\n{}", align_columns(&table))
+    format!("\n{}", format_table(&table))
 }
 
 /// Computes the digests of a checkpoint's RNG streams from the RNG files in the checkpoint's
@@ -196,7 +187,7 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     let files: Vec<Value> =
         checkpoint.files().map(|(name, bytes)| json!({"name": name, "bytes": bytes})).collect();
     value["path"] = json!(checkpoint.path());
-    value["bytes"] = checkpoint.files().map(|(_, bytes)| bytes).sum::<u64>().into();
+    value["bytes"] = sum_sizes(checkpoint.files().map(|(_, bytes)| bytes)).into();
     value["files"] = files.into();
     value["tensors"] = checkpoint.tensors().iter().map(tensor_to_json).collect();
     value["streams"] = match read_rng_streams(checkpoint) {
@@ -205,6 +196,12 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     };
     value["config"] = checkpoint.hf_config().map_or(Value::Null, |c| Value::Object(c.clone()));
     value
+}
+
+/// Returns the sum of sizes, or the largest number if the sum is larger. Sparse files may have any
+/// size.
+fn sum_sizes(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(0, u64::saturating_add)
 }
 
 /// Describes a tensor as a JSON object with name, role, dtype, shape and size in bytes.
@@ -231,12 +228,12 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     for role in TensorRole::ALL {
         let of_role: Vec<&TensorInfo> = tensors.iter().filter(|t| t.role == role).collect();
         if !of_role.is_empty() {
-            let elements: u64 = of_role.iter().map(|t| t.element_count()).sum();
+            let elements = sum_sizes(of_role.iter().map(|t| t.element_count()));
             let mut dtypes: Vec<String> = of_role.iter().map(|t| t.dtype.to_string()).collect();
             dtypes.sort();
             dtypes.dedup();
             let (tensors, elements) =
-                (format_count(of_role.len(), "tensor"), format_count(elements as usize, "element"));
+                (format_count(of_role.len(), "tensor"), format_count(elements, "element"));
             lines.push((role.name(), format!("{tensors}, {elements}, {}", dtypes.join(" and "))));
         }
     }
@@ -246,10 +243,8 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
 /// Formats the properties in `lines`, one per line, and appends the tables of optimizer groups and
 /// tensors.
 fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
-    let mut text: String = lines
-        .iter()
-        .map(|(key, value)| format!("{key:<10}  {}\n", replace_all_control_characters(value)))
-        .collect();
+    let mut text: String =
+        lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", filter_line(value))).collect();
     for table in [format_group_table(groups), format_tensor_table(tensors)] {
         if !table.is_empty() {
             text.push('\n');
@@ -264,40 +259,39 @@ fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo
 fn format_group_table(groups: &Value) -> String {
     let groups: Vec<&Map<String, Value>> =
         groups.as_array().into_iter().flatten().filter_map(Value::as_object).collect();
-    let mut columns: Vec<&str> = Vec::new();
-    for key in groups.iter().flat_map(|g| g.keys()) {
-        // Settings that no group uses are left out.
-        let used = groups.iter().any(|g| g.get(key).is_some_and(|v| !v.is_null() && v != false));
-        if used && !columns.contains(&key.as_str()) {
+    let (mut columns, mut seen): (Vec<&str>, HashSet<&str>) = Default::default();
+    for (key, value) in groups.iter().flat_map(|g| g.iter()) {
+        // settings that no group uses are left out
+        let used = !value.is_null() && value != false;
+        if used && seen.insert(key) {
             columns.push(key);
         }
     }
     let first = ["name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"];
     columns.sort_by_key(|c| first.iter().position(|f| f == c).unwrap_or(first.len()));
+    columns.truncate(SETTINGS_MAX);
     let cell = |v: Option<&Value>| match v {
         None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(s)) => replace_all_control_characters(s),
+        Some(Value::String(s)) => format_cell(s),
         Some(Value::Array(items)) if items.len() > 2 => items.len().to_string(),
-        Some(other) => replace_all_control_characters(&other.to_string()),
+        Some(other) => format_cell(&other.to_string()),
     };
-    let head = std::iter::once("GROUP".to_owned())
-        .chain(columns.iter().map(|c| replace_all_control_characters(&c.to_uppercase())));
+    let head =
+        std::iter::once("GROUP".to_owned()).chain(columns.iter().map(|c| format_cell(&c.to_uppercase())));
     let mut rows: Vec<Vec<String>> = vec![head.collect()];
     rows.extend(groups.iter().enumerate().map(|(i, g)| {
         std::iter::once(i.to_string()).chain(columns.iter().map(|c| cell(g.get(*c)))).collect()
     }));
-    if groups.is_empty() { String::new() } else { align_columns(&rows) }
+    if groups.is_empty() { String::new() } else { format_table(&rows) }
 }
 
-/// Formats rows as a table with aligned columns, which are two spaces apart. The last column is not
-/// padded.
-fn align_columns(rows: &[Vec<String>]) -> String {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let padded = |(s, w): (&String, &usize)| format!("{s:<w$}");
-    let line = |row: &Vec<String>| row.iter().zip(&widths).map(padded).collect::<Vec<_>>().join("  ");
-    rows.iter().map(|row| line(row).trim_end().to_owned() + "\n").collect()
+/// Formats a text of a file as one cell of a table, with at most [`CELL_CHARS_MAX`] characters.
+fn format_cell(text: &str) -> String {
+    let mut cell: String = text.chars().take(CELL_CHARS_MAX).collect();
+    if cell.len() < text.len() {
+        cell.push('…');
+    }
+    filter_line(&cell)
 }
 
 /// Formats a table with a row for each tensor: role, dtype, shape and name.
@@ -305,14 +299,9 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
     rows.extend(tensors.iter().map(|t| {
-        vec![
-            t.role.to_string(),
-            t.dtype.to_string(),
-            replace_empty(shape(t), "scalar"),
-            replace_all_control_characters(&t.name),
-        ]
+        vec![t.role.to_string(), t.dtype.to_string(), replace_empty(shape(t), "scalar"), filter_line(&t.name)]
     }));
-    align_columns(&rows)
+    format_table(&rows)
 }
 
 #[cfg(test)]
@@ -369,6 +358,15 @@ mod tests {
             (&json!("DeepSpeed"), &json!(1), &json!(1))
         );
         assert_eq!(value["tensors"].as_array().map(Vec::len), Some(60));
+    }
+
+    #[test]
+    fn the_group_table_has_few_and_short_columns() {
+        let mut group: Map<String, Value> = (0..1000).map(|i| (format!("key{i}"), json!(i))).collect();
+        group.insert("name".into(), json!("x".repeat(100_000)));
+        let text = format_group_table(&json!([group]));
+        assert!(text.lines().all(|line| line.chars().count() < 1000), "{text}");
+        assert_eq!(text.lines().count(), 2);
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
 use super::{
     open::open_checkpoint,
-    output::{ProgressLine, log_line, print_result},
+    output::{log_line, report_to_json, show_progress},
 };
-use crate::format::replace_all_control_characters;
+use crate::cmd::output::{print_json, print_output};
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
 use clap::Args;
+use diagnostic::terminal_text::filter_line;
 use protocol::exit;
-use serde_json::Value;
 use std::path::PathBuf;
 
 /// The largest number of differing tensors that the text output lists. The JSON output lists all.
@@ -29,19 +29,16 @@ pub(super) struct DiffArgs {
 /// 0 if they are equal and 1 if they differ.
 pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     let (a, b) = (open_checkpoint(&args.a)?, open_checkpoint(&args.b)?);
-    let mut progress = ProgressLine::new("comparing");
     let options = DiffOptions { weights_only: args.weights_only };
-    let report = ckpt::diff_checkpoints(to_diff_side(&a), to_diff_side(&b), &options, |done, total| {
-        progress.update(done, total)
-    });
-    progress.clear();
-    let report = report?;
+    let report = show_progress("comparing", |progress| {
+        ckpt::diff_checkpoints(to_diff_side(&a), to_diff_side(&b), &options, progress)
+    })?;
     if json {
-        let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
+        let mut value = report_to_json(&report);
         value["is_equal"] = report.is_equal().into();
-        print_result(&format!("{value}\n"))?;
+        print_json(&value)?;
     } else {
-        print_result(&format_diff_report(&report))?;
+        print_output(&format_diff_report(&report))?;
         if let Some(note) = describe_common_rounding(&report) {
             log_line(format_args!("note: {note}"));
         }
@@ -63,24 +60,19 @@ fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
 fn format_diff_report(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
-        lines.extend(names.iter().map(|name| format!("{what}  {}", replace_all_control_characters(name))));
+        lines.extend(names.iter().map(|name| format!("{what}  {}", filter_line(name))));
     };
     list("only in a   ", &report.only_a);
     list("only in b   ", &report.only_b);
     list("tied        ", &report.tied);
     list("not compared", &report.not_compared);
     for s in &report.shapes {
-        lines.push(format!(
-            "other shape   {}  a {:?}, b {:?}",
-            replace_all_control_characters(&s.tensor),
-            s.a,
-            s.b
-        ));
+        lines.push(format!("other shape   {}  a {:?}, b {:?}", filter_line(&s.tensor), s.a, s.b));
     }
     for d in &report.other_bytes {
         lines.push(format!(
             "differs       {}  {} of {} elements ({}), first {}",
-            replace_all_control_characters(&d.tensor),
+            filter_line(&d.tensor),
             d.differing,
             d.shape.iter().product::<u64>(),
             d.dtype,
@@ -111,7 +103,7 @@ fn format_tensor_diff(d: &FloatTensorDiff) -> String {
     let v = &d.values;
     let mut text = format!(
         "differs       {}  {} of {} elements, first {} ({:e} / {:e})",
-        replace_all_control_characters(&d.tensor),
+        filter_line(&d.tensor),
         v.differing,
         v.elements,
         format_index(v.first.element, &d.shape),
@@ -142,8 +134,8 @@ fn format_index(mut element: u64, shape: &[u64]) -> String {
     format!("{indices:?}")
 }
 
-/// Describes which of the two compared checkpoints, `a` and `b`, is a rounded copy of the other,
-/// and the dtype to which it was rounded. Example: `b is a rounded to bf16`.
+/// Describes which of the compared checkpoints `a` and `b` is a rounded copy of the other, and the
+/// dtype of the rounding. Example: `b is a rounded to bf16`.
 fn describe_rounding(cast: RoundingCast) -> &'static str {
     match cast {
         RoundingCast::BIsBf16OfA => "b is a rounded to bf16",

@@ -1,13 +1,15 @@
 //! `launch ckpt gather`: writes full weights as a Hugging Face directory.
 use super::{
     open::open_checkpoint,
-    output::{ProgressLine, format_count, log_line, print_result},
+    output::{log_line, report_to_json, show_progress},
 };
-use crate::{cmd::option_value::parse_size, format::replace_all_control_characters};
-use ckpt::{Dtype, GatherOptions, format_bytes};
+use crate::cmd::{
+    option_value::parse_size,
+    output::{print_json, print_line},
+};
+use ckpt::{Dtype, GatherOptions};
 use clap::{Args, ValueEnum};
-use protocol::exit;
-use serde_json::Value;
+use diagnostic::quantity::{format_bytes, format_count};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `launch ckpt gather`.
@@ -66,38 +68,33 @@ pub(super) fn write_weights(
 ) -> diagnostic::Result<u8> {
     let found = open_checkpoint(dir)?;
     let source = found.source();
-    let mut progress = ProgressLine::new("gathering");
-    let result = ckpt::gather_weights(source, out, options, |done, total| progress.update(done, total));
-    progress.clear();
-    let report = result?;
+    let report = show_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
     if !report.config {
         log_line(format_args!(
             "note: the checkpoint has no config.json; copy that of the model to the weights"
         ));
     }
     if !report.left_out.is_empty() {
-        let names = replace_all_control_characters(&report.left_out.join(", "));
+        let names = report.left_out.join(", ");
         log_line(format_args!("note: buffers that are not floating point are left out: {names}"));
     }
     if !report.not_finite.is_empty() {
-        let names = replace_all_control_characters(&report.not_finite.join(", "));
+        let names = report.not_finite.join(", ");
         log_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
     }
     let step = source.completed_steps();
     if json {
-        let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
+        let mut value = report_to_json(&report);
         value["step"] = step.into();
-        print_result(&format!("{value}\n"))?;
-    } else {
-        log_line(format_args!(
-            "gathered {} of step {} as {}: {} in {}",
-            format_count(report.tensors as usize, "tensor"),
-            step.map_or("unknown".to_owned(), |s| s.to_string()),
-            report.dtype,
-            format_bytes(report.bytes),
-            format_count(report.files.len(), "file"),
-        ));
-        print_result(&format!("{}\n", report.path.display()))?;
+        return print_json(&value);
     }
-    Ok(exit::DONE)
+    log_line(format_args!(
+        "gathered {} of step {} as {}: {} in {}",
+        format_count(report.tensors, "tensor"),
+        step.map_or("unknown".to_owned(), |s| s.to_string()),
+        report.dtype,
+        format_bytes(report.bytes),
+        format_count(report.files.len(), "file"),
+    ));
+    print_line(report.path.display())
 }

@@ -1,8 +1,8 @@
 //! `launch ckpt inspect`: shows the contents of a checkpoint.
-use super::{describe, open::open_checkpoint, output::print_result};
+use super::{describe, open::open_checkpoint};
+use crate::cmd::output::{print_json, print_output};
 use ckpt::OpenedCheckpoint;
 use clap::Args;
-use protocol::exit;
 use std::path::PathBuf;
 
 /// Arguments of `launch ckpt inspect`.
@@ -17,16 +17,18 @@ pub(super) struct InspectArgs {
 /// Runs `launch ckpt inspect`: prints the properties and tensors of a checkpoint, without the
 /// values.
 pub(super) fn run(args: InspectArgs, json: bool) -> diagnostic::Result<u8> {
-    let text = match (open_checkpoint(&args.dir)?, json) {
+    match (open_checkpoint(&args.dir)?, json) {
         (OpenedCheckpoint::Native(newest), true) => {
-            format!("{}\n", describe::describe_native_as_json(&newest.checkpoint))
+            print_json(&describe::describe_native_as_json(&newest.checkpoint))
         }
-        (OpenedCheckpoint::Native(newest), false) => describe::describe_native_as_text(&newest.checkpoint),
+        (OpenedCheckpoint::Native(newest), false) => {
+            print_output(&describe::describe_native_as_text(&newest.checkpoint))
+        }
         (OpenedCheckpoint::External(external), true) => {
-            format!("{}\n", describe::describe_external_as_json(&external))
+            print_json(&describe::describe_external_as_json(&external))
         }
-        (OpenedCheckpoint::External(external), false) => describe::describe_external_as_text(&external),
-    };
-    print_result(&text)?;
-    Ok(exit::DONE)
+        (OpenedCheckpoint::External(external), false) => {
+            print_output(&describe::describe_external_as_text(&external))
+        }
+    }
 }

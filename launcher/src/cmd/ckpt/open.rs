@@ -1,6 +1,5 @@
 //! [`open_checkpoint`]: opens the checkpoint that a command names.
 use super::output::log_line;
-use crate::format::replace_all_control_characters;
 use ckpt::{NewestCheckpoint, OpenedCheckpoint};
 use std::path::Path;
 
@@ -20,10 +19,10 @@ pub(super) fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoin
         }
         OpenedCheckpoint::External(external) => {
             for warning in external.facts().incomplete.iter().chain(&external.facts().warnings) {
-                log_line(format_args!("warning: {}", replace_all_control_characters(warning)));
+                log_line(format_args!("warning: {warning}"));
             }
             for notice in &external.facts().notices {
-                log_line(format_args!("note: {}", replace_all_control_characters(notice)));
+                log_line(format_args!("note: {notice}"));
             }
         }
     }

@@ -1,56 +1,45 @@
-//! The output of `launch ckpt`: results on stdout, messages and progress on stderr.
-use crate::{cmd::output::output_error, report::command_output};
-use ckpt::format_bytes;
+//! The output of `launch ckpt`: JSON, messages and progress.
+use crate::report::command_output;
+use diagnostic::quantity::format_bytes;
+use diagnostic::terminal_text::filter_line;
+use serde::Serialize;
+use serde_json::Value;
 use std::{
     fmt,
     time::{Duration, Instant},
 };
 
-/// Writes a message and a line end to stderr.
+/// The shortest time between two drawings of a progress line.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Writes a message and a line end to stderr, with control characters in the message replaced.
 pub(super) fn log_line(line: fmt::Arguments<'_>) {
-    command_output::write_message(&format!("{line}\n"));
+    command_output::write_message(&format!("{}\n", filter_line(&line.to_string())));
 }
 
-/// Writes the result of a subcommand to stdout. Fails if the write fails.
-pub(super) fn print_result(text: &str) -> diagnostic::Result<()> {
-    command_output::write_data(text).map_err(|error| output_error(&error))
+/// Returns a report of crate `ckpt` as JSON.
+pub(super) fn report_to_json(report: &impl Serialize) -> Value {
+    serde_json::to_value(report).unwrap_or(Value::Null)
 }
 
-/// Formats a count with the singular or plural of a noun: `1 file`, `2 files`.
-pub(super) fn format_count(n: usize, noun: &str) -> String {
-    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
-}
-
-/// A line on stderr that shows the progress of an operation in bytes. The line is redrawn at most
-/// ten times a second. Draws nothing if stderr is not a terminal.
-pub(super) struct ProgressLine {
-    action: &'static str,
-    drawn: Option<Instant>,
-    on_terminal: bool,
-}
-
-impl ProgressLine {
-    /// Creates a progress line that is not drawn yet. `action` names the operation as a present
-    /// participle, such as `converting`.
-    pub(super) fn new(action: &'static str) -> ProgressLine {
-        ProgressLine { action, drawn: None, on_terminal: command_output::stderr_is_terminal() }
-    }
-
-    /// Redraws the line with `done` of `total` bytes. Does nothing within 100 ms of the last
-    /// drawing.
-    pub(super) fn update(&mut self, done: u64, total: u64) {
-        let due = self.drawn.is_none_or(|t| t.elapsed() >= Duration::from_millis(100));
-        if self.on_terminal && due {
-            self.drawn = Some(Instant::now());
-            let (action, done, total) = (self.action, format_bytes(done), format_bytes(total));
-            command_output::write_message(&format!("\r\x1b[K{action}: {done} of {total}"));
+/// Runs an operation and shows its progress in bytes as a line on stderr. `action` names the
+/// operation as a present participle, such as `converting`. The operation reports the done and the
+/// total number of bytes to the function that it gets. Draws nothing if stderr is not a terminal.
+pub(super) fn show_progress<T>(
+    action: &str,
+    operation: impl FnOnce(&mut (dyn FnMut(u64, u64) + Send)) -> T,
+) -> T {
+    let on_terminal = command_output::stderr_is_terminal();
+    let mut drawn: Option<Instant> = None;
+    let result = operation(&mut |done, total| {
+        if on_terminal && drawn.is_none_or(|at| at.elapsed() >= REDRAW_INTERVAL) {
+            drawn = Some(Instant::now());
+            let (done, total) = (format_bytes(done), format_bytes(total));
+            command_output::redraw_line(&format!("{action}: {done} of {total}"));
         }
+    });
+    if drawn.is_some() {
+        command_output::redraw_line("");
     }
-
-    /// Erases the progress line from the terminal if the line was drawn.
-    pub(super) fn clear(&self) {
-        if self.drawn.is_some() {
-            command_output::write_message("\r\x1b[K");
-        }
-    }
+    result
 }

@@ -1,11 +1,10 @@
 //! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
 //! parts, and reports the remaining damage as lost.
-use super::output::{log_line, print_result};
-use crate::format::replace_all_control_characters;
+use super::output::{log_line, report_to_json};
+use crate::cmd::output::{print_json, print_line};
 use ckpt::RepairOptions;
 use clap::Args;
 use protocol::exit;
-use serde_json::Value;
 use std::path::PathBuf;
 
 /// Arguments of `launch ckpt repair`.
@@ -28,16 +27,10 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
     let report =
         ckpt::repair_checkpoints(&args.dir, &RepairOptions { out: args.out, in_place: args.in_place })?;
     if json {
-        print_result(&format!("{}\n", serde_json::to_value(&report).unwrap_or(Value::Null)))?;
+        print_json(&report_to_json(&report))?;
     } else {
-        report
-            .rebuilt
-            .iter()
-            .for_each(|line| log_line(format_args!("rebuilt: {}", replace_all_control_characters(line))));
-        report
-            .lost
-            .iter()
-            .for_each(|line| log_line(format_args!("lost: {}", replace_all_control_characters(line))));
+        report.rebuilt.iter().for_each(|line| log_line(format_args!("rebuilt: {line}")));
+        report.lost.iter().for_each(|line| log_line(format_args!("lost: {line}")));
         match (report.sound, report.rebuilt.is_empty()) {
             (true, true) => log_line(format_args!("nothing to repair")),
             (true, false) => {}
@@ -49,19 +42,14 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
             }
         }
         if let Some(newest) = &report.newest {
-            log_line(format_args!(
-                "the newest complete checkpoint is {}",
-                replace_all_control_characters(newest)
-            ));
+            log_line(format_args!("the newest complete checkpoint is {newest}"));
         }
         if let Some(kept) = &report.kept {
-            log_line(format_args!(
-                "the original is in {}; remove it when it is not needed any more",
-                kept.display()
-            ));
+            let kept = kept.display();
+            log_line(format_args!("the original is in {kept}; remove it when it is not needed any more"));
         }
         if let Some(path) = &report.path {
-            print_result(&format!("{}\n", path.display()))?;
+            print_line(path.display())?;
         }
     }
     Ok(if report.sound { exit::DONE } else { exit::CHECKPOINT })

@@ -1,13 +1,12 @@
 //! `launch ckpt rng`: reconciles the RNG streams in a program's checkpoint for another world size.
-use super::output::{log_line, print_result};
-use crate::format::replace_all_control_characters;
+use super::output::log_line;
+use crate::cmd::output::{print_json, print_line};
 use ckpt::rng_files::{
     prepare::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, StreamScope},
     streams::StreamKind,
 };
 use clap::{Args, ValueEnum};
-use protocol::exit;
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -17,7 +16,7 @@ pub(super) struct RngArgs {
     /// Directory with rng_state*.pth (HF Trainer) or random_states_*.pkl (Accelerate)
     #[arg(value_name = "CHECKPOINT")]
     pub(super) dir: PathBuf,
-    /// World size that will resume
+    /// World size of the run that will resume
     #[arg(long, value_name = "M", alias = "world", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(super) world_size: u32,
     /// Fail instead of reseeding a stream
@@ -35,14 +34,15 @@ pub(super) struct RngArgs {
     /// Seed of the run, part of every new seed [default: that of rank 0's torch generator]
     #[arg(long, value_name = "N")]
     pub(super) seed: Option<u64>,
-    /// GPUs that each new rank sees [default: one if each rank had one, else as before]
+    /// Number of GPUs that each new rank sees [default: M if the N old ranks saw N GPUs each, else
+    /// as many as before]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) gpus: Option<u32>,
-    /// Streams that are equal on all ranks; an error if they differ
-    #[arg(long, value_enum, value_name = "KIND", value_delimiter = ',')]
+    /// Kinds of streams that are equal on all ranks; an error if they differ
+    #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
     pub(super) replicated: Vec<StreamOption>,
-    /// Streams that each rank has separately, even if they are equal
-    #[arg(long, value_enum, value_name = "KIND", value_delimiter = ',')]
+    /// Kinds of streams that each rank has separately, even if they are equal
+    #[arg(long, value_enum, value_name = "KIND,…", value_delimiter = ',')]
     pub(super) per_rank: Vec<StreamOption>,
 }
 
@@ -87,13 +87,8 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     };
     let prepared = prepare::prepare_rng(&args.dir, &options, &destination)?;
     if json {
-        print_result(&format!("{}\n", json!({ "path": prepared.path, "decision": prepared.decision })))?;
-    } else {
-        prepared
-            .lines
-            .iter()
-            .for_each(|line| log_line(format_args!("{}", replace_all_control_characters(line))));
-        print_result(&format!("{}\n", prepared.path.display()))?;
+        return print_json(&json!({ "path": prepared.path, "decision": prepared.decision }));
     }
-    Ok(exit::DONE)
+    prepared.lines.iter().for_each(|line| log_line(format_args!("{line}")));
+    print_line(prepared.path.display())
 }

@@ -4,7 +4,7 @@ use super::{
     gather::{DtypeOption, GatherArgs},
     inspect::InspectArgs,
     run_subcommand,
-    verify::{VerifyArgs, format_verify_report},
+    verify::{VerifyArgs, format_verify_report, list_unchecked_files},
 };
 use ckpt::TensorRole;
 use protocol::exit;
@@ -44,29 +44,76 @@ fn verify_command(path: PathBuf) -> CkptCommand {
     CkptCommand::Verify(VerifyArgs { path, values: false, strict: false })
 }
 
-#[test]
-fn warnings_fail_the_verification_only_with_strict() {
-    let golden =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden/hf_ddp/checkpoint-3");
-    let dir = tempfile::tempdir().expect("a directory");
-    let path = dir.path().join("checkpoint-3");
-    std::fs::create_dir(&path).expect("made");
-    for entry in std::fs::read_dir(golden).expect("a directory") {
-        let from = entry.expect("an entry").path();
-        std::fs::copy(&from, path.join(from.file_name().expect("a name"))).expect("copied");
+/// Returns the directory of the checkpoints that other programs saved.
+fn find_golden_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden")
+}
+
+/// Copies the files of the directory `from` to the new directory `to`.
+fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir(to).expect("made");
+    for entry in std::fs::read_dir(from).expect("a directory") {
+        let path = entry.expect("an entry").path();
+        std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("copied");
     }
+}
+
+/// Returns the exit codes of `launch ckpt verify PATH` without and with `--strict`.
+fn verify_without_and_with_strict(path: &Path) -> (u8, u8) {
     let code = |strict| {
-        let command = CkptCommand::Verify(VerifyArgs { path: path.clone(), values: true, strict });
+        let command = CkptCommand::Verify(VerifyArgs { path: path.to_owned(), values: true, strict });
         take_exit_code(run_subcommand(command, true))
     };
-    assert_eq!((code(false), code(true)), (exit::DONE, exit::DONE), "no warnings");
-    std::fs::remove_file(path.join("rng_state_1.pth")).expect("removed");
-    assert_eq!((code(false), code(true)), (exit::DONE, exit::CHECKPOINT));
+    (code(false), code(true))
+}
+
+#[test]
+fn warnings_fail_the_verification_only_with_strict() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let root = dir.path().join("zero");
+    std::fs::create_dir(&root).expect("made");
+    let golden = find_golden_dir().join("z1_tied/global_step3");
+    copy_files(&golden, &root.join("global_step3"));
+    std::fs::write(root.join("latest"), "global_step3").expect("written");
+    assert_eq!(verify_without_and_with_strict(&root), (exit::DONE, exit::DONE), "no warnings");
+    std::fs::rename(root.join("global_step3"), root.join("global_step2")).expect("renamed");
+    std::fs::write(root.join("latest"), "global_step2").expect("written");
+    assert_eq!(verify_without_and_with_strict(&root), (exit::DONE, exit::CHECKPOINT), "another step");
+}
+
+/// A safetensors file has no checksums. Only the record of a gather has the hash of its content.
+#[test]
+fn files_without_checksums_fail_the_verification_only_with_strict() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("checkpoint-3");
+    copy_files(&find_golden_dir().join("hf_ddp/checkpoint-3"), &path);
+    let list_unchecked = |path: &Path| {
+        let report = ckpt::verify_checkpoints_with(path, ckpt::VerifyOptions { values: false });
+        list_unchecked_files(&report.expect("verified"))
+    };
+    assert_eq!(verify_without_and_with_strict(&path), (exit::DONE, exit::CHECKPOINT));
+    let lines = list_unchecked(&path);
+    assert!(lines.len() == 1 && lines[0].contains("1 file without checksums"), "{lines:?}");
+    assert!(lines[0].ends_with(": model.safetensors"), "{lines:?}");
+    let gathered = dir.path().join("gathered");
+    let gather = CkptCommand::Gather(GatherArgs {
+        dir: path,
+        out: gathered.clone(),
+        dtype: None,
+        max_shard_size: 1 << 30,
+        force: false,
+        merge_lora: false,
+    });
+    assert_eq!(take_exit_code(run_subcommand(gather, true)), exit::DONE);
+    assert_eq!(verify_without_and_with_strict(&gathered), (exit::DONE, exit::DONE));
+    std::fs::remove_file(gathered.join("gathered.json")).expect("removed");
+    assert_eq!(verify_without_and_with_strict(&gathered), (exit::DONE, exit::CHECKPOINT));
+    assert!(list_unchecked(&gathered)[0].ends_with(": model.safetensors"), "{:?}", list_unchecked(&gathered));
 }
 
 #[test]
 fn external_checkpoints_are_inspected_verified_and_gathered() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/ckpt/tests/golden");
+    let golden = find_golden_dir();
     let dir = tempfile::tempdir().expect("a directory");
     let run = |command| take_exit_code(run_subcommand(command, true));
     let ckpt = golden.join("z2_frozen");

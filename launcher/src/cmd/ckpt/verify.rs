@@ -1,11 +1,15 @@
 //! `launch ckpt verify`: checks every byte of checkpoints.
-use super::output::{format_count, log_line, print_result};
-use crate::format::replace_all_control_characters;
-use ckpt::{VerifyReport, format_bytes};
+use super::output::{log_line, report_to_json};
+use crate::cmd::output::{print_json, print_output};
+use ckpt::{CheckpointReport, VerifyReport};
 use clap::Args;
+use diagnostic::quantity::{format_bytes, format_count};
+use diagnostic::terminal_text::filter_line;
 use protocol::exit;
-use serde_json::Value;
 use std::path::PathBuf;
+
+/// Limit on the number of files without checksums that a message names.
+const NAMES_MAX: usize = 4;
 
 /// Arguments of `launch ckpt verify`.
 #[derive(Debug, Args)]
@@ -17,7 +21,7 @@ pub(super) struct VerifyArgs {
     #[arg(long)]
     pub(super) values: bool,
     /// Also exit with code 4 on warnings, such as an outdated `latest`, a missing RNG state or NaN
-    /// values
+    /// values, and on files of tensors without checksums
     #[arg(long)]
     pub(super) strict: bool,
 }
@@ -26,26 +30,45 @@ pub(super) struct VerifyArgs {
 /// `args` name and prints the result.
 ///
 /// With `--values`, NaN and infinite values are counted. Returns exit code 4 if a checkpoint is
-/// damaged or, with `--strict`, if there are warnings.
+/// damaged or, with `--strict`, if there are warnings or files without checksums.
 pub(super) fn run(args: VerifyArgs, json: bool) -> diagnostic::Result<u8> {
     let VerifyArgs { path, values, strict } = args;
     let report = ckpt::verify_checkpoints_with(&path, ckpt::VerifyOptions { values })?;
-    let sound = report.is_sound() && (!strict || report.warnings.is_empty());
+    let unchecked = list_unchecked_files(&report);
+    let is_clean = report.warnings.is_empty() && unchecked.is_empty();
+    let sound = report.is_sound() && (is_clean || !strict);
     if json {
-        let mut value = serde_json::to_value(&report).unwrap_or(Value::Null);
+        let mut value = report_to_json(&report);
         value["sound"] = sound.into();
-        print_result(&format!("{value}\n"))?;
+        print_json(&value)?;
     } else {
-        print_result(&format_verify_report(&report))?;
+        print_output(&format_verify_report(&report))?;
     }
     for warning in &report.warnings {
         let level = if strict { "error" } else { "warning" };
-        log_line(format_args!("{level}: {}", replace_all_control_characters(warning)));
+        log_line(format_args!("{level}: {warning}"));
+    }
+    for line in &unchecked {
+        let level = if strict { "error" } else { "note" };
+        log_line(format_args!("{level}: {line}"));
     }
     for note in &report.notes {
-        log_line(format_args!("note: {}", replace_all_control_characters(note)));
+        log_line(format_args!("note: {note}"));
     }
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
+}
+
+/// Lists the checkpoints of a report that have files without checksums, one line each with the
+/// first files.
+pub(super) fn list_unchecked_files(report: &VerifyReport) -> Vec<String> {
+    let line = |c: &CheckpointReport| {
+        let (path, files) = (c.path.display(), format_count(c.unchecked.len(), "file"));
+        let more = if c.unchecked.len() > NAMES_MAX { ", …" } else { "" };
+        let names: Vec<&str> = c.unchecked.iter().take(NAMES_MAX).map(String::as_str).collect();
+        let names = filter_line(&names.join(", "));
+        format!("{path}: {files} without checksums, whose content was not verified: {names}{more}")
+    };
+    report.checkpoints.iter().filter(|c| !c.unchecked.is_empty()).map(line).collect()
 }
 
 /// Formats the report of a verification as text, with one line for each checkpoint and each
@@ -62,14 +85,12 @@ pub(super) fn format_verify_report(report: &VerifyReport) -> String {
             0 => format!("sound    {path}  {} blocks, {size}\n", c.blocks),
             n => format!("DAMAGED  {path}  {}\n", format_count(n, "problem")),
         });
-        text.extend(
-            c.problems
-                .iter()
-                .map(|p| format!("         {}\n", replace_all_control_characters(&p.to_string()))),
-        );
+        for problem in &c.problems {
+            text.push_str(&format!("         {}\n", filter_line(&problem.to_string())));
+        }
     }
     for problem in &report.problems {
-        let (path, problem) = (report.path.display(), replace_all_control_characters(&problem.to_string()));
+        let (path, problem) = (report.path.display(), filter_line(&problem.to_string()));
         text.push_str(&format!("DAMAGED  {path}\n         {problem}\n"));
     }
     text

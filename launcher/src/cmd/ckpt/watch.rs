@@ -1,11 +1,13 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers the
 //! checkpoint if requested.
-use super::output::{log_line, print_result};
-use crate::change_watcher::{ChangeWatcher, WatchTarget};
-use crate::format::replace_all_control_characters;
+use super::output::log_line;
+use crate::{
+    change_watcher::{ChangeWatcher, WatchTarget},
+    cmd::output::{print_json, print_line},
+};
 use ckpt::{CheckpointWatch, CkptError, DirectoryReport, DirectoryStatus, GatherOptions, VerifyOptions};
 use clap::Args;
-use diagnostic::{Category, Diagnostic, codes::command};
+use diagnostic::{Category, Diagnostic, codes::command, terminal_text::filter_line};
 use protocol::exit;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -20,7 +22,7 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 /// Arguments of `launch ckpt watch`.
 #[derive(Clone, Debug, Args)]
 pub(super) struct WatchArgs {
-    /// Directory to watch; it may not exist yet
+    /// Directory to watch, which may not exist yet
     #[arg(value_name = "DIR")]
     pub(super) dir: PathBuf,
     /// Verify every byte of each checkpoint
@@ -29,10 +31,10 @@ pub(super) struct WatchArgs {
     /// Write the weights of each sound checkpoint to OUT/NAME as a Hugging Face directory
     #[arg(long, value_name = "OUT")]
     pub(super) gather: Option<PathBuf>,
-    /// Seconds without a change until a complete external checkpoint is processed
+    /// Seconds without a change after which a complete external checkpoint is processed
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(super) settle: u64,
-    /// Seconds without a change until an incomplete checkpoint is reported
+    /// Seconds without a change after which an incomplete checkpoint is reported
     #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub(super) limit: u64,
 }
@@ -138,12 +140,9 @@ fn report_new_checkpoints(
 ) -> diagnostic::Result<()> {
     for report in watch.poll(Instant::now())? {
         let event = process_checkpoint(&report, args);
-        match json {
-            true => print_result(&format!("{event}\n"))?,
-            false => print_result(&format!("{}\n", format_event_line(&event)))?,
-        }
+        if json { print_json(&event) } else { print_line(format_event_line(&event)) }?;
         for note in event["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-            log_line(format_args!("{}", replace_all_control_characters(note)));
+            log_line(format_args!("{note}"));
         }
     }
     Ok(())
@@ -214,7 +213,7 @@ fn gather_weights(path: &Path, out: &Path) -> Result<(), CkptError> {
 
 /// Formats the event of a processed checkpoint as a line of text: state, path and results.
 fn format_event_line(event: &Value) -> String {
-    let text = |key: &str| event[key].as_str().map(replace_all_control_characters).unwrap_or_default();
+    let text = |key: &str| event[key].as_str().map(filter_line).unwrap_or_default();
     let mut line = format!("{:10} {}", text("state"), text("path"));
     if let Some(step) = event["step"].as_u64() {
         line += &format!("  step {step}");
@@ -223,7 +222,7 @@ fn format_event_line(event: &Value) -> String {
         line += "  sound";
     }
     for problem in event["problems"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-        line += &format!("; {}", replace_all_control_characters(problem));
+        line += &format!("; {}", filter_line(problem));
     }
     if !event["why"].is_null() {
         line += &format!("  {}", text("why"));

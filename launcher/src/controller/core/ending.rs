@@ -19,14 +19,15 @@ use std::time::Duration;
 impl ControllerCore {
     /// Processes a request to stop the run. The first request lets running workers save and stop,
     /// and a second request kills the workers. If no worker is running, the first request ends the
-    /// run immediately. After [`StopRequest::TimeLimit`], only Ctrl-C counts as a second request.
+    /// run immediately. After a request of the batch system, only Ctrl-C counts as a second
+    /// request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
-            && self.stop_request == Some(StopRequest::TimeLimit)
+            && matches!(self.stop_request, Some(StopRequest::TimeLimit | StopRequest::BatchSystem))
             && request != StopRequest::Interrupt
         {
-            // This is the time limit itself, or the batch system ends the job. The workers are
-            // stopping already, and no user made a second request. The job must not be requeued.
+            // The batch system now ends the job. The workers are stopping already, and no user made
+            // a second request. The job must not be requeued.
             self.stop_request = Some(request);
             return;
         }
@@ -58,7 +59,15 @@ impl ControllerCore {
                 self.state = AttemptState::Ending;
                 self.kill_workers(now, "stopped by a second signal", Duration::ZERO, false);
             }
-            AttemptState::Finished => {}
+            AttemptState::Adopting | AttemptState::Finished => {}
+        }
+    }
+
+    /// Processes the notice of an agent that the batch system is about to end the job. Ignores the
+    /// notice if the run is ending already, because the batch system notifies every agent.
+    pub(super) fn handle_termination_notice(&mut self, now: Duration) {
+        if self.stop_request.is_none() {
+            self.handle_stop_request(now, StopRequest::BatchSystem);
         }
     }
 
@@ -71,6 +80,7 @@ impl ControllerCore {
             StopRequest::Interrupt => "received SIGINT",
             StopRequest::Terminate => "received SIGTERM",
             StopRequest::TimeLimit => "received SIGUSR1 (the time limit is near)",
+            StopRequest::BatchSystem => "the batch system is about to end the job",
         };
         self.emit_notice(if builtin {
             format!("{signal}: workers save at the next step boundary and stop; a second signal kills them")
@@ -86,6 +96,7 @@ impl ControllerCore {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
         self.phase_deadline = (!builtin).then_some(now + grace + AGENT_END_TIMEOUT);
+        self.send_memo();
         self.broadcast_to_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
@@ -156,6 +167,7 @@ impl ControllerCore {
     /// [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an earlier deadline is set.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
+        self.send_memo();
         self.broadcast_to_agents(&ToAgent::Kill { attempt, reason: reason.to_owned(), grace_ms, stacks });
         let deadline = now + grace + AGENT_END_TIMEOUT;
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
@@ -234,8 +246,9 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the run, or begins the pause before the next attempt, if the attempt is running or
-    /// ending and no process of the attempt is left. Otherwise does nothing.
+    /// Handles the end of the last process of an attempt: ends the run, or begins the pause before
+    /// the next attempt. Does nothing if a process is left, or if the attempt is neither running
+    /// nor ending.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,
@@ -255,6 +268,9 @@ impl ControllerCore {
         if matches!(self.state, AttemptState::Draining { .. }) && !self.is_training_done() {
             return self.begin_backoff(now, Duration::ZERO);
         }
+        if self.find_eviction_deadline().is_some_and(|until| now < until) && !self.killed {
+            return;
+        }
         self.state = AttemptState::Finished;
         let outcome = self.build_outcome();
         self.actions.push(ControllerAction::End(outcome));
@@ -271,8 +287,8 @@ impl ControllerCore {
         self.state = AttemptState::Backoff { until: self.compute_next_attempt_time(now, pause) };
     }
 
-    /// Whether all built-in workers finished before a request to stop reached them. Always `false`
-    /// for programs, because their exit code 0 does not mean that the training is done.
+    /// Returns whether all built-in workers finished before a request to stop reached them. Returns
+    /// `false` for programs, because their exit code 0 does not mean that the training is done.
     fn is_training_done(&self) -> bool {
         let finished = |w: &WorkerState| matches!(w.ended, Some((ExitStatus::Code(0), _)));
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
@@ -306,6 +322,7 @@ impl ControllerCore {
             stopped,
             killed: stopped && self.killed,
             near_time_limit: stopped && request == Some(StopRequest::TimeLimit),
+            ended_by_batch_system: stopped && request == Some(StopRequest::BatchSystem),
             host_lost: self.host_lost && failed_rank == Some(None),
             made_progress: self.stepped || !self.setup.builtin,
             step: self.step,

@@ -1,7 +1,14 @@
 //! [`CoreHarness`]: a controller core to which tests send the messages of simulated agents.
 use super::*;
 use diagnostic::codes;
-use protocol::{control::PROTOCOL_VERSION, event::FailureReport};
+use jobspec::ids::Rank;
+use protocol::{
+    control::{ControllerToken, HostInventory, PROTOCOL_VERSION, RendezvousRequest},
+    event::FailureReport,
+};
+
+/// The port of the rendezvous.
+pub(super) const PORT: u16 = 4000;
 
 /// Returns a duration of `n` milliseconds.
 pub(super) const fn millis(n: u64) -> Duration {
@@ -15,6 +22,10 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         hosts: (0..hosts).map(host).collect(),
         builtin,
         grace: millis(3000),
+        host_lease: millis(5000),
+        token: ControllerToken { epoch: 1, id: 1 },
+        outlives_controller: false,
+        orphan_timeout: millis(70_000),
         restarts: 0,
         use_hosts: hosts as usize,
         use_all_listed: false,
@@ -64,7 +75,7 @@ impl CoreHarness {
         }
         assert_eq!(prepared.len(), 1, "one plan");
         let actions = harness.report_plan_ready();
-        assert!(actions.contains(&ControllerAction::StartWorkers), "{actions:?}");
+        assert!(actions.contains(&ControllerAction::StartWorkers { port: PORT }), "{actions:?}");
         harness.report_workers_started();
         harness
     }
@@ -80,15 +91,23 @@ impl CoreHarness {
             HostInventory { host: format!("h{host}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
         self.feed_input(ControllerInput::Agent(
             host,
-            FromAgent::Hello { version: PROTOCOL_VERSION, pid: 9, inventory },
+            FromAgent::Hello { version: PROTOCOL_VERSION, pid: 9, stream: 40 + host as u64, inventory },
         ))
     }
 
-    /// Reports to the core that the plan for the selected hosts is ready, and returns the actions.
+    /// Reports to the core that the plan for the selected hosts is ready and that the rendezvous is
+    /// bound. Returns the actions.
     pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
-        self.feed_input(ControllerInput::Ready { attempt: self.core.attempt, workers })
+        let attempt = self.core.attempt;
+        let address = std::net::Ipv4Addr::LOCALHOST.into();
+        let bind =
+            RendezvousRequest { attempt, address, port: 0, store: false, clients: 1, allowed: Vec::new() };
+        let first = self.core.members.first().copied().unwrap_or(0);
+        let requested = self.feed_input(ControllerInput::Planned { attempt, workers, bind: bind.clone() });
+        assert_eq!(requested, [ControllerAction::Send(first, ToAgent::Bind(bind))]);
+        self.feed_input(ControllerInput::Agent(first, FromAgent::Bound { attempt, port: Ok(PORT) }))
     }
 
     /// Reports to the core that every rank of this attempt has started. Discards the actions.

@@ -27,6 +27,8 @@ pub(super) struct HostState {
     pub(super) hostname: String,
     /// The process id of the agent; 0 before its hello.
     pub(super) pid: u32,
+    /// The number of the agent's stream of reports; 0 before its hello.
+    pub(super) stream: u64,
     /// The number of bytes of host memory that the job may use on the host; 0 if unknown.
     pub(super) memory: u64,
     /// The time at which the last message of the agent arrived, or at which the agent was started.
@@ -42,6 +44,8 @@ pub(super) struct HostState {
     pub(super) use_reported: bool,
     /// For a lost host, the time after which no process of the job can be alive on the host.
     pub(super) quarantined_until: Duration,
+    /// Whether another controller has started the agent, so that it is no child of this one.
+    pub(super) is_adopted: bool,
     /// Whether the host may have processes of this attempt.
     pub(super) active: bool,
     /// The ranks whose workers run on the host in this attempt; a contiguous range.
@@ -54,7 +58,8 @@ pub(super) struct HostState {
 }
 
 impl HostState {
-    /// Whether the host's agent is starting or has joined. Only then are its messages processed.
+    /// Returns whether the host's agent is starting or has joined. Only then are its messages
+    /// processed.
     pub(super) fn is_connected(&self) -> bool {
         matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
@@ -72,4 +77,13 @@ impl LeaseQueue {
         // A lease expires when it is exceeded, not when it is reached.
         self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
     }
+}
+
+/// A lost host that may still have all workers of an attempt.
+#[derive(Debug)]
+pub(super) struct OrphanedAttempt {
+    pub(super) host: HostIndex,
+    /// The time at which the workers must have ended.
+    pub(super) until: Duration,
+    pub(super) next_eviction: Duration,
 }

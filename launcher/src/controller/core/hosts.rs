@@ -6,13 +6,12 @@ use super::{
 };
 use crate::{
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    format::format_count,
-    leases::{AGENT_LEASE, HEARTBEAT_INTERVAL, HELLO_TIMEOUT, LOST_HOST_QUARANTINE, REMOTE_LEASE},
+    leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL, HELLO_TIMEOUT, LOST_HOST_QUARANTINE},
 };
-use diagnostic::{Diagnostic, codes::run};
+use diagnostic::{Diagnostic, codes::run, quantity::format_count};
 use jobspec::ids::Rank;
 use protocol::{
-    control::{HostInventory, PROTOCOL_VERSION, ToAgent},
+    control::{HostInventory, PROTOCOL_VERSION, RendezvousRequest, ToAgent},
     event::Event,
     exit,
 };
@@ -22,17 +21,18 @@ impl ControllerCore {
     /// Returns how long the agent of a host may be silent in its present state.
     fn select_host_lease(&self, id: HostIndex) -> Duration {
         match self.hosts[id].agent {
-            AgentConnectionState::Joined if self.setup.hosts[id].remote => REMOTE_LEASE,
+            AgentConnectionState::Joined if self.setup.hosts[id].remote => self.setup.host_lease,
             AgentConnectionState::Joined => AGENT_LEASE,
+            _ if self.state == AttemptState::Adopting => ATTACH_TIMEOUT,
             AgentConnectionState::NotStarted
             | AgentConnectionState::Starting
             | AgentConnectionState::Lost => HELLO_TIMEOUT,
         }
     }
 
-    /// Schedules the lease check of a host's agent for the time at which the lease expires if no
-    /// further message arrives. Invalidates the host's earlier entry in the queue.
-    fn schedule_lease_check(&mut self, id: HostIndex) {
+    /// Schedules the lease check of a host's agent for the time at which the lease will expire
+    /// without a further message. Invalidates the host's earlier entry in the queue.
+    pub(super) fn schedule_lease_check(&mut self, id: HostIndex) {
         let due = self.hosts[id].last_heard + self.select_host_lease(id);
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
@@ -44,7 +44,7 @@ impl ControllerCore {
         let host = &mut self.hosts[id];
         (host.agent, host.last_heard, host.pid) = (AgentConnectionState::Starting, now, 0);
         self.schedule_lease_check(id);
-        self.actions.push(ControllerAction::Send(id, ToAgent::Hello { version: PROTOCOL_VERSION }));
+        self.actions.push(ControllerAction::SendHello(id));
     }
 
     /// Starts the agent of a host and sends the hello to it.
@@ -67,6 +67,7 @@ impl ControllerCore {
         if host.agent != AgentConnectionState::Starting {
             return;
         }
+        host.is_adopted = false;
         (host.agent, host.pid, host.memory) = (AgentConnectionState::Joined, pid, inventory.memory);
         host.hostname.clone_from(&inventory.host);
         // The lease of a joined agent is shorter than the limit of its hello.
@@ -85,6 +86,9 @@ impl ControllerCore {
             self.actions.push(ControllerAction::Send(id, ToAgent::Heartbeat));
         }
         self.actions.push(ControllerAction::RecordInventory(id, inventory));
+        self.send_memo_to(id);
+        // The agent has locked its host, so no earlier one is left.
+        self.handle_eviction(id);
         self.release_unlisted_hosts(now);
         self.try_prepare_attempt(now);
     }
@@ -132,7 +136,8 @@ impl ControllerCore {
         };
         self.members = (0..self.scanned).filter(joined).collect();
         self.state = AttemptState::Preparing;
-        self.phase_deadline = Some(now + PREPARE_TIMEOUT);
+        // Preparing a checkpoint that programs resume from may take long.
+        (self.phase_deadline, self.planned) = (None, None);
         self.actions.push(ControllerAction::Prepare {
             attempt: self.attempt,
             restarts: self.history.used,
@@ -151,8 +156,8 @@ impl ControllerCore {
         let (available, required) = (self.scanned_joined as u64, self.setup.min_hosts as u64);
         let previous =
             self.last_failure.as_ref().map_or_else(String::new, |c| format!("; the last failure was: {c}"));
-        let hosts = format_count(available, "host is", "hosts are");
-        let message = format!("{hosts} available, but `run.min_hosts` requires {required}{previous}");
+        let (hosts, verb) = (format_count(available, "host"), if available == 1 { "is" } else { "are" });
+        let message = format!("{hosts} {verb} available, but `run.min_hosts` requires {required}{previous}");
         let host = (0..self.hosts.len())
             .find(|id| self.hosts[*id].agent != AgentConnectionState::Joined)
             .unwrap_or(0);
@@ -160,26 +165,51 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Whether this attempt is the current one and is being planned.
+    /// Returns whether this attempt is the current one and is being planned.
     pub(super) fn is_preparing(&self, attempt: u32) -> bool {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
-    /// Starts the workers of an attempt. `plan` holds the workers of each member host.
-    pub(super) fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>) {
+    /// Requests that the agent of the first member bind the rendezvous of a planned attempt.
+    pub(super) fn bind_rendezvous(
+        &mut self,
+        now: Duration,
+        workers: Vec<Vec<PlannedWorker>>,
+        bind: RendezvousRequest,
+    ) {
+        let Some(first) = self.members.first().copied() else { return };
+        self.planned = Some(workers);
+        self.phase_deadline = Some(now + PREPARE_TIMEOUT);
+        self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
+    }
+
+    /// Processes the answer of the agent that was to bind the rendezvous. Starts the attempt, or
+    /// rejects it if the rendezvous could not be bound.
+    pub(super) fn handle_bound_rendezvous(
+        &mut self,
+        now: Duration,
+        host: HostIndex,
+        attempt: u32,
+        port: diagnostic::Result<u16>,
+    ) {
+        if !self.is_preparing(attempt) || self.members.first() != Some(&host) {
+            return;
+        }
+        let Some(workers) = self.planned.take() else { return };
+        match port {
+            Ok(port) => self.start_attempt(now, workers, port),
+            Err(diagnostic) => self.reject_attempt(now, diagnostic),
+        }
+    }
+
+    /// Starts the workers of an attempt. `plan` holds the workers of each member host, and `port`
+    /// is that of the rendezvous.
+    fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>, port: u16) {
         self.phase_deadline = None;
         self.workers.clear();
         for (&id, planned) in self.members.iter().zip(plan) {
             let first = self.workers.len() as Rank;
-            let workers = planned.into_iter().map(|worker| WorkerState {
-                host: id,
-                log: worker.log,
-                pid: None,
-                ended: None,
-                oom: false,
-                final_report: None,
-                stalled_for: None,
-            });
+            let workers = planned.into_iter().map(|worker| WorkerState::new(id, worker.log));
             self.workers.extend(workers);
             let host = &mut self.hosts[id];
             (host.active, host.running) = (true, 0);
@@ -197,7 +227,9 @@ impl ControllerCore {
                 hosts,
             }));
         }
-        self.actions.push(ControllerAction::StartWorkers);
+        // The memo contains the placement.
+        self.send_memo();
+        self.actions.push(ControllerAction::StartWorkers { port });
         // Hosts that were lost meanwhile have no workers of this attempt.
         let lost =
             self.members.iter().copied().find(|id| self.hosts[*id].agent != AgentConnectionState::Joined);
@@ -233,6 +265,9 @@ impl ControllerCore {
     /// Processes the end of an agent: marks its host as lost and, if the host is remote,
     /// quarantines the host. Does nothing if the host is lost already or its agent was released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
+        if self.state == AttemptState::Adopting {
+            return self.lose_adopted_host(id, end);
+        }
         // A lost host is counted once, and a released agent may end.
         if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
             return;
@@ -242,6 +277,7 @@ impl ControllerCore {
         host.agent = AgentConnectionState::Lost;
         host.quarantined_until = if remote { now + LOST_HOST_QUARANTINE } else { now };
         let was_active = host.active;
+        self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
         self.deactivate_host(id);
         self.handle_lost_host(now, cause, was_active);
@@ -296,7 +332,7 @@ impl ControllerCore {
             AttemptState::Draining { .. } if was_active && self.hosts[id].unlisted => {
                 self.handle_lost_draining_host(now, &cause.message);
             }
-            AttemptState::Finished => {}
+            AttemptState::Adopting | AttemptState::Finished => {}
             AttemptState::Backoff { until } => {
                 self.emit_notice(cause.message);
                 let until = until.max(self.compute_next_attempt_time(now, Duration::ZERO));
@@ -317,7 +353,7 @@ impl ControllerCore {
         }
     }
 
-    /// Whether at least `run.min_hosts` hosts have joined or may still join.
+    /// Returns whether at least `run.min_hosts` hosts have joined or may still join.
     fn has_enough_hosts(&self) -> bool {
         let usable = |host: &&HostState| host.is_connected() && !host.excluded;
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts

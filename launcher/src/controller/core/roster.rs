@@ -4,7 +4,7 @@ use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, host_state::AgentConnectionState,
     host_state::HostState,
 };
-use crate::format::format_count;
+use diagnostic::quantity::format_count;
 use std::time::Duration;
 
 impl ControllerCore {
@@ -37,8 +37,8 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Readmits a host that is listed again, for example after a repair. Forgets the failures of
-    /// the host, and starts its agent if the agent was released.
+    /// Readmits a host that the hostfile lists again, for example after a repair. Forgets the
+    /// failures of the host, and starts its agent if the agent was released.
     fn readmit_host(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
@@ -47,8 +47,8 @@ impl ControllerCore {
         }
     }
 
-    /// Starts the agent of a listed host. Does nothing if the attempt is ending, because the next
-    /// attempt then starts the agent.
+    /// Starts the agent of a host that the hostfile lists. Does nothing if the attempt is ending,
+    /// because the next attempt then starts the agent.
     fn start_listed_agent(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
@@ -57,10 +57,10 @@ impl ControllerCore {
         }
     }
 
-    /// Releases hosts that are no longer listed, in descending order of their indices, as long as
-    /// `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the drain begins
-    /// only when all workers of the attempt have started. Reports each unlisted host that must stay
-    /// in use.
+    /// Releases hosts that the hostfile no longer lists, in descending order of their indices, as
+    /// long as `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the drain
+    /// begins only when all workers of the attempt have started. Reports each unlisted host that
+    /// must stay in use.
     pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -112,7 +112,7 @@ impl ControllerCore {
     fn report_unlisted_in_use(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
             let label = self.format_host_label(id);
-            let needed = format_count(self.setup.min_hosts as u64, "host", "hosts");
+            let needed = format_count(self.setup.min_hosts, "host");
             self.emit_notice(format!(
                 "{label} is no longer listed but stays in use: the job needs {needed} (`run.min_hosts`) \
                  and no other is available"

@@ -10,8 +10,9 @@ use crate::{
     worker_end::WorkerEnd,
 };
 use diagnostic::codes::run;
+use jobspec::{ReloadValues, ids::Rank};
 use proptest::prelude::*;
-use protocol::control::PROTOCOL_VERSION;
+use protocol::control::{HostInventory, PROTOCOL_VERSION, RendezvousRequest, WorkerAddresses};
 
 /// The exit status of a process that succeeded.
 const DONE: ExitStatus = ExitStatus::Code(0);
@@ -347,8 +348,12 @@ fn an_agent_that_does_not_end_its_workers_is_killed() {
 #[test]
 fn an_agent_of_another_version_ends_the_run_before_workers_start() {
     let mut harness = CoreHarness::new(1, 2, true);
-    let hello =
-        FromAgent::Hello { version: PROTOCOL_VERSION + 1, pid: 1, inventory: HostInventory::default() };
+    let hello = FromAgent::Hello {
+        version: PROTOCOL_VERSION + 1,
+        pid: 1,
+        stream: 1,
+        inventory: HostInventory::default(),
+    };
     let actions = harness.feed_input(ControllerInput::Agent(0, hello));
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 3);
     assert!(!actions.iter().any(|action| matches!(action, ControllerAction::Prepare { .. })));
@@ -386,6 +391,7 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
     let hello = FromAgent::Hello {
         version: PROTOCOL_VERSION + 1,
         pid: 9,
+        stream: 42,
         inventory: HostInventory { host: "h2".into(), ..HostInventory::default() },
     };
     let actions = harness.feed_input(ControllerInput::Agent(2, hello));
@@ -410,8 +416,22 @@ fn an_attempt_without_a_plan_or_rendezvous_ends_the_run() {
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 3);
     let mut harness = CoreHarness::new(1, 1, false);
     harness.send_hello(0);
+    assert!(harness.tick_at(PREPARE_TIMEOUT).is_empty(), "planning may take long");
+    let bind = RendezvousRequest {
+        attempt: 0,
+        address: std::net::Ipv4Addr::LOCALHOST.into(),
+        port: 0,
+        store: false,
+        clients: 1,
+        allowed: Vec::new(),
+    };
+    let workers = vec![vec![PlannedWorker { log: "/run/0.log".into() }]];
+    harness.feed_input(ControllerInput::Planned { attempt: 0, workers, bind });
     let timeout = FailureReason::Rejected { code: run::RENDEZVOUS_TIMEOUT };
-    assert_eq!(find_failure_reason(&harness.tick_at(PREPARE_TIMEOUT)), Some((None, timeout)));
+    assert_eq!(
+        find_failure_reason(&harness.tick_at(PREPARE_TIMEOUT + PREPARE_TIMEOUT)),
+        Some((None, timeout))
+    );
 }
 
 #[test]

@@ -68,9 +68,14 @@ impl ControllerCore {
                 }
             }
             FromAgent::WorkersEnded { .. } => self.handle_workers_ended(now, host),
-            // The driver handles these messages, or they only prove that the agent is alive.
+            // These messages are handled before, or they only prove that the agent is alive.
             FromAgent::Bound { .. }
             | FromAgent::Hello { .. }
+            | FromAgent::Report { .. }
+            | FromAgent::Adopted(_)
+            | FromAgent::NotAdopted(_)
+            | FromAgent::Terminating
+            | FromAgent::Released { .. }
             | FromAgent::Probed(_)
             | FromAgent::Heartbeat => {}
         }
@@ -109,31 +114,30 @@ impl ControllerCore {
     /// Records the step or checkpoint that an event of a worker contains, and reports the event.
     /// Drops events that only the controller may report.
     fn handle_worker_event(&mut self, event: Event) {
-        match &event {
-            // Only the controller reports these events.
-            Event::Start { .. }
-            | Event::Failure(_)
-            | Event::Done { .. }
-            | Event::Restart { .. }
-            | Event::Placement { .. } => return,
-            Event::Step { step, .. } => {
-                (self.step, self.attempt_step) = (Some(*step), Some(*step));
-                self.stepped = true;
-            }
-            Event::Resume { step, .. } => (self.step, self.attempt_step) = (Some(*step), Some(*step)),
-            Event::Checkpoint { path, .. } => {
-                self.checkpoint = Some(path.clone());
-                self.attempt_saved = true;
-            }
-            Event::Ready { .. }
-            | Event::Overflow { .. }
-            | Event::Eval { .. }
-            | Event::Sample { .. }
-            | Event::Gather { .. }
-            | Event::Reload { .. }
-            | Event::Notice { .. } => {}
+        if is_controller_event(&event) {
+            return;
         }
-        self.actions.push(ControllerAction::Event(event));
+        self.record_run_progress(&event);
+        match &event {
+            Event::Step { step, .. } | Event::Resume { step, .. } => self.attempt_step = Some(*step),
+            Event::Checkpoint { .. } => self.attempt_saved = true,
+            _ => {}
+        }
+        self.actions.push(match self.current_report.take() {
+            Some((report, age)) => ControllerAction::WorkerEvent { report, age, event: Some(event) },
+            None => ControllerAction::Event(event),
+        });
+    }
+
+    /// Records the step or checkpoint that an event of a worker of any attempt contains, as the
+    /// progress of the run.
+    pub(super) fn record_run_progress(&mut self, event: &Event) {
+        match event {
+            Event::Step { step, .. } => (self.step, self.stepped) = (Some(*step), true),
+            Event::Resume { step, .. } => self.step = Some(*step),
+            Event::Checkpoint { path, .. } => self.checkpoint = Some(path.clone()),
+            _ => {}
+        }
     }
 
     /// Records the final report that a worker sends before it exits. If the report contains an
@@ -280,5 +284,27 @@ impl ControllerCore {
         if has_workers && self.suspect.is_none() {
             self.suspect = Some((cause, now + ROOT_CAUSE_TIMEOUT));
         }
+    }
+}
+
+/// Returns whether only a controller may report an event.
+pub(super) fn is_controller_event(event: &Event) -> bool {
+    match event {
+        Event::Start { .. }
+        | Event::Failure(_)
+        | Event::Done { .. }
+        | Event::Restart { .. }
+        | Event::Placement { .. }
+        | Event::Takeover { .. } => true,
+        Event::Ready { .. }
+        | Event::Resume { .. }
+        | Event::Step { .. }
+        | Event::Overflow { .. }
+        | Event::Eval { .. }
+        | Event::Sample { .. }
+        | Event::Checkpoint { .. }
+        | Event::Gather { .. }
+        | Event::Reload { .. }
+        | Event::Notice { .. } => false,
     }
 }

@@ -51,10 +51,13 @@ impl ControllerDriver {
             AgentHandle::Child(_) => None,
         });
         let ended = ended.or_else(|| connection.and_then(|c| c.exit_status()));
+        // The exit status of a relay is not that of the agent.
+        let is_relay = self.agents.get(&host).is_some_and(|agent| agent.is_relay);
+        let ended = ended.filter(|_| !is_relay);
         let end = match (connection.and_then(|c| c.failure()), error, ended) {
             (Some(failure), _, _) => AgentEnd::ConnectionLost(failure),
             (None, Some(error), _) => AgentEnd::StreamBroken(error),
-            (None, None, ended) if connection.is_some() => AgentEnd::ConnectionEnded(ended),
+            (None, None, ended) if connection.is_some() || is_relay => AgentEnd::ConnectionEnded(ended),
             (None, None, Some(status)) => AgentEnd::Exited(status),
             (None, None, None) => AgentEnd::NeverRan,
         };
@@ -113,7 +116,7 @@ impl ControllerDriver {
     /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends the child processes of the transport and
     /// kills every process of the job that is left on this machine.
     pub(super) async fn close_agents(&mut self) {
-        self.agents.values_mut().for_each(|a| a.outbox = None);
+        (0..self.hosts.len()).for_each(|host| self.release_agent(host));
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
         while self.reap_children() && self.agents.values().any(|a| a.find_unreaped_pid().is_some()) {
             if self.clock.now() > limit {

@@ -4,8 +4,9 @@ use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
     controller::{
+        controller_identity::draw_random_bytes,
         core::{ControllerInput, HostIndex},
-        preparation::{AttemptPreparation, list_workers_by_host},
+        preparation::{AttemptPreparation, PlanningAttempt, list_workers_by_host},
         root_cause::AgentEnd,
     },
     format::format_notice,
@@ -17,7 +18,7 @@ use protocol::{
     control::{FromAgent, JobKey, ToAgent, WorkerAddresses, WorkerPeers},
     event::Event,
 };
-use std::{collections::HashSet, path::PathBuf};
+use std::{collections::HashSet, path::PathBuf, thread};
 
 impl ControllerDriver {
     /// Starts a new agent on a host. If that fails, the core receives the failure as an input after
@@ -37,8 +38,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Plans an attempt and binds its rendezvous, in this process or through the agent on the host
-    /// of rank 0. Ends the rendezvous store of the previous attempt.
+    /// Begins to plan an attempt on `hosts`, in the order of ranks. A separate thread prepares the
+    /// checkpoint from which programs resume, because its disk may be slow.
     pub(super) fn prepare_attempt(
         &mut self,
         attempt: u32,
@@ -46,99 +47,72 @@ impl ControllerDriver {
         hosts: &[HostIndex],
         resume: Option<PathBuf>,
     ) {
-        // The store of the previous attempt ends here.
-        self.store = None;
-        let input = match self.plan_attempt(Attempt { number: attempt, restarts, resume }, hosts) {
-            Ok(preparation) => {
-                let is_bound = preparation.rendezvous.is_some();
-                let first = hosts.first().copied().unwrap_or(0);
-                if !is_bound {
-                    self.send_to_agent(first, ToAgent::Bind(preparation.bind.clone()));
-                }
-                let workers = list_workers_by_host(&preparation.plan);
-                self.preparation = Some(preparation);
-                is_bound.then_some(ControllerInput::Ready { attempt, workers })
+        let rejected = |diagnostic| ControllerInput::Rejected { attempt, diagnostic };
+        let number = Attempt { number: attempt, restarts, resume };
+        let job_hosts = self.inventories.build_job_hosts(&self.hosts, hosts);
+        let plan = plan::plan_attempt(&self.job, &job_hosts, &self.plan.run, &number);
+        let mut plan = match plan {
+            Ok(plan) => plan,
+            Err(problems) => {
+                return self.pending_inputs.push_back(rejected(combine_plan_errors(problems)));
             }
-            Err(diagnostic) => Some(ControllerInput::Rejected { attempt, diagnostic }),
         };
-        self.pending_inputs.extend(input);
+        plan.warnings.clear();
+        let (job, hosts, planned) = (self.job.clone(), hosts.to_vec(), self.planned.0.clone());
+        let prepare_resume = self.prepare_resume;
+        let prepare = move || {
+            let plan = prepare_resume(&job, &mut plan).map(|()| plan);
+            // An error means that the controller has ended.
+            _ = planned.blocking_send(PlanningAttempt { attempt, hosts, plan });
+        };
+        if let Err(error) = thread::Builder::new().name("prepare-resume".into()).spawn(prepare) {
+            let message = "cannot start a thread that prepares the attempt";
+            let error = Diagnostic::error(run::CONTROLLER_SETUP_FAILED, message).with_cause(&error);
+            self.pending_inputs.push_back(rejected(error));
+        }
     }
 
-    /// Plans an attempt on `hosts`, in the order of ranks. Reports new warnings of the plan. Binds
-    /// the rendezvous if the first host is this machine.
-    fn plan_attempt(
-        &mut self,
-        attempt: Attempt,
-        hosts: &[HostIndex],
-    ) -> diagnostic::Result<AttemptPreparation> {
-        let job_hosts = self.inventories.build_job_hosts(&self.hosts, hosts);
-        let mut plan = plan::plan_attempt(&self.job, &job_hosts, &self.plan.run, &attempt)
-            .map_err(combine_plan_errors)?;
-        plan.warnings.clear();
-        (self.prepare_resume)(&self.job, &mut plan)?;
+    /// Continues with a planned attempt: reports new warnings, and lets the core bind the
+    /// rendezvous.
+    pub(super) fn finish_planning(&mut self, planned: PlanningAttempt) {
+        let PlanningAttempt { attempt, hosts, plan } = planned;
+        let plan = match plan {
+            Ok(plan) => plan,
+            Err(diagnostic) => return self.handle_input(ControllerInput::Rejected { attempt, diagnostic }),
+        };
         let new = plan.warnings.iter().filter(|w| !is_reported(w, &self.plan.warnings)).cloned();
         for warning in new.collect::<Vec<_>>() {
             self.emit_event(Event::new_diagnostic_notice(None, format_notice(&warning), &warning));
         }
         let mut preparation = AttemptPreparation::new(&self.job, plan, &self.inventories.collect_addresses());
-        preparation.hosts = hosts.to_vec();
-        let first = hosts.first().copied().unwrap_or(0);
-        if self.hosts.get(first).is_some_and(|host| host.local) {
-            preparation.rendezvous = Some(preparation.bind_rendezvous(&self.lines.0)?);
-        }
-        Ok(preparation)
-    }
-
-    /// Processes the answer of the agent on rank 0's host, which has bound the rendezvous or failed
-    /// to bind it.
-    pub(super) fn handle_bound_rendezvous(
-        &mut self,
-        host: HostIndex,
-        attempt: u32,
-        port: diagnostic::Result<u16>,
-    ) {
-        let Some(preparation) = &mut self.preparation else { return };
-        if preparation.bind.attempt != attempt || preparation.hosts.first() != Some(&host) {
-            return;
-        }
-        let input = match port {
-            Ok(port) => {
-                preparation.port = Some(port);
-                ControllerInput::Ready { attempt, workers: list_workers_by_host(&preparation.plan) }
-            }
-            Err(diagnostic) => ControllerInput::Rejected { attempt, diagnostic },
-        };
-        self.handle_input(input);
+        preparation.hosts = hosts;
+        let (workers, bind) = (list_workers_by_host(&preparation.plan), preparation.bind.clone());
+        self.preparation = Some(preparation);
+        self.handle_input(ControllerInput::Planned { attempt, workers, bind });
     }
 
     /// Sends all built-in workers, through their agents, the addresses of their peers and a new
     /// random key of the job. The key is never stored.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
-        let mut key = JobKey([0; 32]);
-        if let Err(error) = getrandom::fill(&mut key.0) {
-            let message = "the system provides no random key for the job";
-            let diagnostic = Diagnostic::error(run::RANDOM_UNAVAILABLE, message).with_cause(&error);
-            let host = members.first().map_or(0, |m| m.host_index as HostIndex);
-            let failed = FromAgent::Failed { attempt, rank: None, diagnostic };
-            return self.pending_inputs.push_back(ControllerInput::Agent(host, failed));
-        }
+        let key = match draw_random_bytes() {
+            Ok(bytes) => JobKey(bytes),
+            Err(diagnostic) => {
+                let host = members.first().map_or(0, |m| m.host_index as HostIndex);
+                let failed = FromAgent::Failed { attempt, rank: None, diagnostic };
+                return self.pending_inputs.push_back(ControllerInput::Agent(host, failed));
+            }
+        };
         let hosts: HashSet<HostIndex> = members.iter().map(|m| m.host_index as HostIndex).collect();
         let peers = WorkerPeers { attempt, key, members, nccl_id: None };
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Sends each agent the plan of its workers, with the address of the rendezvous and the secrets
-    /// added. If the controller holds the rendezvous port for rank 0, frees the port first.
-    pub(super) fn start_workers(&mut self) {
-        let Some(mut preparation) = self.preparation.take() else { return };
-        let (mut port, mut store) = (preparation.port, None);
-        if let Some(rendezvous) = preparation.rendezvous.take() {
-            let (number, server) = rendezvous.hand_over_to_workers();
-            (port, store) = (Some(number), server);
-        }
-        self.store = store;
+    /// Sends each agent the plan of its workers, completed by the secrets and by the address of the
+    /// rendezvous. `port` is the port of the rendezvous.
+    pub(super) fn start_workers(&mut self, port: u16) {
+        let Some(preparation) = self.preparation.take() else { return };
         self.plan = preparation.plan;
-        self.plan.master_port = port.or(self.plan.master_port);
+        self.plan.master_port = Some(port);
         self.not_started = self.plan.world;
         let hosts = preparation.hosts.iter().zip(&self.plan.host_plans);
         let is_remote = hosts.flat_map(|(host, plan)| {

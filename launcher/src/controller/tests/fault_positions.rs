@@ -1,10 +1,9 @@
 //! A test in the simulator that injects every fault on the first, a middle and the last host. Each
 //! run must report the right root cause and end in time.
 use super::{
-    sim::{InjectedFault, SimScenario, Simulation},
+    sim::{HOST_LEASE, InjectedFault, SimScenario, Simulation},
     simulated_runs::{TIME_LIMIT, build_quiet_scenario, check_invariants},
 };
-use crate::leases::REMOTE_LEASE;
 use std::time::Duration;
 
 /// The simulated time at which the fault is injected.
@@ -38,7 +37,7 @@ fn every_fault_on_every_host_ends_the_run_with_its_root_cause_in_time() {
                 check_invariants(&world, &scenario)
                     .unwrap_or_else(|error| panic!("{error}: {:#?}", world.reported));
                 assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(1), "{fault:?}");
-                let lease = if silent { REMOTE_LEASE } else { Duration::ZERO };
+                let lease = if silent { HOST_LEASE } else { Duration::ZERO };
                 let took = world.ended_at - FAULT_TIME;
                 assert!(took < lease + GRACE_PERIOD + Duration::from_secs(1), "{fault:?}: {took:?}");
             }

@@ -2,7 +2,7 @@
 //! invariants of each run.
 //!
 //! A failing seed is printed. `LAUNCH_SIM_SEED=N` simulates only that seed.
-use super::sim::{InjectedFault, SimRng, SimScenario, Simulation};
+use super::sim::{HOST_LEASE, InjectedFault, SimRng, SimScenario, Simulation};
 use protocol::{event::Event, failure::FailureReason};
 use std::time::Duration;
 
@@ -52,6 +52,7 @@ fn build_random_scenario(seed: u64) -> SimScenario {
         use_hosts,
         faults,
         work: Duration::from_millis(5_000 + chance.pick_below(30_000)),
+        attach_within: None,
     }
 }
 
@@ -120,7 +121,12 @@ fn check_root_cause(world: &Simulation) -> Result<(), String> {
         (InjectedFault::WorkerKilled(r), Some((rank, _, reason))) => {
             *rank == Some(r) && matches!(reason, FailureReason::Signal { number: 9, .. })
         }
-        (InjectedFault::Interrupt | InjectedFault::ControllerKilled, failure) => failure.is_none(),
+        (
+            InjectedFault::Interrupt
+            | InjectedFault::ControllerKilled
+            | InjectedFault::ControllerSuspended(_),
+            failure,
+        ) => failure.is_none(),
         (
             InjectedFault::HostAdded | InjectedFault::HostUnlisted(_) | InjectedFault::HostListed(_),
             failure,
@@ -191,6 +197,7 @@ pub(super) fn build_quiet_scenario(hosts: usize, faults: Vec<(Duration, Injected
         use_hosts: hosts,
         faults,
         work: Duration::from_secs(10),
+        attach_within: None,
     }
 }
 
@@ -249,6 +256,6 @@ fn a_silent_host_is_lost_within_the_lease_and_a_second() {
     world.run_until(TIME_LIMIT).expect("runs");
     let took = world.ended_at - Duration::from_secs(3);
     // Programs that ignore SIGTERM run until the end of their grace period of 3 s.
-    assert!(took < crate::leases::REMOTE_LEASE + Duration::from_secs(1 + 4), "{took:?}");
+    assert!(took < HOST_LEASE + Duration::from_secs(1 + 4), "{took:?}");
     assert_eq!(world.outcome.as_ref().map(|o| o.exit_code), Some(1));
 }

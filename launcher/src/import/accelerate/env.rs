@@ -211,8 +211,8 @@ pub(super) fn set_environment(
     named
 }
 
-/// Takes a section that does not apply to this job. Adds a note with the reason if the section is
-/// not empty.
+/// Removes a section that does not apply to this job from `keys`. Adds a note with the reason if
+/// the section is not empty.
 fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {

@@ -98,5 +98,5 @@ pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
     ("zenflow", "ZenFlow is not supported"),
 ];
 
-/// The reason for keys that control the sizes of transfers between workers.
+/// The reason why keys that control the sizes of transfers between workers are not supported.
 const WHOLE_BLOCKS: &str = "weights and gradients are transferred in whole blocks of the model";

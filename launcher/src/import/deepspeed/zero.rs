@@ -94,7 +94,7 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Returns the reason in a note that launch does not offload `what` to `device`.
+/// Returns the text of a note: the reason why launch does not offload `what` to `device`.
 fn in_memory_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

@@ -129,7 +129,7 @@ impl RendezvousStore {
 
     // ---- values ----
 
-    /// Whether the key has a value or a queue that is not empty.
+    /// Returns whether the key has a value or a queue that is not empty.
     fn contains_key(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }

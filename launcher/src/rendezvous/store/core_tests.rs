@@ -293,8 +293,8 @@ proptest! {
     }
 }
 
-/// Whether the operation of a request is one to which the store replies. Replies to waits that the
-/// request ends do not count.
+/// Returns whether the operation of a request is one to which the store replies. Replies to waits
+/// that the request ends do not count.
 fn has_direct_reply(request: &StoreRequest) -> bool {
     !matches!(
         request,

@@ -13,6 +13,8 @@ pub(crate) enum StoreClientError {
          (`cluster.store: rank0` lets rank 0 serve the store)"
     )]
     NotValidated,
+    #[error("the client did not send the handshake of torch's TCPStore protocol in time")]
+    HandshakeTimeout,
     #[error("{field} of {length} is above the limit of {limit}")]
     LengthAboveLimit { field: RequestLengthField, length: u64, limit: u64 },
     #[error("a request is longer than {MAX_MESSAGE} bytes")]

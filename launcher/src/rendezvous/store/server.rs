@@ -1,15 +1,16 @@
 //! [`StoreServer`]: the sockets of the rendezvous store. The server has a separate thread and
 //! runtime, so that thousands of clients and the controller do not delay each other.
 //!
-//! Connections from hosts that do not belong to the job are closed. Addresses are never resolved to
-//! names.
+//! Connections of other users of this machine, and from hosts that do not belong to the job, are
+//! closed. Addresses are never resolved to names.
 use super::{
     StoreClientError,
+    admission::{Admission, WarningLimit},
     core::{ClientId, RendezvousStore},
     limits::MAX_TOTAL,
     wire::{self, RequestParseOutcome, StoreRequest},
 };
-use diagnostic::{Diagnostic, codes::run};
+use diagnostic::{Diagnostic, codes::run, quantity::format_count};
 use nix::sys::{
     resource::{Resource, getrlimit, setrlimit},
     socket::{Backlog, listen},
@@ -21,7 +22,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener as StdListener},
     rc::Rc,
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::{
     io::AsyncWriteExt,
@@ -40,6 +41,8 @@ const READ_CHUNK_BYTES: usize = 64 << 10;
 /// The number of bytes of waiting replies to one client above which the replies are written before
 /// further requests of the client are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
+/// The longest time from the connection to the handshake of a client.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause after accept has failed because file descriptors have run out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -52,17 +55,29 @@ pub(crate) struct StoreServer {
 }
 
 impl StoreServer {
-    /// Binds `port` (0: any free one) at `address`, and serves processes on this machine and at the
-    /// `allowed` addresses. `messages` receives lines for the user.
+    /// Binds `port` (0: any free one) at `address`, and serves processes of this user on this
+    /// machine and processes at the `allowed` addresses. `messages` receives lines for the user.
     pub(crate) fn start(
         address: IpAddr,
         port: u16,
         allowed: &[IpAddr],
         messages: mpsc::Sender<String>,
     ) -> io::Result<StoreServer> {
+        Self::start_with_timeout(address, port, allowed, messages, HANDSHAKE_TIMEOUT)
+    }
+
+    /// Starts a server that closes connections without a handshake after `handshake_timeout`.
+    fn start_with_timeout(
+        address: IpAddr,
+        port: u16,
+        allowed: &[IpAddr],
+        messages: mpsc::Sender<String>,
+        handshake_timeout: Duration,
+    ) -> io::Result<StoreServer> {
         let listener = StdListener::bind((address, port))?;
         // Connections from this machine to `address` have `address` as their source, too.
         let allowed: HashSet<IpAddr> = allowed.iter().chain([&address]).map(|ip| ip.to_canonical()).collect();
+        let admission = Admission::new(allowed);
         // All ranks connect at the same moment, so the queue is as long as the kernel allows.
         listen(&listener, Backlog::MAXCONN)?;
         listener.set_nonblocking(true)?;
@@ -70,11 +85,12 @@ impl StoreServer {
         let (stop, stopped) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = thread::Builder::new().name("store".into()).spawn(move || {
+            let state = ServerState::new(messages, handshake_timeout);
             let local = LocalSet::new();
             local.block_on(&runtime, async {
                 tokio::select! {
                     _ = stopped => {}
-                    () = accept_clients(listener, allowed, messages) => {}
+                    () = accept_clients(listener, admission, state) => {}
                 }
             });
         })?;
@@ -114,9 +130,9 @@ impl Drop for StoreServer {
     }
 }
 
-/// Fails if the store cannot serve `clients` clients with `open_files` open files, or with
-/// [`MAX_CONNECTIONS`]. Counts one connection per client, although newer versions of torch open two
-/// if they can.
+/// Fails if `clients` clients are more than [`MAX_CONNECTIONS`], or more than the store can serve
+/// with `open_files` open files. Counts one connection per client, although newer versions of torch
+/// open two if they can.
 fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
         Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
@@ -152,6 +168,8 @@ struct ServerState {
     /// its connection.
     scratch: RefCell<Vec<u8>>,
     messages: mpsc::Sender<String>,
+    warning_limit: RefCell<WarningLimit>,
+    handshake_timeout: Duration,
 }
 
 /// Replies that the task of a client has not written yet.
@@ -163,63 +181,96 @@ struct ReplyBuffer {
 }
 
 impl ServerState {
+    fn new(messages: mpsc::Sender<String>, handshake_timeout: Duration) -> Self {
+        ServerState {
+            store: RefCell::default(),
+            reply_buffers: RefCell::default(),
+            buffered: RefCell::new(0),
+            scratch: RefCell::new(vec![0; READ_CHUNK_BYTES]),
+            messages,
+            warning_limit: RefCell::default(),
+            handshake_timeout,
+        }
+    }
+
     /// Sends a warning to the user. Drops the warning if the channel of messages is full.
     fn warn_user(&self, text: String) {
-        // A client that floods the store with errors gets no more lines than the channel can hold.
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
-}
 
-/// Accepts connections, and starts a task for each connection from this machine or from `peers`.
-/// Warns the user about rejected connections. Returns only if the listener cannot be used.
-async fn accept_clients(listener: StdListener, peers: HashSet<IpAddr>, messages: mpsc::Sender<String>) {
-    let shared = Rc::new(ServerState {
-        store: RefCell::default(),
-        reply_buffers: RefCell::default(),
-        buffered: RefCell::new(0),
-        scratch: RefCell::new(vec![0; READ_CHUNK_BYTES]),
-        messages,
-    });
-    let listener = match TcpListener::from_std(listener) {
-        Ok(listener) => listener,
-        Err(error) => return shared.warn_user(format!("cannot serve: {error}")),
-    };
-    let mut has_warned = false;
-    for client in 0.. {
-        let (stream, peer) = loop {
-            match listener.accept().await {
-                Ok(accepted) => break accepted,
-                // The client has closed the connection already.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) => {
-                    if !std::mem::replace(&mut has_warned, true) {
-                        shared.warn_user(format!(
-                            "cannot accept more connections at the moment: {error} (see `ulimit -n`)"
-                        ));
-                    }
-                    tokio::time::sleep(ACCEPT_INTERVAL).await;
-                }
-            }
-        };
-        if !is_allowed_peer(&peers, peer) {
-            shared.warn_user(format!(
-                "rejected a connection from {}, which is not a host of this job",
-                peer.ip()
-            ));
-        } else if shared.reply_buffers.borrow().len() >= MAX_CONNECTIONS {
-            shared.warn_user(format!(
-                "rejected a connection from {peer}: the limit of {MAX_CONNECTIONS} connections is reached"
-            ));
-        } else {
-            tokio::task::spawn_local(ClientConnection::serve_client(client, stream, peer, shared.clone()));
+    /// Sends a warning about a client to the user, unless a warning about its address was sent
+    /// shortly before.
+    fn warn_about_peer(&self, peer: SocketAddr, text: &str) {
+        tracing::debug!(target: "store", %peer, text, "warning");
+        let omitted = self.warning_limit.borrow_mut().count_omitted(peer.ip(), Instant::now());
+        match omitted {
+            None => {}
+            Some(0) => self.warn_user(text.to_owned()),
+            Some(n) => self.warn_user(format!("{text} ({} omitted)", format_count(n, "similar message"))),
         }
     }
 }
 
-/// Whether the peer is on this machine or on a host of the job.
-fn is_allowed_peer(peers: &HashSet<IpAddr>, peer: SocketAddr) -> bool {
-    let ip = peer.ip().to_canonical();
-    ip.is_loopback() || peers.contains(&ip)
+/// Accepts connections, and starts a task for each connection that `admission` admits. Warns the
+/// user about rejected connections. Returns only if the listener cannot be used.
+async fn accept_clients(listener: StdListener, mut admission: Admission, state: ServerState) {
+    let shared = Rc::new(state);
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => return shared.warn_user(format!("cannot serve: {error}")),
+    };
+    let mut has_warned_of_users = false;
+    for client in 0.. {
+        let (stream, peer) = accept_connection(&listener, &shared).await;
+        // Without its local address, the connection is closed already.
+        let Ok(local) = stream.local_addr() else { continue };
+        let admitted = admission.admit(peer, local);
+        if !admission.identifies_users() && !std::mem::replace(&mut has_warned_of_users, true) {
+            let text = "the kernel does not report the users of connections, so every user of this machine \
+                        can connect";
+            shared.warn_user(text.to_owned());
+        }
+        match admitted {
+            Err(error) => {
+                shared.warn_about_peer(peer, &format!("rejected a connection from {}: {error}", peer.ip()));
+            }
+            Ok(_) if shared.reply_buffers.borrow().len() >= MAX_CONNECTIONS => {
+                let text = format!(
+                    "rejected a connection from {peer}: the limit of {MAX_CONNECTIONS} connections is reached"
+                );
+                shared.warn_about_peer(peer, &text);
+            }
+            Ok(admitted_by) => {
+                tracing::debug!(target: "store", %peer, %admitted_by, "accepted a connection");
+                tokio::task::spawn_local(ClientConnection::serve_client(
+                    client,
+                    stream,
+                    peer,
+                    shared.clone(),
+                ));
+            }
+        }
+    }
+}
+
+/// Accepts the next connection. Warns the user once if open files have run out.
+async fn accept_connection(listener: &TcpListener, shared: &ServerState) -> (TcpStream, SocketAddr) {
+    let mut has_warned = false;
+    loop {
+        match listener.accept().await {
+            Ok(accepted) => return accepted,
+            // The client has closed the connection already.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+            Err(error) => {
+                if !std::mem::replace(&mut has_warned, true) {
+                    shared.warn_user(format!(
+                        "cannot accept more connections at the moment: {error} (see `ulimit -n`)"
+                    ));
+                }
+                tokio::time::sleep(ACCEPT_INTERVAL).await;
+            }
+        }
+    }
 }
 
 /// The connection of a client, with its unparsed input.
@@ -257,13 +308,15 @@ impl ClientConnection {
             writing: 0,
         };
         if let Err(error) = connection.serve_requests().await {
-            connection.shared.warn_user(format!("closed the connection of {peer}: {error}"));
+            let text = format!("closed the connection of {peer}: {error}");
+            connection.shared.warn_about_peer(peer, &text);
         }
     }
 
     /// Serves requests until the client closes the connection. Fails if the client violates the
-    /// protocol or a limit.
+    /// protocol or a limit, or sends no handshake in time.
     async fn serve_requests(&mut self) -> Result<(), StoreClientError> {
+        let handshake_deadline = tokio::time::Instant::now() + self.shared.handshake_timeout;
         loop {
             if self.write_replies().await.is_err() {
                 return Ok(());
@@ -276,6 +329,9 @@ impl ClientConnection {
                     Err(_) => return Ok(()),
                 },
                 () = self.reply_buffer.filled.notified() => {}
+                () = tokio::time::sleep_until(handshake_deadline), if !self.validated => {
+                    return Err(StoreClientError::HandshakeTimeout);
+                }
             }
         }
     }

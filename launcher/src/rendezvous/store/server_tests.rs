@@ -145,15 +145,15 @@ fn requests_may_arrive_in_pieces_and_many_at_once() {
 fn a_client_with_another_protocol_is_disconnected_and_others_are_not() {
     let (server, mut messages) = start_server();
     let mut good = connect_client(&server);
-    let mut lines = Vec::new();
+    let (mut lines, mut source) = (Vec::new(), 1);
     for bytes in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &encode_request(&StoreRequest::Get(to_bytes("/no magic"))),
         &[encode_request(&StoreRequest::Validate), vec![99]].concat(),
         &[encode_request(&StoreRequest::Validate), vec![1], u64::MAX.to_le_bytes().to_vec()].concat(),
     ] {
-        let mut bad = Socket::connect((Ipv4Addr::LOCALHOST, server.port())).expect("connected");
-        bad.set_read_timeout(Some(READ_TIMEOUT)).expect("limit");
+        source += 1;
+        let mut bad = connect_from(Ipv4Addr::new(127, 0, 0, source), &server);
         bad.write_all(bytes).expect("sent");
         let mut rest = Vec::new();
         // The server resets a connection that it closes without reading all input.
@@ -162,7 +162,7 @@ fn a_client_with_another_protocol_is_disconnected_and_others_are_not() {
         wait_until_handled(&mut good);
     }
     let mut settings = insta::Settings::clone_current();
-    settings.add_filter(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT");
+    settings.add_filter(r"127\.0\.0\.\d+:\d+", "127.0.0.1:PORT");
     settings.bind(|| insta::assert_snapshot!(lines.join("\n")));
 }
 
@@ -204,21 +204,73 @@ fn start_on_port(port: u16, messages: mpsc::Sender<String>) -> io::Result<StoreS
     StoreServer::start(Ipv4Addr::LOCALHOST.into(), port, &[], messages)
 }
 
+/// Connects from a loopback address, so that the limit of warnings does not apply to other tests'
+/// addresses.
+fn connect_from(source: Ipv4Addr, server: &StoreServer) -> Socket {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
+    let socket =
+        socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
+    let raw = std::os::fd::AsRawFd::as_raw_fd(&socket);
+    let [a, b, c, d] = source.octets();
+    bind(raw, &SockaddrIn::new(a, b, c, d, 0)).expect("bound");
+    connect(raw, &SockaddrIn::new(127, 0, 0, 1, server.port())).expect("connected");
+    let socket = Socket::from(socket);
+    socket.set_read_timeout(Some(READ_TIMEOUT)).expect("limit");
+    socket
+}
+
 #[test]
-fn only_hosts_of_the_job_may_connect() {
-    let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
-    let peers: HashSet<IpAddr> = [ip("10.0.0.7"), ip("2001:db8::7")].into();
-    for (peer, expected) in [
-        ("127.0.0.1", true),
-        ("::1", true),
-        ("10.0.0.7", true),
-        ("::ffff:10.0.0.7", true),
-        ("2001:db8::7", true),
-        ("10.0.0.8", false),
-        ("2001:db8::8", false),
-    ] {
-        assert_eq!(is_allowed_peer(&peers, SocketAddr::new(ip(peer), 1)), expected, "{peer}");
+fn a_client_without_a_handshake_is_closed_in_time() {
+    let (sender, mut messages) = mpsc::channel(16);
+    let timeout = Duration::from_millis(300);
+    let server = StoreServer::start_with_timeout(Ipv4Addr::LOCALHOST.into(), 0, &[], sender, timeout);
+    let server = server.expect("a server");
+    let mut valid = connect_client(&server);
+    let mut idle = connect_from(Ipv4Addr::new(127, 0, 0, 2), &server);
+    let mut again = connect_from(Ipv4Addr::new(127, 0, 0, 2), &server);
+    let mut rest = Vec::new();
+    assert_eq!(idle.read_to_end(&mut rest).expect("closed"), 0);
+    assert_eq!(again.read_to_end(&mut rest).expect("closed"), 0);
+    wait_until_handled(&mut valid);
+    let warning = messages.blocking_recv().expect("a warning");
+    assert!(
+        warning.starts_with("launch: rendezvous store: closed the connection of 127.0.0.2:"),
+        "{warning}"
+    );
+    drop(server);
+    assert_eq!(messages.blocking_recv(), None, "an address gets one warning per minute");
+}
+
+/// A client of another user of this machine cannot write a key. Only root can start a process as
+/// another user.
+#[test]
+fn a_client_of_another_user_is_rejected() {
+    use std::os::unix::process::CommandExt;
+    if !nix::unistd::geteuid().is_root() {
+        return;
     }
+    let (server, mut messages) = start_server();
+    let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();
+    let request = hex([
+        encode_request(&StoreRequest::Validate),
+        encode_request(&StoreRequest::Set(to_bytes("/key"), to_bytes("other"))),
+    ]
+    .concat());
+    // The last client closes its socket at once, so that the socket has no owner.
+    for ending in ["cat <&3", "exec 3>&-"] {
+        let script =
+            format!("exec 3<>/dev/tcp/127.0.0.1/{}; printf '{request}' >&3; {ending}", server.port());
+        let mut command = std::process::Command::new("bash");
+        let output = command.arg("-c").arg(script).uid(65_534).output().expect("bash");
+        assert_eq!(output.stdout, b"");
+    }
+    let warning = messages.blocking_recv().expect("a warning");
+    let expected = "launch: rendezvous store: rejected a connection from 127.0.0.1: \
+                    its process belongs to another user (uid 65534)";
+    assert_eq!(warning, expected);
+    let mut client = connect_client(&server);
+    send_request(&mut client, StoreRequest::Check(vec![to_bytes("/key")]));
+    expect_bytes(&mut client, &[1]);
 }
 
 #[test]

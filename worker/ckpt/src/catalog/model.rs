@@ -1,11 +1,20 @@
 //! Types that describe the content of a checkpoint: its tensors, its model, and facts about the
 //! run.
 use crate::codec::disk::is_plain_file_name;
+use crate::codec::json;
 use crate::error::{CkptError, ManifestError, Result};
-use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements};
+use crate::format_constants::TENSORS_MAX;
+use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, deserialize_shape, tensor_label};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
+
+/// Limit on the number of JSON values in a config.
+pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
+/// Limit on the number of JSON values in a part of the training state that names every weight.
+const STATE_VALUES_MAX: usize = 2 * TENSORS_MAX;
+/// Limit on the number of text files that are stored with a checkpoint.
+const TEXT_FILES_MAX: usize = 64;
 
 /// Name, role, dtype and shape of a whole tensor, whose elements several files may store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +35,11 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
+    /// Formats the label `role/name` of the tensor.
+    pub(crate) fn label(&self) -> String {
+        tensor_label(self.role, &self.name)
+    }
+
     /// Returns the size of all elements in bytes.
     pub fn bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
@@ -39,6 +53,7 @@ pub struct WeightShape {
     /// Name in the Hugging Face model.
     pub name: String,
     /// Number of elements in each dimension, outermost first.
+    #[serde(deserialize_with = "deserialize_shape")]
     pub shape: Vec<u64>,
 }
 
@@ -60,20 +75,24 @@ pub struct ModelSpec {
     /// Model family, such as `qwen3`.
     pub family: String,
     /// Content of `config.json`, a JSON object.
+    #[serde(deserialize_with = "json::deserialize_value::<_, CONFIG_VALUES_MAX>")]
     pub hf_config: Value,
     /// Every stored weight, in the order in which the model lists its parameters.
+    #[serde(deserialize_with = "json::deserialize_list::<_, _, TENSORS_MAX>")]
     pub weights: Vec<WeightShape>,
     /// Tied weights: further names of stored weights.
+    #[serde(deserialize_with = "json::deserialize_list::<_, _, TENSORS_MAX>")]
     pub ties: Vec<TiedWeight>,
     /// Weights that are not trained and therefore have no optimizer state.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "json::deserialize_list::<_, _, TENSORS_MAX>")]
     pub frozen: Vec<String>,
     /// Name and shape of each tensor of the role [`TensorRole::Buffer`].
-    #[serde(default)]
+    #[serde(default, deserialize_with = "json::deserialize_list::<_, _, TENSORS_MAX>")]
     pub buffers: Vec<WeightShape>,
     /// Content of PEFT's `adapter_config.json` if the model has LoRA adapters. The matrices of the
     /// adapters are listed in `weights`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "json::deserialize_optional_value::<_, CONFIG_VALUES_MAX>")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<Value>,
 }
 
@@ -105,26 +124,28 @@ pub struct RunFacts {
     /// Version of launch that wrote the checkpoint.
     pub program: String,
     /// Cursor: samples consumed, scale of the FP16 loss, and step lags of weights.
+    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
     pub cursor: Value,
     /// States of the RNG streams. Null in a checkpoint that was converted from another format.
+    #[serde(deserialize_with = "json::deserialize_value::<_, CONFIG_VALUES_MAX>")]
     pub rng: Value,
     /// Parameter groups with their hyper-parameters.
+    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
     pub groups: Value,
     /// Description of the model.
     pub model: ModelSpec,
     /// Tokenizer files, which are exported with the weights.
+    #[serde(deserialize_with = "json::deserialize_list::<_, _, TEXT_FILES_MAX>")]
     pub tokenizer: Vec<TextFile>,
     /// The resolved job file. In a checkpoint that was converted from another format: the path and
     /// the scheduler of the source.
+    #[serde(deserialize_with = "json::deserialize_value::<_, CONFIG_VALUES_MAX>")]
     pub job: Value,
 }
 
 /// Key under which the cursor stores step lags. The value is an object that maps the name of a
 /// weight to the number of updates by which the weight is behind the step of the run.
 pub(crate) const STEP_LAG_KEY: &str = "late";
-
-/// Maximum number of dimensions of a tensor.
-const DIMENSIONS_MAX: usize = 16;
 
 /// Fails if `tensors` has an invalid or repeated name, or a shape with too many dimensions or
 /// elements. `kind` (weight or buffer) precedes the tensor's name in the error.
@@ -135,7 +156,7 @@ fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result
         if !seen.insert(t.name.as_str()) {
             return Err(ManifestError::Duplicate(format!("{kind} {}", t.name)));
         }
-        if t.shape.len() > DIMENSIONS_MAX || count_elements(&t.shape).is_none() {
+        if count_elements(&t.shape).is_none() {
             return Err(ManifestError::ImpossibleShape {
                 tensor: format!("{kind} {}", t.name),
                 shape: t.shape.clone(),
@@ -229,3 +250,8 @@ pub(crate) fn require_same_model(
 
 /// Name and shape of a weight.
 pub(crate) type ShapedWeight<'a> = (&'a str, &'a [u64]);
+
+/// Returns references to the names and shapes in `weights`.
+pub(crate) fn borrow_weights(weights: &[(String, Vec<u64>)]) -> Vec<ShapedWeight<'_>> {
+    weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect()
+}

@@ -41,6 +41,18 @@ pub struct PassthroughState {
     pub notices: Vec<String>,
 }
 
+impl PassthroughState {
+    /// Returns the entry `key` of DeepSpeed's model file, or `None` if there is no such entry.
+    pub(crate) fn model_entry(&self, key: &str) -> Option<&PythonObject> {
+        self.model_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
+    }
+
+    /// Returns the entry `key` of DeepSpeed's optimizer file, or `None` if there is no such entry.
+    pub(crate) fn optimizer_entry(&self, key: &str) -> Option<&PythonObject> {
+        self.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
+    }
+}
+
 /// A parameter group of the optimizer, with hyper-parameters of any type.
 #[derive(Clone, Debug, Default)]
 pub struct ParamGroup {
@@ -66,15 +78,12 @@ impl ParamGroup {
     /// Converts hyper-parameters from JSON to the Python objects that torch stores. Leaves out the
     /// name of the group.
     fn options_from_json(hyper: &serde_json::Map<String, serde_json::Value>) -> Vec<(String, PythonObject)> {
-        let convert = |(key, value): (&String, &serde_json::Value)| match (
-            key.as_str(),
-            PythonObject::from_json(value),
-        ) {
-            // only groups of native checkpoints have a name
-            ("name", _) => None,
-            ("betas", PythonObject::List(betas)) => Some((key.clone(), PythonObject::Tuple(betas))),
-            (_, value) => Some((key.clone(), value)),
+        // only groups of native checkpoints have a name
+        let options = hyper.iter().filter(|(key, _)| *key != "name");
+        let convert = |(key, value): (&String, _)| match PythonObject::from_json(value) {
+            PythonObject::List(betas) if key == "betas" => (key.clone(), PythonObject::Tuple(betas)),
+            value => (key.clone(), value),
         };
-        hyper.iter().filter_map(convert).collect()
+        options.map(convert).collect()
     }
 }

@@ -5,6 +5,7 @@ use super::training_state::TrainingState;
 use crate::error::{CkptError, Result, UnsupportedFeature};
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value};
+use std::ops::Range;
 use std::path::Path;
 
 /// A request to read consecutive elements of a tensor as F32.
@@ -18,6 +19,29 @@ pub struct ReadRequest<'a> {
     pub start_element: u64,
     /// The buffer that receives the elements. Its length is the number of elements to read.
     pub out: &'a mut [f32],
+}
+
+/// Makes the requests that fill `buffer` with the elements of `spans`, one span after another, and
+/// resizes the buffer. A span is a range of elements of a tensor. A span without a tensor is filled
+/// with zeros.
+pub(crate) fn request_spans<'a>(
+    spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
+    buffer: &'a mut Vec<f32>,
+) -> Vec<ReadRequest<'a>> {
+    let total: u64 = spans.clone().map(|(_, range)| range.end - range.start).sum();
+    buffer.resize(total as usize, 0.0);
+    let (mut rest, mut requests) = (buffer.as_mut_slice(), Vec::new());
+    for (info, range) in spans {
+        let (out, tail) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
+        rest = tail;
+        match info {
+            Some(TensorInfo { name, role, .. }) => {
+                requests.push(ReadRequest { name, role: *role, start_element: range.start, out });
+            }
+            None => out.fill(0.0),
+        }
+    }
+    requests
 }
 
 /// A checkpoint of any format. Any range of elements of its floating-point tensors can be read as
@@ -57,6 +81,14 @@ pub trait TensorSource: Sync {
         let _ = (start_element, out);
         let tensor = format!("{role}/{name}");
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
+    }
+
+    /// Returns the index of the first element of the tensor `info` from `start` on that may differ
+    /// from zero, or the number of elements. The elements before that index are in a hole of a
+    /// sparse file and need not be read. By default returns `start`.
+    fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
+        let _ = info;
+        Ok(start)
     }
 
     /// Reads the passthrough state, which a conversion copies unchanged.

@@ -1,5 +1,6 @@
 //! [`TrainingState`]: a training state without its tensors, in a form common to all formats.
 use super::model::TiedWeight;
+use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -59,6 +60,23 @@ pub struct LossScale {
 }
 
 impl TrainingState {
+    /// Returns a warning if a weight has more updates than the run has steps. Such a state belongs
+    /// to two checkpoints whose files were mixed. One additional update of every weight is
+    /// possible, since DeepSpeed initializes optimizers by a step.
+    pub(crate) fn find_impossible_steps(&self) -> Option<String> {
+        let run = self.step?;
+        if self.steps.values().all(|updates| Some(*updates) == run.checked_add(1)) {
+            return None;
+        }
+        let ahead: Vec<(&String, &u64)> = self.steps.iter().filter(|(_, updates)| **updates > run).collect();
+        let (name, updates) = *ahead.iter().max_by_key(|(_, updates)| **updates)?;
+        let others = match ahead.len() - 1 {
+            0 => String::new(),
+            n => format!(" (and {} too many)", format_count(n, "more weight")),
+        };
+        Some(format!("{name} has {updates} updates{others}, but the run is at step {run}"))
+    }
+
     /// Parses the dynamic loss scale from `loss_scaler`, in the form of DeepSpeed's
     /// `DynamicLossScaler`, torch's `GradScaler` or a native checkpoint. Returns `None` if there is
     /// no loss scale or a constant one.
@@ -80,6 +98,23 @@ impl TrainingState {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn more_updates_than_steps_are_reported() {
+        let steps = [("a", 3), ("b", 7), ("c", 9)].map(|(name, n)| (name.to_owned(), n));
+        let find = |step| {
+            let steps = BTreeMap::from(steps.clone());
+            TrainingState { step, steps, ..TrainingState::default() }.find_impossible_steps()
+        };
+        assert_eq!(find(Some(9)), None);
+        assert_eq!(find(Some(8)), Some("c has 9 updates, but the run is at step 8".into()));
+        let others = "c has 9 updates (and 1 more weight too many), but the run is at step 3";
+        assert_eq!(find(Some(3)), Some(others.into()));
+        assert_eq!(find(None), None);
+        let steps = ["a", "b"].map(|name| (name.to_owned(), 4)).into();
+        let initialized = TrainingState { step: Some(3), steps, ..TrainingState::default() };
+        assert_eq!(initialized.find_impossible_steps(), None);
+    }
 
     #[test]
     fn loss_scales_of_every_program_are_read() {

@@ -1,4 +1,5 @@
-//! Recognizes placeholders of files.
+//! Recognizes placeholders: files that a failed download or checkout left in place of the real
+//! files.
 use crate::error::Placeholder;
 
 /// Recognizes a placeholder by the first bytes of a file of `size` bytes. `read_at(offset, buffer)`

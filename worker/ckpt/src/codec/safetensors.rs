@@ -1,13 +1,19 @@
 //! Reads and writes headers of safetensors files. A file has the header length (8 bytes,
 //! little-endian), a JSON header, and the bytes of the tensors without gaps.
+use super::disk::Directory;
+use super::json::deserialize_map;
 use super::placeholder;
-use crate::error::SafetensorsError;
-use crate::format_constants::SAFETENSORS_HEADER_MAX;
-use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements};
+use crate::error::{CkptError, SafetensorsError, shorten};
+use crate::format_constants::{SAFETENSORS_HEADER_MAX, TENSORS_MAX};
+use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, deserialize_shape};
 use serde::{Deserialize, Deserializer, de};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+/// Limit on the number of entries in `__metadata__` of a header.
+const METADATA_ENTRIES_MAX: usize = 1 << 16;
 
 /// The description of one tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +40,17 @@ pub(crate) struct SafetensorsHeader {
 /// Result of reading or writing a header.
 type Result<T> = std::result::Result<T, SafetensorsError>;
 
+/// Opens the safetensors file `name` in `directory` and reads its header. Returns the header and
+/// the size of the file in bytes.
+pub(crate) fn open_header(
+    directory: &Directory,
+    name: &str,
+) -> crate::error::Result<(SafetensorsHeader, u64)> {
+    let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
+    let header = read_header(size, |at, out| file.read_exact_at(out, at));
+    Ok((header.map_err(|error| CkptError::damaged(directory.path(), name, error))?, size))
+}
+
 /// Reads the header of a file of `size` bytes. `read_at(offset, buffer)` must fill the buffer with
 /// the bytes at the offset.
 ///
@@ -59,7 +76,8 @@ pub(crate) fn read_header(
     if text.first() != Some(&b'{') {
         return Err(SafetensorsError::NotAnObject);
     }
-    let raw: RawHeader = serde_json::from_slice(&text).map_err(|e| SafetensorsError::Json(e.to_string()))?;
+    let raw: RawHeader =
+        serde_json::from_slice(&text).map_err(|e| SafetensorsError::Json(shorten(e.to_string())))?;
     raw.validate(8 + length, size)
 }
 
@@ -72,10 +90,36 @@ struct RawHeader {
 /// The description of a tensor as the file stores it, unchecked.
 #[derive(Deserialize)]
 struct RawEntry {
-    dtype: String,
+    dtype: RawDtype,
+    #[serde(deserialize_with = "deserialize_shape")]
     shape: Vec<u64>,
     /// First byte and end, relative to the end of the header.
     data_offsets: (u64, u64),
+}
+
+/// A dtype, or the beginning of a text that is not a dtype.
+enum RawDtype {
+    Known(Dtype),
+    Unknown(Box<str>),
+}
+
+impl<'de> Deserialize<'de> for RawDtype {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<RawDtype, D::Error> {
+        struct Visitor;
+        impl de::Visitor<'_> for Visitor {
+            type Value = RawDtype;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the name of a dtype")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<RawDtype, E> {
+                let dtype = Dtype::deserialize(de::value::StrDeserializer::<de::value::Error>::new(text));
+                Ok(dtype.map_or_else(|_| RawDtype::Unknown(text.chars().take(40).collect()), RawDtype::Known))
+            }
+        }
+        d.deserialize_str(Visitor)
+    }
 }
 
 impl RawHeader {
@@ -86,9 +130,12 @@ impl RawHeader {
         let mut entries = Vec::with_capacity(self.entries.len());
         for (name, raw) in self.entries {
             check_tensor_name(&name)?;
-            let dtype =
-                Dtype::deserialize(de::value::StrDeserializer::<de::value::Error>::new(&raw.dtype))
-                    .map_err(|_| SafetensorsError::UnknownDtype { tensor: name.clone(), dtype: raw.dtype })?;
+            let dtype = match raw.dtype {
+                RawDtype::Known(dtype) => dtype,
+                RawDtype::Unknown(text) => {
+                    return Err(SafetensorsError::UnknownDtype { tensor: name, dtype: text.into() });
+                }
+            };
             let (begin, end) = raw.data_offsets;
             let bytes = count_elements(&raw.shape).and_then(|n| n.checked_mul(dtype.size()));
             if begin > end || end > size - data || bytes != Some(end - begin) {
@@ -103,6 +150,7 @@ impl RawHeader {
             }
             entries.push(SafetensorsEntry { name, dtype, shape: raw.shape, bytes: data + begin..data + end });
         }
+        check_unique_names(&entries)?;
         entries.sort_by_key(|e| (e.bytes.start, e.bytes.end));
         let mut at = data;
         for entry in &entries {
@@ -122,6 +170,16 @@ impl RawHeader {
     }
 }
 
+/// Fails if two entries have the same name.
+fn check_unique_names(entries: &[SafetensorsEntry]) -> Result<()> {
+    let mut names: Vec<&str> = entries.iter().map(|e| e.name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(SafetensorsError::DuplicateTensor(pair[0].to_owned())),
+        None => Ok(()),
+    }
+}
+
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<RawHeader, D::Error> {
         struct Visitor;
@@ -137,20 +195,31 @@ impl<'de> Deserialize<'de> for RawHeader {
                 mut map: A,
             ) -> std::result::Result<RawHeader, A::Error> {
                 let mut raw = RawHeader { entries: Vec::new(), metadata: BTreeMap::new() };
-                let mut seen = std::collections::HashSet::new();
                 while let Some(name) = map.next_key::<String>()? {
-                    if !seen.insert(name.clone()) {
-                        return Err(de::Error::custom(format!("{name:?} occurs twice")));
+                    if name == "__metadata__" {
+                        raw.metadata = map.next_value_seed(MetadataSeed)?;
+                        continue;
                     }
-                    match name.as_str() {
-                        "__metadata__" => raw.metadata = map.next_value()?,
-                        _ => raw.entries.push((name, map.next_value()?)),
+                    if raw.entries.len() == TENSORS_MAX {
+                        return Err(de::Error::custom(format_args!("more than {TENSORS_MAX} tensors")));
                     }
+                    raw.entries.push((name, map.next_value()?));
                 }
                 Ok(raw)
             }
         }
         d.deserialize_map(Visitor)
+    }
+}
+
+/// Deserializes `__metadata__`, which may have at most [`METADATA_ENTRIES_MAX`] entries.
+struct MetadataSeed;
+
+impl<'de> de::DeserializeSeed<'de> for MetadataSeed {
+    type Value = BTreeMap<String, String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> std::result::Result<Self::Value, D::Error> {
+        deserialize_map::<D, String, METADATA_ENTRIES_MAX>(d)
     }
 }
 
@@ -322,12 +391,19 @@ mod tests {
         let entry = "{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}";
         let twice =
             parse_file(&make_file(&format!("{{\"a\":{entry},\"a\":{entry}}}"), 1)).expect_err("twice");
-        assert!(json(&twice), "{twice:?}");
+        assert_eq!(twice, SafetensorsError::DuplicateTensor("a".into()));
         let overlap =
             parse_file(&make_file(&format!("{{\"a\":{entry},\"b\":{entry}}}"), 1)).expect_err("overlap");
         assert!(gap(&overlap), "{overlap:?}");
         let deep = "[".repeat(100_000);
         assert!(parse_file(&make_file(&format!("{{\"a\":{deep}"), 0)).is_err());
+        let dimensions = vec!["1"; 17].join(",");
+        let error = parse_file(&make_file(&t(&format!("[{dimensions}]"), "[0,4]"), 4)).expect_err("17");
+        assert!(json(&error) && error.to_string().contains("at most 16 dimensions"), "{error}");
+        let keys: Vec<String> = (0..=METADATA_ENTRIES_MAX).map(|i| format!("\"{i}\":\"\"")).collect();
+        let metadata = format!("{{\"__metadata__\":{{{}}}}}", keys.join(","));
+        let error = parse_file(&make_file(&metadata, 0)).expect_err("too many entries");
+        assert!(json(&error) && error.to_string().contains("more than 65536 entries"), "{error}");
     }
 
     proptest! {

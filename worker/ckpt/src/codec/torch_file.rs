@@ -3,10 +3,9 @@
 //!
 //! Tensors become byte ranges of the file. This module does not read the data of tensors.
 use super::disk::Directory;
-use super::pickle::{self, PickleItems, PickleTree, PickleView};
+use super::pickle::{self, PickleItems, PickleTree, PickleView, parse_shape};
 use super::torch_legacy;
 use super::zip::{self, ZipMember};
-use crate::codec::pickle::parse_shape;
 use crate::error::{CkptError, TorchFileError};
 use crate::format_constants::PICKLE_BYTES_MAX;
 use crate::tensor::{Dtype, count_elements};
@@ -36,6 +35,9 @@ pub(crate) const TENSOR_GLOBALS: &[&str] = &[
     "torch.LongStorage",
     "torch.ShortStorage",
     "torch.storage.UntypedStorage",
+];
+/// The dtypes that a pickle may name as globals.
+pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.bfloat16",
     "torch.bool",
     "torch.float16",
@@ -80,8 +82,9 @@ pub(crate) const PLAIN_GLOBALS: &[&str] = &[
 ];
 /// Files of up to this many bytes are read into memory as a whole.
 const SMALL_FILE_BYTES: u64 = 64 << 10;
-/// Limit on the number of dimensions of a tensor.
-const DIMENSIONS_MAX: usize = 16;
+/// Limit on the elements of a tensor that has more elements than its storage. Programs save small
+/// buffers in this way, such as an expanded mask.
+const EXPANDED_ELEMENTS_MAX: u64 = 1 << 20;
 
 /// The values in a torch file, and the byte ranges of its storages.
 pub(crate) struct TorchFile {
@@ -111,12 +114,6 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// Returns a view of a scalar at the start of the first member, as the initial value of a
-    /// variable.
-    pub(crate) fn scalar_placeholder() -> TensorView {
-        TensorView { dtype: Dtype::F32, shape: Vec::new(), strides: Vec::new(), member: 0, offset: 0 }
-    }
-
     /// Returns the number of elements of the view, which is the product of its dimensions.
     pub(crate) fn elements(&self) -> u64 {
         count_elements(&self.shape).unwrap_or(0)
@@ -258,8 +255,7 @@ impl TorchFile {
     fn parse_rebuild_arguments(&self, args: PickleItems<'_>, dtype: Option<Dtype>) -> Result<TensorView> {
         let counts = |i: usize| {
             let value = args.get(i).ok_or(UNKNOWN_FORM)?;
-            let sizes = parse_shape(value).ok_or(UNKNOWN_FORM)?;
-            (sizes.len() <= DIMENSIONS_MAX).then_some(sizes).ok_or(UNKNOWN_FORM)
+            parse_shape(value).ok_or(UNKNOWN_FORM)
         };
         let storage = args
             .get(0)
@@ -285,6 +281,10 @@ impl TorchFile {
         if total > 0 && last.is_none_or(|last| last >= stored) {
             return Err(TorchFileError::OutsideStorage { shape, strides, offset, elements: stored });
         }
+        // a tensor whose elements share memory could claim any size
+        if total > EXPANDED_ELEMENTS_MAX && total > held.end - held.start {
+            return Err(TorchFileError::Expanded { shape, strides, elements: stored });
+        }
         Ok(TensorView { dtype, shape, strides, member, offset })
     }
 
@@ -304,7 +304,7 @@ impl TorchFile {
             (false, None) => width,
             _ => return Err(UNKNOWN_FORM),
         };
-        let key = id.get(2).and_then(PickleView::as_str).ok_or(UNKNOWN_FORM)?;
+        let key = id.get(2).and_then(PickleView::as_name).ok_or(UNKNOWN_FORM)?;
         let count = id.get(4).and_then(PickleView::as_count).ok_or(UNKNOWN_FORM)?;
         let member = *self.storages.get(key).ok_or_else(|| TorchFileError::StorageMissing(key.into()))?;
         let data = &self.members[member].data;
@@ -335,7 +335,7 @@ impl TorchFile {
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
 /// Copies the bytes of `content` from offset `at` on into `out`. Fails if `content` is too short.
-fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
+pub(crate) fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {
         Some(bytes) => {
@@ -348,10 +348,8 @@ fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> 
 
 /// Returns the dtype that a global such as `torch.float32` names, or `None` for other globals.
 pub(crate) fn parse_dtype(global: &str) -> Option<Dtype> {
-    use Dtype::*;
-    let dtypes = [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL];
     let name = global.strip_prefix("torch.")?;
-    dtypes.into_iter().find(|d| d.torch_name() == name)
+    Dtype::ALL.into_iter().find(|d| d.torch_name() == name)
 }
 
 /// Result of reading a torch file.
@@ -362,20 +360,10 @@ const UNKNOWN_FORM: TorchFileError = TorchFileError::UnknownTensorForm;
 
 /// Returns the dtype of a storage class, U8 for untyped storages, and `None` for other classes.
 fn storage_dtype(class: &str) -> Option<Dtype> {
-    Some(match class {
-        "torch.BFloat16Storage" => Dtype::BF16,
-        "torch.BoolStorage" => Dtype::BOOL,
-        "torch.ByteStorage" => Dtype::U8,
-        "torch.CharStorage" => Dtype::I8,
-        "torch.DoubleStorage" => Dtype::F64,
-        "torch.FloatStorage" => Dtype::F32,
-        "torch.HalfStorage" => Dtype::F16,
-        "torch.IntStorage" => Dtype::I32,
-        "torch.LongStorage" => Dtype::I64,
-        "torch.ShortStorage" => Dtype::I16,
-        UNTYPED => Dtype::U8,
-        _ => return None,
-    })
+    match class {
+        UNTYPED => Some(Dtype::U8),
+        _ => Dtype::ALL.into_iter().find(|dtype| pickle::torch_storage_class(*dtype) == Some(class)),
+    }
 }
 
 /// Reads the content of a member. Fails if the member has more than `max` bytes, or does not match
@@ -385,7 +373,7 @@ fn read_member(
     max: u64,
     read_at: &mut impl FnMut(u64, &mut [u8]) -> std::io::Result<()>,
 ) -> Result<Vec<u8>> {
-    let len = member.data.end - member.data.start;
+    let len = member.size();
     if len > max {
         return Err(TorchFileError::MemberTooLarge { member: member.name.clone(), bytes: len, limit: max });
     }
@@ -421,7 +409,8 @@ mod tests {
 
     /// Packs a pickle and the bytes of one storage into a torch file, and reads the file.
     fn open_container(pickle: &[u8], data: &[u8]) -> Result<TorchFile> {
-        let file = zip::pack_zip(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
+        let file =
+            crate::tests::pack_zip(&[("x/data.pkl", pickle), ("x/byteorder", b"little"), ("x/data/0", data)]);
         parse_bytes(&file)
     }
 
@@ -457,6 +446,18 @@ mod tests {
     }
 
     #[test]
+    fn a_large_tensor_must_not_have_more_elements_than_its_storage() {
+        let v = parse_view(&tensor_pickle(10, 0, &[128, 128, 64], &[0, 0, 0]), &[0; 40]).expect("2^20");
+        assert_eq!(v.elements(), 1 << 20);
+        let error = parse_view(&tensor_pickle(10, 0, &[128, 128, 65], &[0, 0, 0]), &[0; 40]);
+        let expected =
+            TorchFileError::Expanded { shape: vec![128, 128, 65], strides: vec![0; 3], elements: 10 };
+        assert_eq!(error, Err(expected));
+        let overlapping = parse_view(&tensor_pickle(255, 0, &[128, 128, 65], &[1, 0, 1]), &[0; 1020]);
+        assert!(matches!(overlapping, Err(TorchFileError::Expanded { elements: 255, .. })));
+    }
+
+    #[test]
     fn tensors_outside_of_their_storage_are_rejected() {
         let outside = |strides: [u64; 2], offset| TorchFileError::OutsideStorage {
             shape: vec![2, 3],
@@ -479,7 +480,7 @@ mod tests {
     #[test]
     fn files_that_torch_did_not_write_are_rejected() {
         let flipped = {
-            let mut file = zip::pack_zip(&[("x/data.pkl", b"N."), ("x/data/0", b"")]);
+            let mut file = crate::tests::pack_zip(&[("x/data.pkl", b"N."), ("x/data/0", b"")]);
             let at = file.windows(2).position(|w| w == b"N.").expect("there");
             file[at] = b')';
             file
@@ -491,10 +492,16 @@ mod tests {
             (vec![0; 100_000], no_directory()),
             (b"\x80\x02\x8a\x0al\xfc\x9c".to_vec(), no_directory()),
             (torch_legacy::MAGIC.to_vec(), TorchFileError::Truncated { part: "a pickle".into() }),
-            (zip::pack_zip(&[("x/other", b"N.")]), TorchFileError::NoDataPickle),
-            (zip::pack_zip(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]), TorchFileError::NoDataPickle),
-            (zip::pack_zip(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]), TorchFileError::BigEndian),
-            (zip::pack_zip(&[("x/data.pkl", b"cos\nsystem\n.")]), forbidden.into()),
+            (crate::tests::pack_zip(&[("x/other", b"N.")]), TorchFileError::NoDataPickle),
+            (
+                crate::tests::pack_zip(&[("x/data.pkl", b"N."), ("y/data.pkl", b"N.")]),
+                TorchFileError::NoDataPickle,
+            ),
+            (
+                crate::tests::pack_zip(&[("x/data.pkl", b"N."), ("x/byteorder", b"big")]),
+                TorchFileError::BigEndian,
+            ),
+            (crate::tests::pack_zip(&[("x/data.pkl", b"cos\nsystem\n.")]), forbidden.into()),
             (flipped, TorchFileError::CrcMismatch { member: "x/data.pkl".into() }),
         ] {
             assert_eq!(parse_bytes(&file).err(), Some(expected));

@@ -3,7 +3,7 @@
 //!
 //! Storages are streamed to the disk. The CRC-32 and size of a member are known only after its
 //! bytes were written, and follow the bytes in a data descriptor.
-use super::disk::{DiskBufferPool, FileWriter, IoMode};
+use super::disk::{DiskBufferPool, FileWriter, Hashing, IoMode, WrittenFile};
 use super::pickle::{self, PythonObject};
 use crate::error::{CkptError, Result};
 use std::path::PathBuf;
@@ -79,7 +79,7 @@ impl TorchWriter {
         buffers: &DiskBufferPool,
     ) -> Result<TorchWriter> {
         let io_mode = if size < DIRECT_FILE_MIN { IoMode::Buffered } else { IoMode::Direct };
-        let out = FileWriter::with_buffers(path, io_mode, false, buffers.clone())?;
+        let out = FileWriter::with_buffers(path, io_mode, Hashing::File, buffers.clone())?;
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
@@ -166,9 +166,8 @@ impl TorchWriter {
 
     /// Writes the members `version` and `.data/serialization_id`, and then the central directory.
     /// The caller must have ended the previous member. The file is durable only after its file
-    /// system has been synced. Returns the size of the file in bytes, and the digest of its members
-    /// ([`digest_members`]).
-    pub(crate) fn finish(mut self) -> Result<(u64, u32)> {
+    /// system has been synced. Returns the size and the hash of the file.
+    pub(crate) fn finish(mut self) -> Result<WrittenFile> {
         self.write_member("version", b"3\n")?;
         let id = self.members.iter().fold(crc32fast::Hasher::new(), |mut h, m| {
             h.update(&m.crc.to_le_bytes());
@@ -183,22 +182,10 @@ impl TorchWriter {
         }
         let count = self.members.len() as u64;
         let end = encode_end_records(start, directory.len() as u64, count);
-        let members = digest_members(self.members.iter().map(|m| (m.name.as_str(), m.size, m.crc)));
         self.write_bytes(&directory)?;
         self.write_bytes(&end)?;
-        Ok((self.out.finish_unsynced()?, members))
+        self.out.finish_unsynced()
     }
-}
-
-/// Computes the digest of a file's members, a CRC-32 over their names, sizes and CRC-32s in order.
-pub(crate) fn digest_members<'m>(members: impl Iterator<Item = (&'m str, u64, u32)>) -> u32 {
-    let mut hasher = crc32fast::Hasher::new();
-    for (name, size, crc) in members {
-        hasher.update(name.as_bytes());
-        hasher.update(&size.to_le_bytes());
-        hasher.update(&crc.to_le_bytes());
-    }
-    hasher.finalize()
 }
 
 /// Appends a member's entry in the central directory to `out`.

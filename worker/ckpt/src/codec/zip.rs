@@ -1,8 +1,10 @@
 //! Reads zip containers that torch writes. Such containers have stored (uncompressed) members,
 //! zip64 sizes, and CRC-32s in the central directory.
+use super::disk::read_file_crc;
 use super::placeholder;
 use crate::error::ZipError;
-use crate::format_constants::ZIP_DIRECTORY_MAX;
+use crate::format_constants::{NAME_BYTES_MAX, TENSORS_MAX, ZIP_DIRECTORY_MAX};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 
@@ -16,6 +18,8 @@ const ZIP64_LOCATOR_BYTES: u64 = 20;
 const DIRECTORY_ENTRY_BYTES: usize = 46;
 /// Bytes of a member's local header, without the name and the extra field.
 const LOCAL_HEADER_BYTES: usize = 30;
+/// Limit on the number of members of a container.
+const MEMBERS_MAX: usize = 2 * TENSORS_MAX;
 
 /// One member of a zip container.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +29,20 @@ pub(crate) struct ZipMember {
     pub(crate) data: Range<u64>,
     /// CRC-32 of the content; `None` in formats without checksums.
     pub(crate) crc: Option<u32>,
+}
+
+impl ZipMember {
+    /// Returns the size of the content in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.data.end - self.data.start
+    }
+
+    /// Reads the content from `file` in pieces of the size of `buffer`. Returns true if the content
+    /// matches the CRC-32, or if the member has no CRC-32.
+    pub(crate) fn matches_crc(&self, file: &File, buffer: &mut [u8]) -> io::Result<bool> {
+        let crc = read_file_crc(file, self.data.clone(), buffer)?;
+        Ok(self.crc.is_none_or(|expected| crc == expected))
+    }
 }
 
 /// Result of reading a zip container.
@@ -52,6 +70,9 @@ pub(crate) fn read_members(
     while at < bytes.len() {
         let (mut member, used) = parse_entry(&bytes[at..])?;
         at += used;
+        if members.len() == MEMBERS_MAX {
+            return Err(ZipError::TooManyMembers { limit: MEMBERS_MAX });
+        }
         member.data = locate_data(&member, directory.start, &mut read_at)?;
         members.push(member);
     }
@@ -196,14 +217,14 @@ fn parse_zip64_fields(mut extra: &[u8]) -> Vec<u64> {
     Vec::new()
 }
 
-/// Fails if the name of a member is unsafe as a path or in messages.
+/// Fails if the name of a member is unsafe as a path or in messages, or too long.
 fn check_member_name(name: &str) -> Result<()> {
     let outside = name.starts_with('/')
         || name.contains(['\\', '\0'])
         || name.split('/').any(|part| part == "..")
         || name.chars().any(char::is_control);
-    match outside || name.is_empty() {
-        true => Err(ZipError::UnsafeName(name.to_owned())),
+    match outside || name.is_empty() || name.len() > NAME_BYTES_MAX {
+        true => Err(ZipError::UnsafeName(name.chars().take(60).collect())),
         false => Ok(()),
     }
 }
@@ -216,65 +237,27 @@ fn locate_data(
     read_at: &mut impl FnMut(u64, &mut [u8]) -> io::Result<()>,
 ) -> Result<Range<u64>> {
     let outside = || ZipError::OutOfBounds(member.name.clone());
-    let at = member.data.start;
-    let mut header = [0u8; LOCAL_HEADER_BYTES];
-    if at.checked_add(LOCAL_HEADER_BYTES as u64).is_none_or(|end| end > limit) {
+    let (at, name_end) = (member.data.start, LOCAL_HEADER_BYTES + member.name.len());
+    if at.checked_add(name_end as u64).is_none_or(|end| end > limit) {
         return Err(outside());
     }
+    let mut header = vec![0u8; name_end];
     read_at(at, &mut header)?;
     if !header.starts_with(b"PK\x03\x04") || read_u16_zero_padded(&header, 26) != member.name.len() as u64 {
         return Err(ZipError::LocalHeader(member.name.clone()));
     }
-    let mut name = vec![0u8; member.name.len()];
-    let start = at
-        + LOCAL_HEADER_BYTES as u64
-        + read_u16_zero_padded(&header, 26)
-        + read_u16_zero_padded(&header, 28);
+    let start = at + name_end as u64 + read_u16_zero_padded(&header, 28);
     let end = start.checked_add(member.data.end - at).filter(|&end| end <= limit).ok_or_else(outside)?;
-    read_at(at + LOCAL_HEADER_BYTES as u64, &mut name)?;
-    match name == member.name.as_bytes() {
+    match header[LOCAL_HEADER_BYTES..] == *member.name.as_bytes() {
         true => Ok(start..end),
         false => Err(ZipError::LocalName(member.name.clone())),
     }
 }
 
-/// Returns the bytes of a zip container with these names and contents of members, for tests.
-#[cfg(test)]
-pub(crate) fn pack_zip(members: &[(&str, &[u8])]) -> Vec<u8> {
-    let (mut file, mut directory) = (Vec::new(), Vec::new());
-    for (name, data) in members {
-        let (at, len, crc) = (file.len() as u32, data.len() as u32, crc32fast::hash(data));
-        let fields = |out: &mut Vec<u8>| {
-            for v in [crc, len, len] {
-                out.extend(v.to_le_bytes());
-            }
-            out.extend((name.len() as u16).to_le_bytes());
-            out.extend([0, 0]);
-        };
-        file.extend(b"PK\x03\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00");
-        fields(&mut file);
-        file.extend(name.as_bytes());
-        file.extend(*data);
-        directory.extend(b"PK\x01\x02\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00");
-        fields(&mut directory);
-        directory.extend([0u8; 10]);
-        directory.extend(at.to_le_bytes());
-        directory.extend(name.as_bytes());
-    }
-    let (at, len, count) = (file.len() as u32, directory.len() as u32, members.len() as u16);
-    file.extend(directory);
-    file.extend(b"PK\x05\x06\x00\x00\x00\x00");
-    file.extend(count.to_le_bytes());
-    file.extend(count.to_le_bytes());
-    file.extend(len.to_le_bytes());
-    file.extend(at.to_le_bytes());
-    file.extend([0, 0]);
-    file
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::pack_zip;
     use proptest::prelude::*;
 
     /// Reads the members of a container in memory, and asserts that no read reaches beyond the end

@@ -1,5 +1,5 @@
 //! Converts a checkpoint to another format.
-use super::file_plan::{FilePlan, OutputPlan};
+use super::file_plan::{self, OutputPlan};
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget};
 use super::output::ConvertOutput;
@@ -51,7 +51,7 @@ pub fn convert_checkpoint(
     if options.target != ConvertTarget::Native {
         companion_files::add_companion_files(source, &mut state, &mut plan)?;
     }
-    let bytes = plan.files.iter().map(FilePlan::bytes).sum();
+    let bytes = file_plan::sum_bytes(&plan.files);
     let mut output = ConvertOutput::create_or_reuse(source, out, options, bytes)?;
     let result = write_output(source, &mut state, &plan, &mut output, options, progress);
     match result {
@@ -75,7 +75,7 @@ pub(crate) fn convert_into_directory(
         return Err(CkptError::internal("convert_into does not write native checkpoints"));
     }
     let (state, plan) = plan_conversion(source, options)?;
-    let bytes = plan.files.iter().map(FilePlan::bytes).sum();
+    let bytes = file_plan::sum_bytes(&plan.files);
     let mut output = ConvertOutput::open_existing_directory(dir, bytes)?;
     write_files::write_planned_files(source, &state, &plan.files, &mut output, options.memory, |_, _| {})?;
     disk::sync_file_system(dir)?;
@@ -87,8 +87,11 @@ fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Resul
     options.check_limits()?;
     source.require_weights()?;
     let mut state = SourceState::from_source(source, options)?;
+    if options.target != ConvertTarget::Native {
+        state.require_torch_states()?;
+    }
     let plan = match options.target {
-        ConvertTarget::Native => native::plan_native(&mut state, options)?,
+        ConvertTarget::Native => native::plan_native(&mut state),
         ConvertTarget::DeepSpeed => deepspeed::plan_deepspeed(&mut state, options)?,
         ConvertTarget::Universal => universal::plan_universal(&mut state)?,
     };
@@ -102,7 +105,7 @@ fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64
         world: plan.world,
         stage: plan.stage,
         files: plan.files.len() as u64,
-        bytes: plan.files.iter().map(FilePlan::bytes).sum(),
+        bytes: file_plan::sum_bytes(&plan.files),
         reused,
         notices: state.notices,
     }
@@ -123,5 +126,5 @@ fn write_output(
     if options.target == ConvertTarget::Native {
         native::write_native_manifest(state, plan, &output.dir, &done)?;
     }
-    Ok((done.reused, output.publish()?))
+    Ok((done.reused, output.publish(&done.files)?))
 }

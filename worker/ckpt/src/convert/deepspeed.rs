@@ -8,6 +8,7 @@ use crate::catalog::LossScale;
 use crate::codec::pickle::PythonObject;
 use crate::error::Result;
 use crate::tensor::{Dtype, TensorRole};
+use std::collections::HashMap;
 use std::ops::Range;
 
 const LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";
@@ -24,14 +25,6 @@ struct FlatGroup {
     members: Range<usize>,
     /// Update count, which all parameters of the flat group share.
     step: f64,
-}
-
-/// Returns the key of an optimizer state in torch's `state_dict`.
-fn torch_state_key(role: TensorRole) -> &'static str {
-    match role {
-        TensorRole::Momentum => "momentum_buffer",
-        other => other.name(),
-    }
 }
 
 /// Plans a ZeRO checkpoint: the optimizer and model files of every rank, and `latest`. Also adds
@@ -138,21 +131,36 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Returns the spans that make up the elements `range` of the concatenation of `tensors`, which are
-/// indices of source tensors. If the range ends after the last tensor, zeros fill the rest.
+/// Returns the spans of source tensors that make up the elements `range` of concatenated tensors.
+/// `tensors` are the indices of the source tensors. If the range ends after the last tensor, zeros
+/// fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
-    let (mut spans, mut begin) = (Vec::new(), 0);
+    let inside = intersect_concatenation(state, tensors, range.clone());
+    let mut spans: Vec<StorageSpan> =
+        inside.into_iter().map(|(tensor, _, elements)| StorageSpan::Elements(tensor, elements)).collect();
+    let total: u64 = tensors.iter().map(|&tensor| state.element_count(tensor)).sum();
+    spans.push(StorageSpan::Zeros(range.end.saturating_sub(total.max(range.start))));
+    spans
+}
+
+/// Divides the elements `range` of concatenated tensors by tensor. `tensors` are the indices of the
+/// source tensors. Returns the index of each tensor in the range, the position of its first element
+/// in the range, and the range of its elements.
+fn intersect_concatenation(
+    state: &SourceState,
+    tensors: &[usize],
+    range: Range<u64>,
+) -> Vec<(usize, u64, Range<u64>)> {
+    let (mut found, mut begin) = (Vec::new(), 0);
     for &tensor in tensors {
         let end = begin + state.element_count(tensor);
         let (from, to) = (range.start.max(begin), range.end.min(end));
         if from < to {
-            spans.push(StorageSpan::Elements(tensor, from - begin..to - begin));
+            found.push((tensor, from - range.start, from - begin..to - begin));
         }
         begin = end;
     }
-    let rest = range.end.saturating_sub(begin.max(range.start));
-    spans.push(StorageSpan::Zeros(rest));
-    spans
+    found
 }
 
 /// Returns the spans that make up a rank's slice of a tensor at stage 3. Zeros pad the slice to the
@@ -169,10 +177,7 @@ fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<Storage
 fn make_loss_scaler(state: &SourceState) -> PythonObject {
     let Some(LossScale { scale, steps }) = state.loss_scale else {
         let attributes = [("cur_scale", PythonObject::Float(1.0)), ("dynamic", PythonObject::Bool(false))];
-        return PythonObject::Instance {
-            class: LOSS_SCALER_CLASS.into(),
-            state: Box::new(PythonObject::dict_from_pairs(attributes)),
-        };
+        return PythonObject::instance(LOSS_SCALER_CLASS, attributes);
     };
     let attributes = [
         ("cur_scale", PythonObject::Float(scale)),
@@ -188,17 +193,13 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
         ("raise_error_at_min_scale", PythonObject::Bool(true)),
         ("dtype", PythonObject::Global("torch.float16".into())),
     ];
-    PythonObject::Instance {
-        class: DYNAMIC_LOSS_SCALER_CLASS.into(),
-        state: Box::new(PythonObject::dict_from_pairs(attributes)),
-    }
+    PythonObject::instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
 /// Returns the value of the entry `key` for DeepSpeed's optimizer file. Takes the value from the
 /// source, or the default of this key if the source lacks the entry.
 fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
-    let value = state.passthrough.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, v)| v.clone());
-    value.unwrap_or_else(|| match key {
+    state.passthrough.optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
         "dynamic_loss_scale" => PythonObject::Bool(state.loss_scale.is_some()),
         _ => PythonObject::Bool(false),
@@ -209,9 +210,8 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
 /// source has this limit. A source of stage 3 does not have it. No default is added, since at
 /// stages 1 and 2 DeepSpeed would use the default instead of the limit in its config.
 fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
-    if let Some((key, clip)) = state.passthrough.optimizer_entries.iter().find(|(key, _)| key == "clip_grad")
-    {
-        optimizer.set(key, clip.clone());
+    if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
+        optimizer.set("clip_grad", clip.clone());
     }
 }
 
@@ -232,12 +232,9 @@ fn make_optimizer_state(
     let mut states = Vec::new();
     for (i, flat) in flats.iter().enumerate() {
         let mut values = vec![("step", storages.add_scalar(flat.step))];
-        values.extend(
-            state
-                .roles
-                .iter()
-                .map(|&role| (torch_state_key(role), storages.add_flat_tensor(spans(flat, role)))),
-        );
+        values.extend(state.roles.iter().filter_map(|&role| {
+            role.torch_key().map(|key| (key, storages.add_flat_tensor(spans(flat, role))))
+        }));
         states.push((PythonObject::from_count(i as u64), PythonObject::dict_from_pairs(values)));
     }
     let ids = |g: usize| {
@@ -320,24 +317,15 @@ fn plan_stage12_optimizer_file(
 /// is the position of the parameter's first element in the piece, and the number of its elements in
 /// the piece. Leaves out parameters without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
-    let (mut found, mut begin) = (Vec::new(), 0);
-    for &w in weights {
-        let end = begin + state.element_count(w);
-        let (from, to) = (range.start.max(begin), range.end.min(end));
-        if from < to {
-            let address = [
-                ("numel", PythonObject::from_count(to - from)),
-                ("start", PythonObject::from_count(from - range.start)),
-            ];
-            let address = PythonObject::Instance {
-                class: FRAGMENT_CLASS.into(),
-                state: Box::new(PythonObject::dict_from_pairs(address)),
-            };
-            found.push((state.tensor_name(w), address));
-        }
-        begin = end;
-    }
-    PythonObject::ordered_dict_from_pairs(found)
+    let address = |(weight, start, elements): (usize, u64, Range<u64>)| {
+        let address = [
+            ("numel", PythonObject::from_count(elements.end - elements.start)),
+            ("start", PythonObject::from_count(start)),
+        ];
+        (state.tensor_name(weight), PythonObject::instance(FRAGMENT_CLASS, address))
+    };
+    let inside = intersect_concatenation(state, weights, range);
+    PythonObject::ordered_dict_from_pairs(inside.into_iter().map(address))
 }
 
 /// Plans a rank's optimizer file of stage 3, which stores a slice of each parameter.
@@ -384,12 +372,11 @@ fn finish_optimizer_file(
 
 /// Makes the DeepSpeed config of the result: the config of the source, with the stage and the batch
 /// size of the result.
-pub(super) fn make_deepspeed_config(state: &SourceState) -> PythonObject {
-    let source =
-        state.passthrough.model_entries.iter().find(|(k, _)| k == "ds_config").map(|(_, v)| v.clone());
-    let mut config =
-        source.filter(|c| matches!(c, PythonObject::Dict(_))).unwrap_or(PythonObject::Dict(Vec::new()));
-    let mut zero = config.get("zero_optimization").cloned().unwrap_or(PythonObject::Dict(Vec::new()));
+fn make_deepspeed_config(state: &SourceState) -> PythonObject {
+    let source = state.passthrough.model_entry("ds_config");
+    let empty = PythonObject::Dict(Vec::new());
+    let mut config = source.filter(|c| matches!(c, PythonObject::Dict(_))).unwrap_or(&empty).clone();
+    let mut zero = config.get("zero_optimization").unwrap_or(&empty).clone();
     zero.set("stage", PythonObject::Int(state.stage.into()));
     config.set("zero_optimization", zero);
     // the global batch follows from micro-batch, accumulation steps and ranks
@@ -412,14 +399,14 @@ pub(super) fn make_shape_dict(state: &SourceState, weights: &[usize]) -> PythonO
 }
 
 /// Makes a dict from the alias of each tied weight to the name of the stored weight.
-pub(super) fn make_tie_dict(state: &SourceState) -> PythonObject {
+fn make_tie_dict(state: &SourceState) -> PythonObject {
     PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }
 
 /// Chooses the dtype of a weight in the `module` entry of a model file. Frozen weights keep their
 /// stored dtype. Trained weights get the dtype in which the model computes.
 fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
-    match state.frozen.contains(&weight) {
+    match state.frozen.binary_search(&weight).is_ok() {
         true => state.tensors[weight].dtype,
         false => state.precision,
     }
@@ -454,13 +441,11 @@ fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Pytho
         };
         found.push((state.tensor_name(w).to_owned(), tensor));
     }
-    let value_of = |found: &[(String, PythonObject)], name: &str| {
-        found.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone())
-    };
+    let mut places: HashMap<String, usize> = found.iter().map(|(name, _)| name.clone()).zip(0..).collect();
     for tie in &state.ties {
-        if let Some(tensor) = value_of(&found, &tie.target) {
-            found.push((tie.alias.clone(), tensor));
-        }
+        let Some(&target) = places.get(&tie.target) else { continue };
+        places.insert(tie.alias.clone(), found.len());
+        found.push((tie.alias.clone(), found[target].1.clone()));
     }
     for &b in &state.buffers {
         found.push((
@@ -468,15 +453,13 @@ fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Pytho
             add_full_tensor(state, storages, b, state.tensors[b].dtype),
         ));
     }
-    let position = |name: &str| {
-        state.passthrough.module_tensor_names.iter().position(|n| n == name).unwrap_or(usize::MAX)
+    let of_module = state.passthrough.module_tensor_names.iter().map(String::as_str);
+    let of_tensors = state.tensors.iter().map(|t| t.name.as_str());
+    let order: HashMap<&str, usize> = match state.passthrough.module_tensor_names.is_empty() {
+        true => of_tensors.zip(0..).collect(),
+        false => of_module.zip(0..).collect(),
     };
-    let order: std::collections::HashMap<String, usize> =
-        match state.passthrough.module_tensor_names.is_empty() {
-            true => (0..state.tensors.len()).map(|i| (state.tensors[i].name.clone(), i)).collect(),
-            false => found.iter().map(|(n, _)| (n.clone(), position(n))).collect(),
-        };
-    found.sort_by_key(|(name, _)| order.get(name).copied().unwrap_or(usize::MAX));
+    found.sort_by_key(|(name, _)| order.get(name.as_str()).copied().unwrap_or(usize::MAX));
     PythonObject::ordered_dict_from_pairs(found)
 }
 
@@ -502,42 +485,50 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
         })
         .collect();
     let groups = flats.iter().map(|f| make_shape_dict(state, f.group_weights(state))).collect();
+    let pairs = make_model_entries(state, &mut storages, module, groups, (&state.frozen_at_save, fragments));
+    storages.into_file(path, PythonObject::dict_from_pairs(pairs))
+}
+
+/// Makes the entries of a model file: `module`, the shapes of the parameters in each of `groups`,
+/// the frozen weights with their stored values, and the entries of the engine.
+pub(super) fn make_model_entries(
+    state: &SourceState,
+    storages: &mut StorageBuilder,
+    module: PythonObject,
+    groups: Vec<PythonObject>,
+    (frozen, fragments): (&[usize], Vec<(String, PythonObject)>),
+) -> Vec<(String, PythonObject)> {
     let mut pairs = vec![
         ("module".to_owned(), module),
         ("buffer_names".into(), make_name_list(state, &state.buffers)),
         ("optimizer".into(), PythonObject::None),
         ("param_shapes".into(), PythonObject::List(groups)),
-        ("frozen_param_shapes".into(), make_shape_dict(state, &state.frozen_at_save)),
+        ("frozen_param_shapes".into(), make_shape_dict(state, frozen)),
         ("shared_params".into(), make_tie_dict(state)),
         ("frozen_param_fragments".into(), PythonObject::ordered_dict_from_pairs(fragments)),
     ];
-    pairs.extend(make_engine_entries(state, &mut storages, state.world));
-    storages.into_file(path, PythonObject::dict_from_pairs(pairs))
+    pairs.extend(make_engine_entries(state, storages));
+    pairs
 }
 
 /// Makes a Python list of the names of `tensors`.
-pub(super) fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
+fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
     PythonObject::List(tensors.iter().map(|&t| PythonObject::from_text(state.tensor_name(t))).collect())
 }
 
 /// Makes the entries of a model file that DeepSpeed's engine and the training program store, such
-/// as step counters, scheduler and config. `world` is the number of ranks of the result.
-pub(super) fn make_engine_entries(
-    state: &SourceState,
-    storages: &mut StorageBuilder,
-    world: u32,
-) -> Vec<(String, PythonObject)> {
-    let source_entry =
-        |key: &str| state.passthrough.model_entries.iter().find(|(k, _)| k == key).map(|(_, v)| v);
+/// as step counters, scheduler and config.
+fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Vec<(String, PythonObject)> {
     let mut pairs = vec![("lr_scheduler".to_owned(), storages.adopt_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {
-        pairs.push((key.into(), storages.adopt_value(source_entry(key).unwrap_or(&PythonObject::None))));
+        let value = state.passthrough.model_entry(key).unwrap_or(&PythonObject::None);
+        pairs.push((key.into(), storages.adopt_value(value)));
     }
     pairs.push(("skipped_steps".into(), PythonObject::from_count(state.passthrough.skipped_steps)));
     pairs.push(("global_steps".into(), PythonObject::from_count(state.step)));
     // without this entry DeepSpeed computes steps × batch
     pairs.extend(state.samples.map(|n| ("global_samples".to_owned(), PythonObject::from_count(n))));
-    pairs.push(("dp_world_size".into(), PythonObject::from_count(world.into())));
+    pairs.push(("dp_world_size".into(), PythonObject::from_count(state.world.into())));
     pairs.push(("mp_world_size".into(), PythonObject::Int(1)));
     pairs.push(("ds_config".into(), storages.adopt_value(&make_deepspeed_config(state))));
     pairs.push(("ds_version".into(), PythonObject::from_text(&state.version)));

@@ -185,3 +185,8 @@ pub(super) struct OutputPlan {
     pub(super) stage: Option<u8>,
     pub(super) world: u32,
 }
+
+/// Returns the sum of [`FilePlan::bytes`] of all files, or the largest number if the sum is larger.
+pub(super) fn sum_bytes(files: &[FilePlan]) -> u64 {
+    files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes()))
+}

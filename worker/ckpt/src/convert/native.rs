@@ -2,7 +2,6 @@
 //! another number of ranks.
 use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedPiece};
 use super::notice::ConvertNotice;
-use super::options::ConvertOptions;
 use super::param_groups::WeightGroup;
 use super::source_state::SourceState;
 use super::write_files::WrittenFiles;
@@ -12,12 +11,13 @@ use crate::layout::native::{LATEST_FILE, encode_latest, shard_file_name, step_di
 use crate::save::write_manifest;
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::path::Path;
 
 /// Plans a native checkpoint: shards with an equal part of every tensor, and `latest`. Leaves out
 /// integer buffers, with a notice in `state`. Does not plan the manifest, which
 /// [`write_native_manifest`] writes.
-pub(super) fn plan_native(state: &mut SourceState, _options: &ConvertOptions) -> Result<OutputPlan> {
+pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     let world = u64::from(state.world);
     let left_out: Vec<String> = state
         .buffers
@@ -30,8 +30,9 @@ pub(super) fn plan_native(state: &mut SourceState, _options: &ConvertOptions) ->
     }
     state.buffers.retain(|&b| state.tensors[b].dtype.is_float());
     let dir = step_dir_name(state.step);
+    let buffers: HashSet<usize> = state.buffers.iter().copied().collect();
     let stored: Vec<usize> = (0..state.tensors.len())
-        .filter(|i| state.tensors[*i].role != TensorRole::Buffer || state.buffers.contains(i))
+        .filter(|i| state.tensors[*i].role != TensorRole::Buffer || buffers.contains(i))
         .collect();
     let mut files = Vec::new();
     for rank in 0..state.world {
@@ -49,7 +50,7 @@ pub(super) fn plan_native(state: &mut SourceState, _options: &ConvertOptions) ->
         path: LATEST_FILE.into(),
         content: FileContent::Bytes(encode_latest(state.step).into_bytes()),
     });
-    Ok(OutputPlan { files, stage: Some(state.stage), world: state.world })
+    OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
 /// Chooses the dtype of a tensor in the shards: BF16 for a BF16 weight of a native source, since
@@ -70,7 +71,8 @@ pub(super) fn write_native_manifest(
     done: &WrittenFiles,
 ) -> Result<()> {
     let facts = make_run_facts(state, plan);
-    write_manifest(&dir.join(step_dir_name(state.step)), facts, done.shards.clone(), None).map(|_| ())
+    let shards = done.files.iter().filter_map(|f| f.shard.clone()).collect();
+    write_manifest(&dir.join(step_dir_name(state.step)), facts, shards, None).map(|_| ())
 }
 
 /// Makes the facts for the manifest. Copies the facts of a native source with the new number of

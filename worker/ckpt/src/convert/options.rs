@@ -44,7 +44,7 @@ pub struct ConvertOptions {
 /// Minimum of [`ConvertOptions::memory`], in bytes.
 const MEMORY_MIN: u64 = 64 << 20;
 /// Maximum number of ranks of a result.
-const WORLD_MAX: u32 = 65_536;
+pub(super) const WORLD_MAX: u32 = 65_536;
 
 impl ConvertOptions {
     /// Makes the default options for a target: stage, number of ranks and dtype of the source,

@@ -7,26 +7,27 @@
 use super::options::{ConvertOptions, ConvertTarget};
 use crate::catalog::TensorSource;
 use crate::codec::disk::{self, DirLock, Directory};
+use crate::codec::json::{LimitedValue, read_json};
 use crate::error::{CkptError, Result};
 use crate::hash::Hash;
-use crate::save::{OutputMarker, ReplaceMethod, ShardReport, publish_directory, resolve_output_path};
+use crate::layout::deepspeed::{LATEST_FILE, LATEST_UNIVERSAL_FILE};
+use crate::save::output_record::{CONVERT_MARKER, RecordedContent, RecordedFile};
+use crate::save::{ReplaceMethod, ShardReport, publish_directory, resolve_output_path};
+use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Disk space that a conversion needs in addition to tensors, in bytes. Covers headers, pickles and
 /// rounding up to file system blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
-const CONVERT_MARKER: OutputMarker = OutputMarker {
-    file: "converted.json",
-    format: "launch converted checkpoint",
-    operation: "`launch ckpt convert`",
-};
 const TASK_FILE: &str = ".task.json";
+/// Limit on the number of values in a task.
+const TASK_VALUES_MAX: usize = 100;
 const DONE_FILE: &str = ".done";
 /// Maximum size of `.done` in bytes.
 const DONE_BYTES_MAX: u64 = 1 << 30;
@@ -38,8 +39,8 @@ const DEPTH_MAX: u32 = 4;
 pub(super) struct FinishedFile {
     pub(super) path: String,
     pub(super) bytes: u64,
-    /// For a torch file, the CRC-32 over the names, sizes and CRCs of its members.
-    pub(super) members: Option<u32>,
+    /// The BLAKE3 hash of the file. `None` for a native shard.
+    pub(super) blake3: Option<Hash>,
     /// For a native shard, the report with the hashes of its blocks.
     pub(super) shard: Option<ShardReport>,
 }
@@ -72,6 +73,7 @@ impl ConvertOutput {
         let (parent, name) = resolve_output_path(source.path(), out, options.force, &CONVERT_MARKER)?;
         let dir = parent.join(format!(".{name}.converting"));
         let task = describe_task(source, options)?;
+        disk::remove_unless_directory(&dir)?;
         if disk::exists(&dir) {
             let lock = disk::lock_dir(&dir)?;
             if read_task(&dir) != Some(task.clone()) {
@@ -88,9 +90,7 @@ impl ConvertOutput {
         require_space(&parent, bytes.saturating_sub(finished_bytes))?;
         disk::unlink(&dir.join(TASK_FILE))?;
         disk::write_file(dir.join(TASK_FILE), task.to_string().as_bytes())?;
-        let done = dir.join(DONE_FILE);
-        let record =
-            OpenOptions::new().append(true).create(true).open(&done).map_err(CkptError::io("open", &done))?;
+        let record = open_done_file(&dir.join(DONE_FILE))?;
         let (record, _lock) = (Some(record), Some(lock));
         let mut output = ConvertOutput { path: parent.join(name), dir, finished_before, record, _lock };
         // terminates a line that a kill truncated
@@ -130,14 +130,13 @@ impl ConvertOutput {
 
     /// Writes the list of files to `converted.json`, syncs all files, and renames the hidden
     /// directory to its final path. Removes the directory that previously had this path. Returns
-    /// the final path.
-    pub(super) fn publish(&mut self) -> Result<PathBuf> {
+    /// the final path. `files` are the records of the planned files.
+    pub(super) fn publish(&mut self, files: &[FinishedFile]) -> Result<PathBuf> {
         disk::unlink(&self.dir.join(DONE_FILE))?;
         disk::unlink(&self.dir.join(TASK_FILE))?;
         disk::unlink(&self.dir.join(CONVERT_MARKER.file))?;
-        let names = Directory::open(&self.dir)?.list_names()?;
-        let made = json!({"format": CONVERT_MARKER.format, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names});
-        disk::write_file(self.dir.join(CONVERT_MARKER.file), format!("{made}\n").as_bytes())?;
+        let record = CONVERT_MARKER.make_record(list_recorded_files(&self.dir, files)?);
+        CONVERT_MARKER.write_record(&self.dir, record)?;
         disk::sync_file_system(&self.dir)?;
         publish_directory(&self.dir, &self.path, ReplaceMethod::AtomicExchange)?;
         // the hidden name now belongs to the directory that was replaced
@@ -153,6 +152,32 @@ impl ConvertOutput {
     }
 }
 
+/// Lists the files in the directory tree `dir` for the record of the conversion. Lists the files
+/// that name the newest state, and those of native checkpoints, without hashes: a later save
+/// replaces the first, and a manifest has the hashes of the others.
+fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
+    let hashes: HashMap<&str, RecordedContent> = finished
+        .iter()
+        .filter_map(|f| Some((f.path.as_str(), RecordedContent { bytes: f.bytes, blake3: f.blake3? })))
+        .collect();
+    let mut files = Vec::new();
+    for (path, ..) in disk::list_file_states(dir, DEPTH_MAX)? {
+        let Some(name) = path.strip_prefix(dir).ok().and_then(Path::to_str) else { continue };
+        let is_pointer = [LATEST_FILE, LATEST_UNIVERSAL_FILE].contains(&name);
+        let content = hashes.get(name).copied().filter(|_| !is_pointer);
+        files.push(RecordedFile { name: name.to_owned(), content });
+    }
+    Ok(files)
+}
+
+/// Opens the file `.done` for appending, and creates the file if it does not exist. Does not follow
+/// a symbolic link, and does not wait for the reader of a FIFO.
+fn open_done_file(path: &Path) -> Result<File> {
+    let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+    let opened = OpenOptions::new().append(true).create(true).custom_flags(flags.bits()).open(path);
+    opened.map_err(CkptError::io("open", path))
+}
+
 /// Fails with [`CkptError::InsufficientSpace`] if the file system of `dir` has too little free
 /// space for files of `bytes` bytes in total and [`OVERHEAD_BYTES`].
 fn require_space(dir: &Path, bytes: u64) -> Result<()> {
@@ -162,8 +187,8 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
 /// Reads the task of an interrupted conversion from its hidden directory `dir`. Returns `None` if
 /// there is no valid task.
 fn read_task(dir: &Path) -> Option<Value> {
-    let text = Directory::open(dir).ok()?.read_file(TASK_FILE, 1 << 20).ok()?;
-    serde_json::from_slice(&text).ok()
+    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(&Directory::open(dir).ok()?, TASK_FILE, 1 << 20);
+    task.ok().map(|task| task.0)
 }
 
 /// Reads `.done` in `dir`, and returns the records of finished files by path. Ignores truncated
@@ -174,8 +199,8 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Makes the JSON task of a conversion, on which its output depends: the version of launch, the
-/// source with a fingerprint of its files, and the options.
+/// Makes the task of a conversion: everything that determines the output, as JSON. This is the
+/// version of launch, the source with a fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = compute_fingerprint(&path)?;
@@ -195,23 +220,10 @@ fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<
 /// Computes a digest of the paths, sizes and modification times of all files in a directory tree,
 /// down to a depth of [`DEPTH_MAX`].
 pub(crate) fn compute_fingerprint(path: &Path) -> Result<String> {
-    let mut files = Vec::new();
-    list_file_states(path, 0, &mut files)?;
-    files.sort();
-    Ok(Hash::digest(files.join("\n").as_bytes()).to_hex())
-}
-
-/// Appends a line with path, size and modification time to `files` for each file in the directory
-/// tree `dir`. `depth` is the depth of `dir` below the root of the source.
-fn list_file_states(dir: &Path, depth: u32, files: &mut Vec<String>) -> Result<()> {
-    for entry in std::fs::read_dir(dir).map_err(CkptError::io("list", dir))? {
-        let path = entry.map_err(CkptError::io("list", dir))?.path();
-        let Ok(m) = path.symlink_metadata() else { continue };
-        match m.is_dir() {
-            true if depth < DEPTH_MAX => list_file_states(&path, depth + 1, files)?,
-            true => {}
-            false => files.push(format!("{} {} {} {}", path.display(), m.len(), m.mtime(), m.mtime_nsec())),
-        }
-    }
-    Ok(())
+    let line = |(path, size, seconds, nanoseconds): disk::FileState| {
+        format!("{} {size} {seconds} {nanoseconds}", path.display())
+    };
+    let mut lines: Vec<String> = disk::list_file_states(path, DEPTH_MAX)?.into_iter().map(line).collect();
+    lines.sort();
+    Ok(Hash::digest(lines.join("\n").as_bytes()).to_hex())
 }

@@ -190,6 +190,7 @@ impl GroupSet<ParamGroup> {
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.
     pub(super) fn resolve_indices(
         self,
+        tensors: &[TensorInfo],
         index: &HashMap<(TensorRole, String), usize>,
         roles: &[TensorRole],
         step: u64,
@@ -197,12 +198,15 @@ impl GroupSet<ParamGroup> {
         let resolve = |given: ParamGroup| -> GroupResult<WeightGroup> {
             let mut weights = Vec::with_capacity(given.names.len());
             for name in &given.names {
-                for &role in [TensorRole::Weight].iter().chain(roles) {
-                    if !index.contains_key(&(role, name.clone())) {
-                        return Err(ConvertError::TensorMissing { name: name.clone(), role });
-                    }
-                }
-                weights.extend(index.get(&(TensorRole::Weight, name.clone())));
+                let find = |role| {
+                    let missing = || ConvertError::TensorMissing { name: name.clone(), role };
+                    index.get(&(role, name.clone())).copied().ok_or_else(missing)
+                };
+                let weight = find(TensorRole::Weight)?;
+                let shape = &tensors[weight].shape;
+                let mut states = roles.iter().filter(|role| role.state_shape(shape).is_some());
+                states.try_for_each(|&role| find(role).map(drop))?;
+                weights.push(weight);
             }
             let updates = |i: usize| given.steps.get(i).copied().flatten().unwrap_or(step as f64);
             let steps = (0..weights.len()).map(updates).collect();

@@ -1,17 +1,22 @@
 //! [`SourceState`]: the training state of a source, in the form from which every target is planned.
 use super::notice::ConvertNotice;
-use super::options::{ConvertOptions, ConvertTarget};
+use super::options::{ConvertOptions, ConvertTarget, WORLD_MAX};
 use super::param_groups::{self, GroupSet, WeightGroup};
 use crate::catalog::{LossScale, PassthroughState, TensorInfo, TensorSource, TiedWeight, TrainingState};
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::pickle::PythonObject;
-use crate::error::{CkptError, ConvertError, Result};
+use crate::error::{CkptError, ConvertError, OptionProblem, Result};
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
+/// Limit on the number of pieces (ranks × tensors) of a conversion whose options do not set the
+/// number of ranks.
+const SOURCE_PIECES_MAX: u64 = 4 << 20;
+/// Number of pieces as which the files of one rank count, in addition to one piece per tensor.
+const PIECES_PER_RANK: u64 = 64;
 /// The DeepSpeed version that is written if the source doesn't contain one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
@@ -27,7 +32,7 @@ pub(super) struct SourceState {
     pub(super) ungrouped: Option<WeightGroup>,
     /// Whether the options assign weights to groups.
     pub(super) regrouped: bool,
-    /// Weights that are in no group. Empty if the source has no training state.
+    /// Weights that are in no group, in ascending order. Empty if the source has no training state.
     pub(super) frozen: Vec<usize>,
     /// Weights that were frozen when the source was saved. Some of these weights may be in a group.
     pub(super) frozen_at_save: Vec<usize>,
@@ -75,12 +80,13 @@ impl SourceState {
             tensors.iter().enumerate().map(|(i, t)| ((t.role, t.name.clone()), i)).collect();
         let roles = find_optimizer_roles(&tensors);
         let at_source = |error: ConvertError| CkptError::unsupported(source.path(), error);
+        let world = choose_world(options, &state, tensors.len())?;
         let has_groups = passthrough.native_facts.is_some() || !given.is_empty();
         let step =
             determine_step(source, &roles, has_groups, options.target, &mut notices).map_err(at_source)?;
         let GroupSet { groups, ungrouped } =
             param_groups::assign_weights(given, &tensors, &state.steps, options)
-                .and_then(|given| given.resolve_indices(&index, &roles, step))
+                .and_then(|given| given.resolve_indices(&tensors, &index, &roles, step))
                 .map_err(at_source)?;
         if let Some(ungrouped) = &ungrouped {
             let (parameters, groups) = (ungrouped.weights.len(), groups.len());
@@ -92,15 +98,16 @@ impl SourceState {
             }
             _ => step,
         };
-        let sets = WeightSets::new(source, &tensors, groups.iter().chain(&ungrouped), &state, &passthrough);
+        let (frozen, frozen_at_save) =
+            find_frozen_weights(source, &tensors, groups.iter().chain(&ungrouped), &state, &passthrough);
         Ok(SourceState {
             path: source.path().to_owned(),
             groups,
             ungrouped,
             regrouped: !options.groups.is_empty(),
-            frozen: sets.frozen,
-            frozen_at_save: sets.frozen_at_save,
-            buffers: sets.buffers,
+            frozen,
+            frozen_at_save,
+            buffers: find_tensors(&tensors, TensorRole::Buffer).collect(),
             roles,
             step,
             samples: state.samples,
@@ -109,7 +116,7 @@ impl SourceState {
             text_files: source.exported_text_files().to_vec(),
             precision: options.dtype.or(passthrough.precision).unwrap_or(Dtype::F32),
             stage: options.stage.or(state.stage.filter(|s| (1..=3).contains(s))).unwrap_or(2),
-            world: options.world.or(state.world).unwrap_or(1),
+            world,
             version: passthrough.deepspeed_version.clone().unwrap_or_else(|| DEEPSPEED_VERSION.into()),
             notices,
             loss_scale: state.parse_loss_scale(),
@@ -119,6 +126,15 @@ impl SourceState {
             index,
             tensors,
         })
+    }
+
+    /// Fails with [`ConvertError::StateUnsupported`] if torch's optimizers have no such state as
+    /// the source.
+    pub(super) fn require_torch_states(&self) -> Result<()> {
+        match self.roles.iter().find(|role| role.torch_key().is_none()) {
+            Some(&role) => Err(CkptError::unsupported(&self.path, ConvertError::StateUnsupported { role })),
+            None => Ok(()),
+        }
     }
 
     /// Finds the index of the tensor that stores the optimizer state `role` of the tensor with the
@@ -168,37 +184,49 @@ impl SourceState {
     }
 }
 
-/// The frozen weights and the buffers of a source, as indices of tensors.
-struct WeightSets {
-    frozen: Vec<usize>,
-    frozen_at_save: Vec<usize>,
-    buffers: Vec<usize>,
+/// Returns the number of ranks of the result: that of the options, or of the source, or 1.
+///
+/// # Errors
+/// Fails if the options have no number of ranks and that of the source is too large for `tensors`
+/// tensors. One number in an untrusted file could otherwise demand a plan of any size.
+fn choose_world(options: &ConvertOptions, state: &TrainingState, tensors: usize) -> Result<u32> {
+    if let Some(world) = options.world {
+        return Ok(world);
+    }
+    let world = state.world.unwrap_or(1).max(1);
+    let limit =
+        (SOURCE_PIECES_MAX / (tensors as u64 + PIECES_PER_RANK)).clamp(1, u64::from(WORLD_MAX)) as u32;
+    match world > limit {
+        true => Err(CkptError::invalid_option(OptionProblem::SourceWorldSize { world, limit })),
+        false => Ok(world),
+    }
 }
 
-impl WeightSets {
-    /// Determines the frozen weights and the buffers. A weight is frozen if no group in `groups`
-    /// contains it and the source has a training state. A weight was frozen at the save if no group
-    /// contains it, or if the source lists it as frozen.
-    fn new<'a>(
-        source: &dyn TensorSource,
-        tensors: &[TensorInfo],
-        groups: impl Iterator<Item = &'a WeightGroup>,
-        state: &TrainingState,
-        passthrough: &PassthroughState,
-    ) -> WeightSets {
-        let with_role = |role: TensorRole| (0..tensors.len()).filter(move |&i| tensors[i].role == role);
-        let grouped: HashSet<usize> = groups.flat_map(|g| g.weights.iter().copied()).collect();
-        // a source without training state has neither trained nor frozen weights
-        let has_training_state = !source.has_only_weights();
-        let frozen =
-            with_role(TensorRole::Weight).filter(|i| has_training_state && !grouped.contains(i)).collect();
-        let frozen_names: HashSet<&str> =
-            state.frozen.iter().chain(&passthrough.frozen_late).map(String::as_str).collect();
-        let frozen_at_save = with_role(TensorRole::Weight)
-            .filter(|i| !grouped.contains(i) || frozen_names.contains(tensors[*i].name.as_str()))
-            .collect();
-        WeightSets { frozen, frozen_at_save, buffers: with_role(TensorRole::Buffer).collect() }
-    }
+/// Determines the frozen weights and the weights that were frozen at the save, as indices of
+/// tensors. A weight is frozen if no group in `groups` contains it and the source has a training
+/// state. A weight was frozen at the save if no group contains it, or if the source lists it as
+/// frozen.
+fn find_frozen_weights<'a>(
+    source: &dyn TensorSource,
+    tensors: &[TensorInfo],
+    groups: impl Iterator<Item = &'a WeightGroup>,
+    state: &TrainingState,
+    passthrough: &PassthroughState,
+) -> (Vec<usize>, Vec<usize>) {
+    let grouped: HashSet<usize> = groups.flat_map(|g| g.weights.iter().copied()).collect();
+    let listed: HashSet<&str> =
+        state.frozen.iter().chain(&passthrough.frozen_late).map(String::as_str).collect();
+    // a source without training state has neither trained nor frozen weights
+    let has_training_state = !source.has_only_weights();
+    let weights = || find_tensors(tensors, TensorRole::Weight);
+    let frozen = weights().filter(|i| has_training_state && !grouped.contains(i)).collect();
+    let is_frozen_at_save = |i: &usize| !grouped.contains(i) || listed.contains(tensors[*i].name.as_str());
+    (frozen, weights().filter(is_frozen_at_save).collect())
+}
+
+/// Iterates over the indices of the tensors with the role `role`.
+fn find_tensors(tensors: &[TensorInfo], role: TensorRole) -> impl Iterator<Item = usize> {
+    (0..tensors.len()).filter(move |&i| tensors[i].role == role)
 }
 
 /// Returns the roles of optimizer states that at least one tensor has.

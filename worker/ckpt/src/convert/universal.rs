@@ -4,16 +4,15 @@
 //! The loader of stage 3 copies the hyper-parameters in `optimizer_state_dict` of the optimizer
 //! file to every group. This entry therefore has only hyper-parameters that are equal in all
 //! groups.
-use super::deepspeed::{
-    add_default_options, add_full_tensor, make_engine_entries, make_name_list, make_shape_dict, make_tie_dict,
-};
+use super::deepspeed::{add_default_options, add_full_tensor, make_model_entries, make_shape_dict};
 use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::param_groups::WeightGroup;
 use super::source_state::SourceState;
 use crate::codec::pickle::PythonObject;
 use crate::error::{CkptError, ConvertError, Result};
-use crate::tensor::{Dtype, TensorRole};
+use crate::tensor::Dtype;
+use std::collections::HashSet;
 
 /// Maximum length of the name of a parameter's directory in bytes.
 const PARAMETER_NAME_MAX: usize = 200;
@@ -70,16 +69,12 @@ fn checked_parameter_dir(state: &SourceState, weight: usize) -> Result<&str> {
 fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64) -> Vec<FilePlan> {
     let mut files = Vec::new();
     let shape = &state.tensors[weight].shape;
-    let tensors = state.roles.iter().filter_map(|&role| Some((role, state.find_state_index(weight, role)?)));
-    for (role, tensor) in [(TensorRole::Weight, weight)].into_iter().chain(tensors) {
+    let states =
+        state.roles.iter().filter_map(|role| role.torch_key().zip(state.find_state_index(weight, *role)));
+    for (name, tensor) in [("fp32", weight)].into_iter().chain(states) {
         let mut storages = StorageBuilder::default();
         let spans = vec![StorageSpan::Elements(tensor, 0..state.element_count(tensor))];
         let param = storages.add_tensor(Dtype::F32, shape.clone(), spans);
-        let name = match role {
-            TensorRole::Weight => "fp32",
-            TensorRole::Momentum => "momentum_buffer",
-            other => other.name(),
-        };
         let value = PythonObject::dict_from_pairs([("cat_dim", PythonObject::Int(0)), ("param", param)]);
         files.push(storages.into_file(format!("{dir}/{name}.pt"), value));
     }
@@ -140,21 +135,13 @@ fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
             )
         })
         .collect();
-    let is_frozen =
-        |(name, _): &&(String, PythonObject)| state.frozen.iter().any(|&f| state.tensor_name(f) == name);
+    let frozen: HashSet<&str> = state.frozen.iter().map(|&f| state.tensor_name(f)).collect();
+    let is_frozen = |(name, _): &&(String, PythonObject)| frozen.contains(name.as_str());
     let fragments: Vec<(String, PythonObject)> = module.iter().filter(is_frozen).cloned().collect();
     let groups = state.groups.iter().map(|g| make_shape_dict(state, &g.weights)).collect();
     let info = PythonObject::dict_from_pairs([("universal_checkpoint_version", PythonObject::Float(0.4))]);
-    let mut pairs = vec![
-        ("module".to_owned(), PythonObject::ordered_dict_from_pairs(module)),
-        ("buffer_names".into(), make_name_list(state, &state.buffers)),
-        ("optimizer".into(), PythonObject::None),
-        ("param_shapes".into(), PythonObject::List(groups)),
-        ("frozen_param_shapes".into(), make_shape_dict(state, &state.frozen)),
-        ("shared_params".into(), make_tie_dict(state)),
-        ("frozen_param_fragments".into(), PythonObject::ordered_dict_from_pairs(fragments)),
-    ];
-    pairs.extend(make_engine_entries(state, &mut storages, state.world));
+    let module = PythonObject::ordered_dict_from_pairs(module);
+    let mut pairs = make_model_entries(state, &mut storages, module, groups, (&state.frozen, fragments));
     pairs.push(("universal_checkpoint_info".into(), info));
     storages.into_file(path, PythonObject::dict_from_pairs(pairs))
 }

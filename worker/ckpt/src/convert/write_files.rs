@@ -1,21 +1,23 @@
 //! Writes planned files in parallel. For each worker thread, a second thread reads ahead, and a
 //! third one writes the values that the worker converted. The memory per worker doesn't depend on
 //! the size of the files.
-use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan};
+use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan, sum_bytes};
 use super::output::{ConvertOutput, FinishedFile};
 use super::resume_check::{is_shard_intact, is_torch_file_intact};
 use super::source_state::SourceState;
 use super::write_steps::{StepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
-use crate::catalog::{ReadRequest, TensorInfo, TensorSource};
-use crate::codec::disk::{self, Directory, DiskBufferPool, FileWriter, IoMode, SMALL_WINDOW};
+use crate::catalog::{TensorInfo, TensorSource, request_spans};
+use crate::codec::disk::{
+    self, Directory, DiskBufferPool, FileWriter, Hashing, IoMode, ReadBuffers, SMALL_WINDOW, WrittenFile,
+};
+use crate::codec::narrow::NarrowingBuffers;
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::codec::torch_writer::TorchWriter;
 use crate::error::{CkptError, Result};
+use crate::hash::Hash;
 use crate::layout::native::shard_file_name;
 use crate::save::{PieceReport, ShardReport};
 use crate::tensor::Dtype;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -39,8 +41,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct WrittenFiles {
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
-    /// One report per native shard, in any order. Empty for other targets.
-    pub(super) shards: Vec<ShardReport>,
+    /// The records of all files, in any order.
+    pub(super) files: Vec<FinishedFile>,
 }
 
 /// The state that all workers share.
@@ -62,6 +64,8 @@ struct SharedWriteState<'a> {
     bytes: AtomicU64,
     /// Buffers of the writing threads.
     buffers: DiskBufferPool,
+    /// Buffers for hashing linked files.
+    scratch: ReadBuffers,
     /// Window buffers that no worker currently uses, for reuse.
     windows: Mutex<Vec<Vec<f32>>>,
 }
@@ -79,7 +83,7 @@ pub(super) fn write_planned_files(
 ) -> Result<WrittenFiles> {
     let dir = output.dir.clone();
     make_parent_dirs(&dir, files)?;
-    let total: u64 = files.iter().map(FilePlan::bytes).sum();
+    let total = sum_bytes(files);
     let mut order: Vec<&FilePlan> = files.iter().collect();
     // largest first, so that no worker is left with a large file at the end
     order.sort_by_key(|f| std::cmp::Reverse(f.bytes()));
@@ -94,10 +98,11 @@ pub(super) fn write_planned_files(
         stop: AtomicBool::new(false),
         bytes: AtomicU64::new(0),
         buffers: DiskBufferPool::with_size(SMALL_WINDOW),
+        scratch: ReadBuffers::default(),
         windows: Mutex::default(),
     };
     let workers = compute_worker_count(memory, shared.files.len());
-    let mut done = WrittenFiles { reused: 0, shards: Vec::new() };
+    let mut done = WrittenFiles { reused: 0, files: Vec::new() };
     std::thread::scope(|scope| {
         let (sender, receiver) = sync_channel::<Result<(FinishedFile, bool)>>(workers);
         for _ in 0..workers {
@@ -123,7 +128,7 @@ pub(super) fn write_planned_files(
 }
 
 /// Receives the record of each finished file until all workers have ended. Adds new files to
-/// `.done` of `output`, and counts reused files and collects shard reports in `done`. Returns at
+/// `.done` of `output`, and counts reused files and collects all records in `done`. Returns at
 /// the first error. Calls `progress` after each file, and at least every [`PROGRESS_INTERVAL`].
 fn collect_finished(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
@@ -139,7 +144,7 @@ fn collect_finished(
                     true => done.reused += 1,
                     false => output.record_finished(&file)?,
                 }
-                done.shards.extend(file.shard);
+                done.files.push(file);
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -148,9 +153,9 @@ fn collect_finished(
     }
 }
 
-/// Computes the number of workers: as many as `memory` bytes allow, but at most `files`,
-/// [`WORKERS_MAX`] and one more than there are cores, and at least 1. The worker in addition to the
-/// cores uses the disk while another one ends a file and begins the next.
+/// Computes the largest number of workers that fit into `memory` bytes, but at least 1. The result
+/// is at most `files`, at most [`WORKERS_MAX`], and at most one more than the number of cores. The
+/// additional worker uses the disk while another one ends a file and begins the next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let affordable = (memory.saturating_sub(BASE_BYTES) / WORKER_BYTES) as usize;
@@ -196,10 +201,18 @@ impl SharedWriteState<'_> {
         }
         let path = self.dir.join(&file.path);
         disk::unlink(&path)?;
-        let mut done = FinishedFile { path: file.path.clone(), bytes: 0, members: None, shard: None };
+        let mut done = FinishedFile { path: file.path.clone(), bytes: 0, blake3: None, shard: None };
         match &file.content {
-            FileContent::Bytes(bytes) => done.bytes = disk::write_file(path, bytes)?,
-            FileContent::LinkTo(other) => done.bytes = link_or_copy_file(other, &path)?,
+            FileContent::Bytes(bytes) => {
+                done.bytes = disk::write_file(path, bytes)?;
+                done.blake3 = Some(Hash::digest(bytes));
+            }
+            FileContent::LinkTo(other) => {
+                link_or_copy_file(other, &path)?;
+                let (bytes, digest) =
+                    disk::hash_file(&Directory::open(self.dir)?, &file.path, &self.scratch)?;
+                (done.bytes, done.blake3) = (bytes, Some(digest));
+            }
             FileContent::Shard { rank, pieces } => {
                 let shard = self.write_shard_file(&path, *rank, pieces)?;
                 (done.bytes, done.shard) = (shard.bytes, Some(shard));
@@ -207,8 +220,8 @@ impl SharedWriteState<'_> {
             FileContent::Torch(plan) => {
                 let writer =
                     TorchWriter::create(path, file.file_stem(), &plan.value, plan.bytes(), &self.buffers)?;
-                let (bytes, members) = self.write_torch_file(plan, writer)?;
-                (done.bytes, done.members) = (bytes, Some(members));
+                let written = self.write_torch_file(plan, writer)?;
+                (done.bytes, done.blake3) = (written.bytes, written.digest);
             }
         }
         Ok((done, false))
@@ -225,9 +238,9 @@ impl SharedWriteState<'_> {
             directory.open_file(name, nix::fcntl::OFlag::empty()).ok()
         };
         let Some((open, size)) = open().filter(|(_, size)| *size == earlier.bytes) else { return false };
-        match (&file.content, &earlier.shard, earlier.members) {
-            (FileContent::Torch(_), _, Some(members)) => {
-                is_torch_file_intact(&open, size, members).unwrap_or(false)
+        match (&file.content, &earlier.shard, earlier.blake3) {
+            (FileContent::Torch(_), _, Some(digest)) => {
+                is_torch_file_intact(&open, size, digest).unwrap_or(false)
             }
             (FileContent::Shard { .. }, Some(shard), _) => {
                 is_shard_intact(&open, size, shard).unwrap_or(false)
@@ -237,12 +250,11 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes the storages of a torch file, and completes the file. Returns the size of the file in
-    /// bytes, and the digest of its members.
-    fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<(u64, u32)> {
+    /// Writes the storages of a torch file, and completes the file.
+    fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<WrittenFile> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
-        let mut narrow = ConversionBuffers::default();
+        let mut narrow = NarrowingBuffers::default();
         self.stream_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Begin, _) => writer.begin_storage(),
             (WriteStep::End, _) => writer.end_member(),
@@ -271,7 +283,7 @@ impl SharedWriteState<'_> {
         let header =
             safetensors::encode_shard_header(rank, self.world, &planned).map_err(CkptError::invalid_save)?;
         let mut writer =
-            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, true, self.buffers.clone())?;
+            FileWriter::with_buffers(path.to_owned(), IoMode::Direct, Hashing::Blocks, self.buffers.clone())?;
         writer.write(&header)?;
         let runs = pieces.chunk_by(|a, b| a.dtype == b.dtype).map(|run| {
             let spans: Vec<StorageSpan> =
@@ -281,7 +293,7 @@ impl SharedWriteState<'_> {
         let runs: Vec<(Dtype, Vec<StorageSpan>)> = runs.collect();
         let steps: Vec<WriteStep> =
             runs.iter().flat_map(|(dtype, spans)| plan_storage_steps(*dtype, spans)).collect();
-        let mut narrow = ConversionBuffers::default();
+        let mut narrow = NarrowingBuffers::default();
         self.stream_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
                 writer.write(narrow.convert_values(*dtype, values))
@@ -295,7 +307,7 @@ impl SharedWriteState<'_> {
             reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
             offset += p.bytes();
         }
-        let (bytes, blocks) = writer.finish()?;
+        let WrittenFile { bytes, blocks, .. } = writer.finish()?;
         let file = shard_file_name(rank, self.world);
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
@@ -389,22 +401,10 @@ impl SharedWriteState<'_> {
     /// contains. The bytes are verified later, by [`TensorSource::verify_reads`].
     fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
-            WriteStep::Window { parts: spans, elements, .. } => {
-                buffer.resize(*elements, 0.0);
-                let mut requests = Vec::with_capacity(spans.len());
-                let mut rest = buffer.as_mut_slice();
-                for span in spans {
-                    let (out, tail) = std::mem::take(&mut rest).split_at_mut(span.count as usize);
-                    rest = tail;
-                    match span.tensor {
-                        Some(i) => {
-                            let (name, role) = (self.tensors[i].name.as_str(), self.tensors[i].role);
-                            requests.push(ReadRequest { name, role, start_element: span.start, out });
-                        }
-                        None => out.fill(0.0),
-                    }
-                }
-                self.source.read_unchecked(&mut requests)?;
+            WriteStep::Window { parts, .. } => {
+                let info = |tensor: Option<usize>| tensor.map(|i| &self.tensors[i]);
+                let spans = parts.iter().map(|(tensor, range)| (info(*tensor), range.clone()));
+                self.source.read_unchecked(&mut request_spans(spans, &mut buffer))?;
                 Ok(StepData::Values(buffer))
             }
             WriteStep::Raw { tensor, start, bytes } => {
@@ -418,38 +418,10 @@ impl SharedWriteState<'_> {
     }
 }
 
-/// Buffers for the conversion of windows to 16-bit dtypes, which one file reuses.
-#[derive(Default)]
-struct ConversionBuffers {
-    bf16: Vec<bf16>,
-    f16: Vec<f16>,
-}
-
-impl ConversionBuffers {
-    /// Converts values to BF16 or F16 as torch does, rounding to nearest with ties to even. Returns
-    /// the converted bytes. For other dtypes returns the bytes of the F32 values.
-    fn convert_values<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
-        match dtype {
-            Dtype::BF16 => {
-                self.bf16.resize(values.len(), bf16::ZERO);
-                self.bf16.convert_from_f32_slice(values);
-                bytemuck::cast_slice(&self.bf16)
-            }
-            Dtype::F16 => {
-                self.f16.resize(values.len(), f16::ZERO);
-                self.f16.convert_from_f32_slice(values);
-                bytemuck::cast_slice(&self.f16)
-            }
-            _ => bytemuck::cast_slice(values),
-        }
-    }
-}
-
-/// Creates `to` as a hard link to the file `from`, or as a copy if the link fails. Returns the size
-/// of the file in bytes.
-fn link_or_copy_file(from: &Path, to: &Path) -> Result<u64> {
+/// Creates `to` as a hard link to the file `from`, or as a copy if the link fails.
+fn link_or_copy_file(from: &Path, to: &Path) -> Result<()> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;
     }
-    fs::metadata(to).map(|m| m.len()).map_err(CkptError::io("look at", to))
+    Ok(())
 }

@@ -1,19 +1,13 @@
 //! [`WriteStep`]: the steps by which a planned storage is written, in windows of a fixed size.
 use super::file_plan::StorageSpan;
 use crate::tensor::Dtype;
+use std::ops::Range;
 
 /// Maximum number of elements of a window: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// A part of a window: consecutive elements of one tensor.
-pub(super) struct WindowPart {
-    /// Index of the source tensor, or `None` for zeros.
-    pub(super) tensor: Option<usize>,
-    /// Index of the first element in the tensor.
-    pub(super) start: u64,
-    /// Number of elements.
-    pub(super) count: u64,
-}
+/// A part of a window: the index of a source tensor, or `None` for zeros, and a range of elements.
+pub(super) type WindowPart = (Option<usize>, Range<u64>);
 
 /// One step of writing a storage.
 pub(super) enum WriteStep<'p> {
@@ -74,34 +68,27 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
                 }
             }
             StorageSpan::Elements(tensor, range) => {
-                push_elements(&mut steps, dtype, Some(*tensor), range.start, range.end - range.start)
+                push_elements(&mut steps, dtype, Some(*tensor), range.clone())
             }
-            StorageSpan::Zeros(count) => push_elements(&mut steps, dtype, None, 0, *count),
+            StorageSpan::Zeros(count) => push_elements(&mut steps, dtype, None, 0..*count),
         }
     }
     steps.push(WriteStep::End);
     steps
 }
 
-/// Adds the steps that write `count` elements, converted to `dtype`, to `steps`. The elements are
-/// those of a source tensor from element `start` on, or zeros if `tensor` is `None`. If the last
-/// step is a window with free elements, fills this window first.
-fn push_elements(
-    steps: &mut Vec<WriteStep<'_>>,
-    dtype: Dtype,
-    tensor: Option<usize>,
-    mut start: u64,
-    mut count: u64,
-) {
-    while count > 0 {
+/// Adds the steps that write the elements `rest` of a source tensor, converted to `dtype`, to
+/// `steps`. Writes zeros if `tensor` is `None`. If the last step is a window with free elements,
+/// fills this window first.
+fn push_elements(steps: &mut Vec<WriteStep<'_>>, dtype: Dtype, tensor: Option<usize>, mut rest: Range<u64>) {
+    while !rest.is_empty() {
         if !matches!(steps.last(), Some(WriteStep::Window { elements, .. }) if *elements < WINDOW_ELEMENTS) {
             steps.push(WriteStep::Window { dtype, parts: Vec::new(), elements: 0 });
         }
-        let Some(WriteStep::Window { parts: spans, elements, .. }) = steps.last_mut() else { return };
-        let n = count.min((WINDOW_ELEMENTS - *elements) as u64);
-        spans.push(WindowPart { tensor, start, count: n });
-        *elements += n as usize;
-        start += n;
-        count -= n;
+        let Some(WriteStep::Window { parts, elements, .. }) = steps.last_mut() else { return };
+        let end = rest.end.min(rest.start + (WINDOW_ELEMENTS - *elements) as u64);
+        *elements += (end - rest.start) as usize;
+        parts.push((tensor, rest.start..end));
+        rest.start = end;
     }
 }

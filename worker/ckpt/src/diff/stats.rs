@@ -28,6 +28,7 @@ pub enum RoundingCast {
 }
 
 impl RoundingCast {
+    /// Every cast.
     const ALL: [RoundingCast; 4] = [
         RoundingCast::BIsBf16OfA,
         RoundingCast::BIsF16OfA,

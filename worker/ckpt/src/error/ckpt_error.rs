@@ -4,8 +4,9 @@ use super::diagnosis::Diagnosis;
 use super::missing_part::{MissingPart, RemoteShard, format_remote_shards};
 use super::options::{OptionProblem, OutputProblem};
 use super::save_problem::SaveProblem;
-use super::text::{format_bytes, format_count};
 use super::unsupported_feature::UnsupportedFeature;
+use crate::tensor::{TensorRole, tensor_label};
+use diagnostic::quantity::{format_bytes, format_count};
 use std::error::Error;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -175,18 +176,11 @@ pub enum CkptError {
 }
 
 impl CkptError {
-    /// Returns a function that wraps an I/O error in [`CkptError::Io`]. `action` completes the
-    /// sentence "cannot … PATH".
-    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CkptError {
-        let path = path.to_owned();
-        move |source| CkptError::Io { action, path, source }
-    }
-
     /// Returns a function that wraps an error of a system call in [`CkptError::Io`]. `action`
     /// completes the sentence "cannot … PATH".
-    pub(crate) fn errno(action: &'static str, path: &Path) -> impl FnOnce(nix::Error) -> CkptError {
+    pub(crate) fn io<E: Into<io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> CkptError {
         let path = path.to_owned();
-        move |e| CkptError::Io { action, path, source: e.into() }
+        move |error| CkptError::Io { action, path, source: error.into() }
     }
 
     /// Wraps a problem of the data given to a save in [`CkptError::InvalidSave`].
@@ -211,8 +205,28 @@ impl CkptError {
         file: impl Into<String>,
         reason: impl Into<DamageReason>,
     ) -> CkptError {
-        let damage = Damage::for_file(file, reason);
+        CkptError::from_damage(path, Damage::for_file(file, reason))
+    }
+
+    /// Returns [`CkptError::Damaged`] for the damage `damage` of the checkpoint at `path`.
+    pub(crate) fn from_damage(path: &Path, damage: Damage) -> CkptError {
         CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
+    }
+
+    /// Returns [`CkptError::NoSuchTensor`] for the tensor `name` of the role `role`.
+    pub(crate) fn no_such_tensor(path: &Path, role: TensorRole, name: &str) -> CkptError {
+        CkptError::NoSuchTensor { path: path.to_owned(), tensor: tensor_label(role, name) }
+    }
+
+    /// Returns [`CkptError::RangeOutsideTensor`] for a request of the elements of `tensor` up to
+    /// the index `requested`. `tensor` is `role/name`, and has `elements` elements.
+    pub(crate) fn range_outside_tensor(
+        path: &Path,
+        tensor: String,
+        elements: u64,
+        requested: u64,
+    ) -> CkptError {
+        CkptError::RangeOutsideTensor { path: path.to_owned(), tensor, elements, requested }
     }
 
     /// Returns [`CkptError::Missing`] for the missing part `part` of the checkpoint at `path`.

@@ -90,6 +90,12 @@ pub enum ConvertError {
         /// Update count of the parameter `second`.
         second_updates: u64,
     },
+    /// torch's optimizers have no such state, so that only native checkpoints store the state.
+    #[error("the source has {role}, a state of an optimizer that only native checkpoints store")]
+    StateUnsupported {
+        /// The role of the state.
+        role: TensorRole,
+    },
     /// The name of a parameter can't be a directory name. The universal format stores each
     /// parameter in a directory with its name.
     #[error("{name:?} cannot be a directory name, which the universal format requires")]
@@ -115,6 +121,7 @@ impl ConvertError {
             OrderUnknown { .. } => codes::CONVERT_PARAMETER_ORDER_UNKNOWN,
             InTwoGroups { .. } | TensorMissing { .. } => codes::OPTIMIZER_STATE_INVALID,
             UpdatesDiffer { .. } => codes::CONVERT_UPDATE_COUNTS_DIFFER,
+            StateUnsupported { .. } => codes::CONVERT_STATE_UNSUPPORTED,
             NameNotADirectory { .. } => codes::CONVERT_NAME_UNSUPPORTED,
         }
     }
@@ -138,6 +145,7 @@ impl ConvertError {
             OrderUnknown { .. } | UpdatesDiffer { .. } => {
                 "use `--to universal`, which stores each parameter by name"
             }
+            StateUnsupported { .. } => "use `--to native`, or `--to safetensors` to write only the weights",
             NameNotADirectory { .. } => "use `--to deepspeed` or `--to native`",
             _ => return None,
         })

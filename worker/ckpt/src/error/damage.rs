@@ -9,12 +9,11 @@ use super::optimizer_state::OptimizerStateError;
 use super::read_failure::ReadFailure;
 use super::rng_files::{RngFilesError, RngStateError};
 use super::safetensors::SafetensorsError;
-use super::text::format_names;
+use super::text::{format_names, shorten};
 use super::torch_file::TorchFileError;
-use super::zip::ZipError;
 use crate::tensor::{CoverageError, InvalidTensorName};
 use serde::{Serialize, Serializer};
-use std::{fmt, io};
+use std::fmt;
 
 /// A damaged file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,7 +31,7 @@ pub struct Damage {
 
 /// Serializes a damage reason as its message text, which becomes the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(reason)
+    serializer.serialize_str(&shorten(reason.to_string()))
 }
 
 impl Damage {
@@ -44,14 +43,14 @@ impl Damage {
 
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.file)?;
+        f.write_str(&shorten(self.file.clone()))?;
         if let Some(block) = self.block {
             write!(f, ", block {block}")?;
         }
         if !self.tensors.is_empty() {
             write!(f, " (holds {})", format_names(&self.tensors))?;
         }
-        write!(f, ": {}", self.reason)
+        write!(f, ": {}", shorten(self.reason.to_string()))
     }
 }
 
@@ -87,6 +86,20 @@ pub enum DamageReason {
         /// The limit in bytes.
         limit: u64,
     },
+    /// The files up to this one have more tensors than this program reads.
+    #[error("the checkpoint has more than {limit} tensors")]
+    TooManyTensors {
+        /// The largest accepted number of tensors.
+        limit: usize,
+    },
+    /// The tensors up to one in this file are larger than the files, because tensors share bytes.
+    #[error("the tensors of the checkpoint have more than {bytes} bytes, but its files have only {stored}")]
+    TensorsExceedFiles {
+        /// Bytes of the tensors up to one in this file.
+        bytes: u64,
+        /// Bytes of all files.
+        stored: u64,
+    },
     /// The file's size changed during a read or a repair.
     #[error("the file changed while it was read")]
     Changed,
@@ -105,6 +118,14 @@ pub enum DamageReason {
     /// A block's content differs from its hash in the manifest.
     #[error("the content does not match its BLAKE3 hash")]
     HashMismatch,
+    /// The file's content differs from its hash in the record of a gather or a conversion.
+    #[error(
+        "the content does not match its BLAKE3 hash in {record}: the file is damaged, or was changed later"
+    )]
+    RecordMismatch {
+        /// Name of the record.
+        record: &'static str,
+    },
     /// A block that was just written reads back differently.
     #[error("block {block} differs from the bytes that were just written; the disk or file system is faulty")]
     ReadBackMismatch {
@@ -188,57 +209,5 @@ impl DamageReason {
     /// Returns true if a pickle names a class or function that is not allowed.
     pub fn is_forbidden_global(&self) -> bool {
         matches!(self, DamageReason::TorchFile(error) if error.is_forbidden_global())
-    }
-}
-
-impl From<String> for DamageReason {
-    fn from(detail: String) -> Self {
-        DamageReason::Inconsistent(detail)
-    }
-}
-
-impl From<&str> for DamageReason {
-    fn from(detail: &str) -> Self {
-        DamageReason::Inconsistent(detail.to_owned())
-    }
-}
-
-impl From<serde_json::Error> for DamageReason {
-    fn from(error: serde_json::Error) -> Self {
-        DamageReason::Json(error.to_string())
-    }
-}
-
-impl From<TorchFileError> for DamageReason {
-    fn from(error: TorchFileError) -> Self {
-        match error {
-            TorchFileError::CrcMismatch { member } => DamageReason::CrcMismatch { member },
-            TorchFileError::Truncated { .. } => DamageReason::Truncated,
-            other => DamageReason::TorchFile(other),
-        }
-    }
-}
-
-impl From<DcpError> for DamageReason {
-    fn from(error: DcpError) -> Self {
-        match error {
-            DcpError::Pickle(error) => DamageReason::TorchFile(error.into()),
-            other => DamageReason::Dcp(other),
-        }
-    }
-}
-
-impl From<ZipError> for DamageReason {
-    fn from(error: ZipError) -> Self {
-        DamageReason::TorchFile(error.into())
-    }
-}
-
-impl From<io::Error> for DamageReason {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof => DamageReason::Truncated,
-            _ => DamageReason::Read(error.into()),
-        }
     }
 }

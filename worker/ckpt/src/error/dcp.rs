@@ -141,6 +141,9 @@ pub enum DcpError {
         /// The largest accepted number of runs in all tensors together.
         limit: usize,
     },
+    /// The items that are no tensors have too many values.
+    #[error("the items have more than {0} values that are no tensors")]
+    TooManyValues(usize),
     /// An optimizer step is not a whole number.
     #[error("{name}: {error}")]
     Step {

@@ -71,12 +71,27 @@ pub enum Diagnosis {
     #[error("the directory has weights in Meta's format (consolidated.*.pth), which is not supported")]
     MetaWeights,
     /// The directory is not a checkpoint, but some of its subdirectories may be checkpoints.
-    #[error("the directory has no checkpoint, but these subdirectories may: {}", format_candidates(candidates, *more))]
+    #[error(
+        "the directory has no checkpoint, but these subdirectories may: {}{}",
+        format_candidates(candidates, *more),
+        limit.map_or_else(String::new, |limit| format!("; only the first {limit} were searched"))
+    )]
     Subdirectories {
         /// Paths of the first subdirectories that may be checkpoints, relative to the directory.
         candidates: Vec<String>,
         /// Number of further subdirectories that may be checkpoints.
         more: usize,
+        /// Number of subdirectories that were searched if there are more; otherwise `None`.
+        limit: Option<usize>,
+    },
+    /// Neither the directory nor the subdirectories that were searched have a checkpoint. The
+    /// directory has more subdirectories than are searched.
+    #[error(
+        "no checkpoint was found in the directory; only the first {searched} subdirectories were searched"
+    )]
+    SearchCut {
+        /// Number of subdirectories that were searched.
+        searched: usize,
     },
     /// The directory has many checkpoints, and the newest of them cannot be opened.
     #[error(
@@ -128,6 +143,7 @@ impl Diagnosis {
             | NoTrainerState
             | NameNotUtf8
             | Subdirectories { .. }
+            | SearchCut { .. }
             | NotRecognized => codes::CHECKPOINT_NOT_RECOGNIZED,
             Unreadable(_) => codes::CHECKPOINT_IO_FAILED,
         }
@@ -149,7 +165,7 @@ impl Diagnosis {
             LatestTargetIsSymlink { .. } => "give the path of the directory that the link points to".into(),
             LatestTargetEmpty { .. } => "use another checkpoint".into(),
             MetaWeights => "convert the weights to the Hugging Face format first".into(),
-            Subdirectories { .. } => "give the path of one checkpoint".into(),
+            Subdirectories { .. } | SearchCut { .. } => "give the path of one checkpoint".into(),
             NewestUnreadable { .. } => "give the path of an older checkpoint".into(),
             _ => return None,
         })

@@ -50,35 +50,36 @@ impl CkptError {
     /// general advice exists for this error.
     pub fn help(&self) -> Vec<String> {
         use CkptError::*;
-        let one = |text: &str| vec![text.to_owned()];
-        match self {
-            NotACheckpoint { diagnosis, .. } => diagnosis.help().into_iter().collect(),
-            Damaged { path, .. } | Missing { path, .. } => vec![
-                format!("run `launch ckpt verify {}` to list every problem", path.display()),
-                "restore the files, run `launch ckpt repair`, or use another checkpoint".to_owned(),
-            ],
-            ShardsOnOtherHosts { .. } => {
-                one("copy these files into the directory, or resume a job that has these hosts; it gathers \
-                 the weights at its end")
+        let text = match self {
+            NotACheckpoint { diagnosis, .. } => return diagnosis.help().into_iter().collect(),
+            Damaged { path, .. } | Missing { path, .. } => {
+                return vec![
+                    format!("run `launch ckpt verify {}` to list every problem", path.display()),
+                    "restore the files, run `launch ckpt repair`, or use another checkpoint".to_owned(),
+                ];
             }
-            InsufficientSpace { .. } => one("free space, or write to another disk"),
-            TooManyFiles { .. } => one("remove other files, or give the path of one checkpoint"),
-            DirectoryBusy { .. } => one("wait for the other process, end it, or use another directory"),
-            OutputRejected { problem, .. } => problem.help().map(str::to_owned).into_iter().collect(),
-            InvalidOption { problem: OptionProblem::NoAdapters { .. } } => one("omit `--merge-lora`"),
-            ValueOverflow { .. } => one("use a wider dtype: bf16 or fp32"),
+            ShardsOnOtherHosts { .. } => Some(
+                "copy these files into the directory, or resume a job that has these hosts; it gathers \
+                 the weights at its end",
+            ),
+            InsufficientSpace { .. } => Some("free space, or write to another disk"),
+            TooManyFiles { .. } => Some("remove other files, or give the path of one checkpoint"),
+            DirectoryBusy { .. } => Some("wait for the other process, end it, or use another directory"),
+            OutputRejected { problem, .. } => problem.help(),
+            InvalidOption { problem: OptionProblem::NoAdapters { .. } } => Some("omit `--merge-lora`"),
+            InvalidOption { problem: OptionProblem::SourceWorldSize { .. } } => {
+                Some("give the number of ranks of the result with `--world-size`")
+            }
+            ValueOverflow { .. } => Some("use a wider dtype: bf16 or fp32"),
             Unsupported { feature: UnsupportedFeature::FormatVersion { .. }, .. } => {
-                one("use the version of launch that wrote the checkpoint, or a newer one")
+                Some("use the version of launch that wrote the checkpoint, or a newer one")
             }
-            Unsupported { feature: UnsupportedFeature::RngReconcile(error), .. } => {
-                error.help().map(str::to_owned).into_iter().collect()
-            }
-            Unsupported { feature: UnsupportedFeature::Convert(error), .. } => {
-                error.help().map(str::to_owned).into_iter().collect()
-            }
-            Io { source, .. } => io_error_help(source).map(str::to_owned).into_iter().collect(),
-            _ => Vec::new(),
-        }
+            Unsupported { feature: UnsupportedFeature::RngReconcile(error), .. } => error.help(),
+            Unsupported { feature: UnsupportedFeature::Convert(error), .. } => error.help(),
+            Io { source, .. } => io_error_help(source),
+            _ => None,
+        };
+        text.map(str::to_owned).into_iter().collect()
     }
 }
 
@@ -122,8 +123,9 @@ impl DamageReason {
             NotACheckpoint(diagnosis) => diagnosis.code(),
             SizeMismatch { .. } | Truncated => codes::CHECKPOINT_FILE_TRUNCATED,
             TooLarge { .. } => codes::CHECKPOINT_FILE_TOO_LARGE,
+            TooManyTensors { .. } | TensorsExceedFiles { .. } => codes::CHECKPOINT_CONTENT_TOO_LARGE,
             NotRegularFile | NotADirectory { .. } | OutsideDirectory => codes::CHECKPOINT_FILE_NOT_REGULAR,
-            HashMismatch | ReadBackMismatch { .. } => codes::CHECKPOINT_HASH_MISMATCH,
+            HashMismatch | RecordMismatch { .. } | ReadBackMismatch { .. } => codes::CHECKPOINT_HASH_MISMATCH,
             CrcMismatch { .. } => codes::ZIP_CRC_MISMATCH,
             Manifest(ManifestError::HashMismatch) => codes::CHECKPOINT_HASH_MISMATCH,
             Manifest(_) => codes::CHECKPOINT_MANIFEST_INVALID,

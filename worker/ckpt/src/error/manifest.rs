@@ -181,9 +181,3 @@ pub enum ManifestError {
     #[error("{0} is not a tensor of the model")]
     UnknownTensor(String),
 }
-
-impl From<serde_json::Error> for ManifestError {
-    fn from(error: serde_json::Error) -> Self {
-        ManifestError::Json(error.to_string())
-    }
-}

@@ -1,5 +1,6 @@
 //! [`MissingPart`]: a part of a checkpoint that does not exist.
-use super::text::{format_count, format_names, format_ranks};
+use super::text::{format_names, format_ranks};
+use diagnostic::quantity::format_count;
 use serde::Serialize;
 use std::ops::Range;
 
@@ -95,18 +96,6 @@ pub enum MissingPart {
     Other(String),
 }
 
-impl From<String> for MissingPart {
-    fn from(phrase: String) -> Self {
-        MissingPart::Other(phrase)
-    }
-}
-
-impl From<&str> for MissingPart {
-    fn from(phrase: &str) -> Self {
-        MissingPart::Other(phrase.to_owned())
-    }
-}
-
 /// Formats shards with their hosts as a list, of which at most three are shown.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     const LISTED: usize = 3;
@@ -118,8 +107,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats the checkpoints that could be used instead as a remark, which is empty if there are
-/// none.
+/// Formats the checkpoints that exist instead as a remark at the end of a message. The remark is
+/// empty if there are none.
 fn format_present(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),

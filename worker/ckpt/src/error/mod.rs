@@ -4,6 +4,7 @@
 //! [`diagnostic::Diagnostic`], which has the message, structured fields, and advice as help texts.
 mod adapter_config;
 mod ckpt_error;
+mod conversions;
 mod convert;
 mod damage;
 mod dcp;
@@ -44,8 +45,7 @@ pub use read_failure::ReadFailure;
 pub use rng_files::{ReconcileError, RescaleError, RngFilesError, RngStateError};
 pub use safetensors::SafetensorsError;
 pub use save_problem::SaveProblem;
-pub use text::format_bytes;
-pub(crate) use text::{RANKS_LISTED_MAX, format_names};
+pub(crate) use text::{RANKS_LISTED_MAX, format_names, shorten};
 pub use torch_file::TorchFileError;
 pub use unsupported_feature::UnsupportedFeature;
 pub use zip::ZipError;

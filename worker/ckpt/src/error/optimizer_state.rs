@@ -18,8 +18,9 @@ pub enum OptimizerStateError {
     /// `state` has two entries for one parameter.
     #[error("{0} has two states")]
     DuplicateState(String),
-    /// A parameter group is not a dict, or has no list of parameters.
-    #[error("a parameter group is not a dict with params")]
+    /// A parameter group is not a dict, has no list of parameters, or has too many
+    /// hyper-parameters.
+    #[error("a parameter group is not a dict with params, or is too large")]
     InvalidGroup,
     /// A parameter is in two parameter groups.
     #[error("{0} is in two parameter groups")]

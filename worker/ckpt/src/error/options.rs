@@ -20,6 +20,16 @@ pub enum OptionProblem {
         /// The most ranks that a result may have.
         limit: u32,
     },
+    /// The source states a number of ranks that is too large to be used without a request.
+    #[error(
+        "the checkpoint states that {world} ranks wrote it, more than the {limit} that are used without a request"
+    )]
+    SourceWorldSize {
+        /// The number of ranks in the source.
+        world: u32,
+        /// The largest number of ranks that is used without a request.
+        limit: u32,
+    },
     /// The requested size of ZeRO-3 sub-groups is 0.
     #[error("a ZeRO-3 sub-group needs at least 1 element")]
     EmptySubGroup,

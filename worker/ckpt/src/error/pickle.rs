@@ -62,7 +62,7 @@ pub enum PickleError {
     /// The pickle exceeds a limit on a count, which bounds the memory of the parser.
     #[error("the pickle makes more than {limit} {what}")]
     Limit {
-        /// What is limited: `values`, `marks` or `memo entries`.
+        /// What is limited, such as `values`, `marks` or `memo entries`.
         what: &'static str,
         /// The largest accepted count.
         limit: usize,

@@ -44,6 +44,9 @@ pub enum SafetensorsError {
         /// The dtype in the header.
         dtype: String,
     },
+    /// Two tensors have the same name.
+    #[error("tensor {0} occurs twice")]
+    DuplicateTensor(String),
     /// The byte range of a tensor does not fit its dtype and shape, or the file.
     #[error("tensor {tensor}: bytes {begin}..{end} of {data} do not match {dtype} {shape:?}")]
     Extent {
@@ -87,10 +90,4 @@ pub enum SafetensorsError {
     /// The file cannot be read.
     #[error("read error: {0}")]
     Read(#[from] ReadFailure),
-}
-
-impl From<std::io::Error> for SafetensorsError {
-    fn from(error: std::io::Error) -> Self {
-        SafetensorsError::Read(error.into())
-    }
 }

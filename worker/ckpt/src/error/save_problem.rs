@@ -101,15 +101,3 @@ pub enum SaveProblem {
     #[error("{0}")]
     Inconsistent(String),
 }
-
-impl From<String> for SaveProblem {
-    fn from(detail: String) -> Self {
-        SaveProblem::Inconsistent(detail)
-    }
-}
-
-impl From<serde_json::Error> for SaveProblem {
-    fn from(error: serde_json::Error) -> Self {
-        SaveProblem::Json(error.to_string())
-    }
-}

@@ -1,11 +1,19 @@
-//! Formats lists, counts and sizes for messages.
+//! Formats lists of names and ranks for messages, and shortens texts of untrusted files.
 
 /// The most ranks that a message lists by number.
 pub(crate) const RANKS_LISTED_MAX: usize = 16;
 
-/// Formats a number with its noun: `1 shard`, `2 shards`.
-pub(crate) fn format_count(n: usize, noun: &str) -> String {
-    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
+/// The most characters that a message contains of one text of an untrusted file.
+const TEXT_CHARS_MAX: usize = 600;
+
+/// Shortens a text to [`TEXT_CHARS_MAX`] characters, since an untrusted file may contain texts of
+/// any length. The end of a shortened text is `…`.
+pub(crate) fn shorten(mut text: String) -> String {
+    if let Some((at, _)) = text.char_indices().nth(TEXT_CHARS_MAX) {
+        text.truncate(at);
+        text.push('…');
+    }
+    text
 }
 
 /// Formats a list of names, of which at most two are shown: `a`, `a and b`, `a, b and 3 more`.
@@ -24,18 +32,4 @@ pub(crate) fn format_ranks(ranks: &[u32]) -> String {
         Some((last, first)) if !first.is_empty() => format!("{} and {last}", first.join(", ")),
         _ => list.join(""),
     }
-}
-
-/// Formats a size of `n` bytes with a decimal unit: 1234567 as `1.23 MB`.
-pub fn format_bytes(n: u64) -> String {
-    const UNITS: [&str; 6] = ["kB", "MB", "GB", "TB", "PB", "EB"];
-    if n < 1000 {
-        return format!("{n} B");
-    }
-    let (mut value, mut unit) = (n as f64 / 1e3, 0);
-    while value >= 999.95 && unit + 1 < UNITS.len() {
-        value /= 1e3;
-        unit += 1;
-    }
-    format!("{value:.2} {}", UNITS[unit])
 }

@@ -3,7 +3,6 @@ use super::pickle::PickleError;
 use super::read_failure::ReadFailure;
 use super::zip::ZipError;
 use crate::tensor::Dtype;
-use std::io;
 
 /// Why a file of `torch.save` is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,6 +53,19 @@ pub enum TorchFileError {
         strides: Vec<u64>,
         /// Index in the storage of the tensor's first element.
         offset: u64,
+        /// Number of elements of the storage.
+        elements: u64,
+    },
+    /// A large tensor has more elements than its storage, because several of its elements share
+    /// memory.
+    #[error(
+        "a tensor of shape {shape:?} with strides {strides:?} has more elements than its storage of {elements}"
+    )]
+    Expanded {
+        /// Shape of the tensor.
+        shape: Vec<u64>,
+        /// Distance of neighbouring elements in each dimension, in elements.
+        strides: Vec<u64>,
         /// Number of elements of the storage.
         elements: u64,
     },
@@ -127,11 +139,5 @@ impl TorchFileError {
     /// checkpoint may still be readable.
     pub(crate) fn is_forbidden_global(&self) -> bool {
         matches!(self, TorchFileError::Pickle(error) if error.is_forbidden_global())
-    }
-}
-
-impl From<io::Error> for TorchFileError {
-    fn from(error: io::Error) -> Self {
-        TorchFileError::Read(error.into())
     }
 }

@@ -67,15 +67,3 @@ pub enum UnsupportedFeature {
     #[error("{0}")]
     Other(String),
 }
-
-impl From<String> for UnsupportedFeature {
-    fn from(detail: String) -> Self {
-        UnsupportedFeature::Other(detail)
-    }
-}
-
-impl From<&str> for UnsupportedFeature {
-    fn from(detail: &str) -> Self {
-        UnsupportedFeature::Other(detail.to_owned())
-    }
-}

@@ -2,7 +2,6 @@
 use super::placeholder::Placeholder;
 use super::read_failure::ReadFailure;
 use crate::format_constants::ZIP_DIRECTORY_MAX;
-use std::io;
 
 /// Why a zip container is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -47,6 +46,12 @@ pub enum ZipError {
         /// Number of entries in the end record.
         recorded: u64,
     },
+    /// The central directory has too many entries.
+    #[error("the zip container has more than {limit} members")]
+    TooManyMembers {
+        /// The largest accepted number of members.
+        limit: usize,
+    },
     /// The contents of two members share bytes.
     #[error("zip members {first:?} and {second:?} overlap")]
     Overlap {
@@ -81,8 +86,8 @@ pub enum ZipError {
         /// Uncompressed size in bytes.
         size: u64,
     },
-    /// A member's name is absolute, contains `..` or control characters, or is empty.
-    #[error("zip member {0:?} has a name that points outside of the container")]
+    /// A member's name is absolute, contains `..` or control characters, is empty, or is too long.
+    #[error("zip member {0:?} has a name that points outside of the container, or that is too long")]
     UnsafeName(String),
     /// A member is outside of the file.
     #[error("zip member {0:?} is outside of the file")]
@@ -96,10 +101,4 @@ pub enum ZipError {
     /// The file cannot be read.
     #[error("read error: {0}")]
     Read(#[from] ReadFailure),
-}
-
-impl From<io::Error> for ZipError {
-    fn from(error: io::Error) -> Self {
-        ZipError::Read(error.into())
-    }
 }

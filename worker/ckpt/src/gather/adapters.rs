@@ -3,9 +3,9 @@
 use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
+use crate::gather::plan::{GENERATION_CONFIG_FILE, encode_pretty_json};
 use crate::layout::peft::{
-    ADAPTER_MODEL_STEM, AdapterConfig, PEFT_NAME_PREFIX, adapted_weight_name, is_lora_matrix,
-    lora_matrix_names,
+    AdapterConfig, PEFT_NAME_PREFIX, adapted_weight_name, is_lora_matrix, lora_matrix_names,
 };
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value};
@@ -13,11 +13,25 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// The tensors to gather from a checkpoint with adapters.
+/// A view of a checkpoint that has adapters. The view shows only the adapters, or the model with
+/// the adapters merged into its matrices.
 pub(super) struct AdapterView<'a> {
-    pub(super) source: Box<dyn TensorSource + 'a>,
-    /// Common beginning of the names of weight files.
-    pub(super) stem: &'static str,
+    inner: &'a dyn TensorSource,
+    content: ViewContent,
+}
+
+/// The tensors of an [`AdapterView`].
+enum ViewContent {
+    /// The adapters alone, with the tensor names of PEFT's files, and the text files next to them.
+    Adapters { texts: Vec<TextFile> },
+    /// The weights of the model. Every read of an adapted matrix adds the adapter to its elements.
+    Merged {
+        /// The shape of each adapter, by the name of the matrix that it adapts.
+        adapters: HashMap<String, AdapterShape>,
+        scale: f32,
+        /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
+        transposed: bool,
+    },
 }
 
 /// Opens a view of the tensors to gather from a checkpoint with adapters. The view is the model
@@ -27,15 +41,12 @@ pub(super) struct AdapterView<'a> {
 /// # Errors
 /// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not
 /// supported, or if the shape of an adapter does not match its matrix.
-pub(super) fn open_adapter_view(
-    checkpoint: &dyn TensorSource,
-    merge: bool,
-) -> Result<Option<AdapterView<'_>>> {
-    let damaged = |reason: DamageReason| CkptError::damaged(checkpoint.path(), ADAPTER_CONFIG_FILE, reason);
-    let Some(adapter) = checkpoint.adapter_config() else {
+pub(super) fn open_adapter_view(inner: &dyn TensorSource, merge: bool) -> Result<Option<AdapterView<'_>>> {
+    let damaged = |reason: DamageReason| CkptError::damaged(inner.path(), ADAPTER_CONFIG_FILE, reason);
+    let Some(adapter) = inner.adapter_config() else {
         return match merge {
             true => {
-                let path = checkpoint.path().to_owned();
+                let path = inner.path().to_owned();
                 Err(CkptError::invalid_option(OptionProblem::NoAdapters { path }))
             }
             false => Ok(None),
@@ -43,98 +54,21 @@ pub(super) fn open_adapter_view(
     };
     let map = adapter.as_object().ok_or_else(|| damaged("not a JSON object".into()))?;
     let config = AdapterConfig::parse_object(map).map_err(|e| damaged(e.into()))?;
-    Ok(Some(match merge {
-        true => AdapterView {
-            source: Box::new(MergedAdapterSource::new(checkpoint, &config)?),
-            stem: crate::gather::plan::MODEL_STEM,
+    let content = match merge {
+        true => ViewContent::Merged {
+            adapters: collect_adapters(inner, &config)?,
+            scale: config.scale() as f32,
+            transposed: config.fan_in_fan_out,
         },
-        false => AdapterView {
-            source: Box::new(AdapterOnlySource::new(checkpoint, adapter)?),
-            stem: ADAPTER_MODEL_STEM,
-        },
-    }))
-}
-
-/// A source of the adapters alone, with the tensor names of PEFT's files.
-struct AdapterOnlySource<'a> {
-    inner: &'a dyn TensorSource,
-    texts: Vec<TextFile>,
-}
-
-impl<'a> AdapterOnlySource<'a> {
-    fn new(inner: &'a dyn TensorSource, adapter: &Value) -> Result<Self> {
-        // the tokenizer is kept, since training may have extended it
-        let is_kept = |t: &&TextFile| t.name != crate::gather::plan::GENERATION_CONFIG_FILE;
-        let mut texts = vec![TextFile {
-            name: ADAPTER_CONFIG_FILE.into(),
-            text: crate::gather::plan::encode_pretty_json(adapter)?,
-        }];
-        texts.extend(inner.exported_text_files().iter().filter(is_kept).cloned());
-        Ok(AdapterOnlySource { inner, texts })
-    }
-}
-
-impl TensorSource for AdapterOnlySource<'_> {
-    fn path(&self) -> &Path {
-        self.inner.path()
-    }
-
-    fn tensors(&self) -> Vec<TensorInfo> {
-        let adapters = self
-            .inner
-            .tensors()
-            .into_iter()
-            .filter(|t| t.role == TensorRole::Weight && is_lora_matrix(&t.name));
-        adapters.map(|t| TensorInfo { name: format!("{PEFT_NAME_PREFIX}{}", t.name), ..t }).collect()
-    }
-
-    fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        let mut renamed: Vec<ReadRequest<'_>> = requests
-            .iter_mut()
-            .map(|r| ReadRequest {
-                name: r.name.strip_prefix(PEFT_NAME_PREFIX).unwrap_or(r.name),
-                role: r.role,
-                start_element: r.start_element,
-                out: &mut *r.out,
-            })
-            .collect();
-        self.inner.read_many(&mut renamed)
-    }
-
-    fn weights_dtype(&self) -> Dtype {
-        self.inner.weights_dtype()
-    }
-
-    fn completed_steps(&self) -> Option<u64> {
-        self.inner.completed_steps()
-    }
-
-    fn training_state(&self) -> TrainingState {
-        self.inner.training_state()
-    }
-
-    fn tokens(&self) -> Option<u64> {
-        self.inner.tokens()
-    }
-
-    fn hf_config(&self) -> Option<&Map<String, Value>> {
-        None
-    }
-
-    fn exported_text_files(&self) -> &[TextFile] {
-        &self.texts
-    }
-}
-
-/// A source of the model's weights. Every read of an adapted matrix adds the adapter to its
-/// elements.
-struct MergedAdapterSource<'a> {
-    inner: &'a dyn TensorSource,
-    /// The shape of each adapter, by the name of the matrix that it adapts.
-    adapters: HashMap<String, AdapterShape>,
-    scale: f32,
-    /// Whether matrices have shape `[in, out]` instead of `[out, in]`.
-    transposed: bool,
+        false => {
+            // the tokenizer is kept, since training may have extended it
+            let is_kept = |t: &&TextFile| t.name != GENERATION_CONFIG_FILE;
+            let config = TextFile { name: ADAPTER_CONFIG_FILE.into(), text: encode_pretty_json(adapter)? };
+            let others = inner.exported_text_files().iter().filter(is_kept).cloned();
+            ViewContent::Adapters { texts: std::iter::once(config).chain(others).collect() }
+        }
+    };
+    Ok(Some(AdapterView { inner, content }))
 }
 
 /// The shape of the adapter of one matrix: A is `[rank, in_features]`, B is `[out_features, rank]`.
@@ -144,48 +78,58 @@ struct AdapterShape {
     out_features: usize,
 }
 
-impl<'a> MergedAdapterSource<'a> {
-    /// Collects the adapters of `inner`. Fails if the shape of an adapter does not match its matrix
-    /// or the rank in `config`.
-    fn new(inner: &'a dyn TensorSource, config: &AdapterConfig) -> Result<Self> {
-        let tensors = inner.tensors();
-        let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight);
-        let shapes: HashMap<&str, &[u64]> = weights.map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
-        let mut adapters = HashMap::new();
-        for matrix in shapes.keys().filter_map(|name| adapted_weight_name(name)) {
-            let [a, b] = lora_matrix_names(&matrix).unwrap_or_default();
-            let wrong = || {
-                CkptError::damaged(
-                    inner.path(),
-                    ADAPTER_CONFIG_FILE,
-                    format!("the shape of the adapter of {matrix} does not match the matrix"),
-                )
-            };
-            let shape = |name: &str| match shapes.get(name) {
-                Some([x, y]) => Ok([*x as usize, *y as usize]),
-                _ => Err(wrong()),
-            };
-            let ([rank, inp], [out, b_rank]) = (shape(&a)?, shape(&b)?);
-            let expected = if config.fan_in_fan_out { [inp, out] } else { [out, inp] };
-            if rank != config.rank as usize || b_rank != rank || shape(&matrix)? != expected {
-                return Err(wrong());
-            }
-            adapters.insert(matrix, AdapterShape { rank, in_features: inp, out_features: out });
+/// Collects the shapes of the adapters of `inner`, by the names of the matrices that they adapt.
+/// Fails if the shape of an adapter does not match its matrix or the rank in `config`.
+fn collect_adapters(
+    inner: &dyn TensorSource,
+    config: &AdapterConfig,
+) -> Result<HashMap<String, AdapterShape>> {
+    let tensors = inner.tensors();
+    let weights = tensors.iter().filter(|t| t.role == TensorRole::Weight);
+    let shapes: HashMap<&str, &[u64]> = weights.map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
+    let mut adapters = HashMap::new();
+    for matrix in shapes.keys().filter_map(|name| adapted_weight_name(name)) {
+        let [a, b] = lora_matrix_names(&matrix).unwrap_or_default();
+        let wrong = || {
+            CkptError::damaged(
+                inner.path(),
+                ADAPTER_CONFIG_FILE,
+                format!("the shape of the adapter of {matrix} does not match the matrix"),
+            )
+        };
+        let shape = |name: &str| match shapes.get(name) {
+            Some([x, y]) => Ok([*x as usize, *y as usize]),
+            _ => Err(wrong()),
+        };
+        let ([rank, inp], [out, b_rank]) = (shape(&a)?, shape(&b)?);
+        let expected = if config.fan_in_fan_out { [inp, out] } else { [out, inp] };
+        if rank != config.rank as usize || b_rank != rank || shape(&matrix)? != expected {
+            return Err(wrong());
         }
-        let (scale, transposed) = (config.scale() as f32, config.fan_in_fan_out);
-        Ok(MergedAdapterSource { inner, adapters, scale, transposed })
+        adapters.insert(matrix, AdapterShape { rank, in_features: inp, out_features: out });
     }
+    Ok(adapters)
+}
 
-    /// Reads the adapter of the matrix `name`, and adds `scale` × B · A to `values`, which are
-    /// elements of the matrix from element `start` on. Transposes B · A if the matrix is `[in,
-    /// out]`.
-    fn add_adapter(&self, name: &str, ad: &AdapterShape, start: u64, values: &mut [f32]) -> Result<()> {
+impl AdapterShape {
+    /// Reads the adapter of the matrix `name` from `source`, and adds `scale` × B · A to `values`,
+    /// which are elements of the matrix from element `start` on. Transposes B · A if the matrix is
+    /// `[in, out]`.
+    fn add_to_matrix(
+        &self,
+        source: &dyn TensorSource,
+        name: &str,
+        (scale, transposed): (f32, bool),
+        start: u64,
+        values: &mut [f32],
+    ) -> Result<()> {
+        let ad = self;
         let [a_name, b_name] = lora_matrix_names(name).unwrap_or_default();
         let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out_features * ad.rank]);
         let request = |name, out| ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
-        self.inner.read_many(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
+        source.read_many(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
         // values[i, j] += scale · Σ left[i, k] · right[k, j]
-        let (left, right, columns) = match self.transposed {
+        let (left, right, columns) = match transposed {
             false => (b, a, ad.in_features),
             true => (transpose_matrix(&a, ad.rank), transpose_matrix(&b, ad.out_features), ad.out_features),
         };
@@ -203,7 +147,7 @@ impl<'a> MergedAdapterSource<'a> {
                 &right,
                 columns,
                 from..to,
-                self.scale,
+                scale,
             );
             (rest, at) = (later, at + to - from);
         }
@@ -238,27 +182,58 @@ fn transpose_matrix(x: &[f32], rows: usize) -> Vec<f32> {
     (0..x.len()).map(|i| x[i % rows * n + i / rows]).collect()
 }
 
-impl TensorSource for MergedAdapterSource<'_> {
+impl TensorSource for AdapterView<'_> {
     fn path(&self) -> &Path {
         self.inner.path()
     }
 
     fn tensors(&self) -> Vec<TensorInfo> {
-        self.inner.tensors().into_iter().filter(|t| !is_lora_matrix(&t.name)).collect()
+        let tensors = self.inner.tensors().into_iter();
+        match &self.content {
+            ViewContent::Merged { .. } => tensors.filter(|t| !is_lora_matrix(&t.name)).collect(),
+            ViewContent::Adapters { .. } => {
+                let adapters = tensors.filter(|t| t.role == TensorRole::Weight && is_lora_matrix(&t.name));
+                adapters.map(|t| TensorInfo { name: format!("{PEFT_NAME_PREFIX}{}", t.name), ..t }).collect()
+            }
+        }
     }
 
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+        let ViewContent::Merged { adapters, scale, transposed } = &self.content else {
+            let mut renamed: Vec<ReadRequest<'_>> = requests
+                .iter_mut()
+                .map(|r| ReadRequest {
+                    name: r.name.strip_prefix(PEFT_NAME_PREFIX).unwrap_or(r.name),
+                    role: r.role,
+                    start_element: r.start_element,
+                    out: &mut *r.out,
+                })
+                .collect();
+            return self.inner.read_many(&mut renamed);
+        };
         self.inner.read_many(requests)?;
         for r in requests.iter_mut().filter(|r| r.role == TensorRole::Weight && !r.out.is_empty()) {
-            if let Some(adapter) = self.adapters.get(r.name) {
-                self.add_adapter(r.name, adapter, r.start_element, r.out)?;
+            if let Some(adapter) = adapters.get(r.name) {
+                let factors = (*scale, *transposed);
+                adapter.add_to_matrix(self.inner, r.name, factors, r.start_element, r.out)?;
             }
         }
         Ok(())
     }
 
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
+        let name = match self.content {
+            ViewContent::Adapters { .. } => name.strip_prefix(PEFT_NAME_PREFIX).unwrap_or(name),
+            ViewContent::Merged { .. } => name,
+        };
         self.inner.read_raw(name, role, start_element, out)
+    }
+
+    fn weights_dtype(&self) -> Dtype {
+        match self.content {
+            ViewContent::Adapters { .. } => self.inner.weights_dtype(),
+            ViewContent::Merged { .. } => Dtype::F32,
+        }
     }
 
     fn completed_steps(&self) -> Option<u64> {
@@ -274,10 +249,13 @@ impl TensorSource for MergedAdapterSource<'_> {
     }
 
     fn hf_config(&self) -> Option<&Map<String, Value>> {
-        self.inner.hf_config()
+        self.inner.hf_config().filter(|_| matches!(self.content, ViewContent::Merged { .. }))
     }
 
     fn exported_text_files(&self) -> &[TextFile] {
-        self.inner.exported_text_files()
+        match &self.content {
+            ViewContent::Adapters { texts } => texts,
+            ViewContent::Merged { .. } => self.inner.exported_text_files(),
+        }
     }
 }

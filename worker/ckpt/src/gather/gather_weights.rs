@@ -1,14 +1,17 @@
 //! Gathers the weights and buffers of a checkpoint into a Hugging Face directory.
 use super::adapters;
-use super::output::{GATHER_RECORD_FILE, GATHER_RECORD_FORMAT, GatherOutput};
-use super::plan::{GatherOptions, GatherPlan, GatheredFile, MODEL_STEM, encode_pretty_json};
+use super::output::GatherOutput;
+use super::plan::{GatherOptions, GatherPlan, GatheredFile, MODEL_STEM};
 use super::stream::write_weights;
 use crate::catalog::TensorSource;
 use crate::codec::disk;
 use crate::error::{CkptError, OptionProblem, Result};
+use crate::layout::peft::ADAPTER_MODEL_STEM;
+use crate::save::output_record::{GATHER_MARKER, RecordedContent, RecordedFile};
 use crate::save::{ReplaceMethod, publish_directory};
 use crate::tensor::Dtype;
-use serde_json::json;
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 /// The result of a gather.
@@ -49,34 +52,44 @@ pub fn gather_weights(
     checkpoint: &dyn TensorSource,
     out: &Path,
     options: &GatherOptions,
-    progress: impl FnMut(u64, u64),
+    mut progress: impl FnMut(u64, u64),
 ) -> Result<GatherReport> {
+    let gathered = gather_weights_until(checkpoint, out, options, |done, total| {
+        progress(done, total);
+        ControlFlow::Continue(())
+    });
+    gathered?.ok_or_else(|| CkptError::internal("the gather ended early"))
+}
+
+/// Gathers the weights and buffers of a checkpoint as [`gather_weights`] does, until `progress`
+/// returns [`ControlFlow::Break`]. Returns `None` after a break, and leaves `out` unchanged.
+pub fn gather_weights_until(
+    checkpoint: &dyn TensorSource,
+    out: &Path,
+    options: &GatherOptions,
+    progress: impl FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Option<GatherReport>> {
     checkpoint.require_weights()?;
     let view = adapters::open_adapter_view(checkpoint, options.merge_lora)?;
-    let (checkpoint, stem) = view.as_ref().map_or((checkpoint, MODEL_STEM), |v| (v.source.as_ref(), v.stem));
+    let stem = if view.is_some() && !options.merge_lora { ADAPTER_MODEL_STEM } else { MODEL_STEM };
+    let checkpoint = view.as_ref().map_or(checkpoint, |view| view as &dyn TensorSource);
     let plan = GatherPlan::new(checkpoint, options, stem)?;
     let out = GatherOutput::create(checkpoint.path(), out, options.force, plan.bytes)?;
-    let (files, not_finite) = write_weights(checkpoint, &plan, &out.dir, progress)?;
-    let mut names: Vec<&str> = files.iter().map(|f| f.name.as_str()).collect();
+    let Some((files, not_finite)) = write_weights(checkpoint, &plan, &out.dir, progress)? else {
+        return Ok(None);
+    };
     let texts = plan.make_text_files(checkpoint)?;
-    for (name, text) in &texts {
-        if names.contains(&name.as_str()) {
-            return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name: name.clone() }));
-        }
-        names.push(name);
-        disk::write_file(out.dir.join(name), text.as_bytes())?;
-    }
+    write_text_files(&out.dir, &files, &texts)?;
     checkpoint.verify_reads(false)?;
     plan.check_written_files(&out.dir, &files)?;
-    let gathered = json!({
-        "format": GATHER_RECORD_FORMAT, "program": format!("launch {}", env!("CARGO_PKG_VERSION")), "files": names,
-        "step": checkpoint.completed_steps(), "tokens": checkpoint.tokens(), "dtype": plan.dtype.torch_name(),
-    });
-    disk::write_file(out.dir.join(GATHER_RECORD_FILE), encode_pretty_json(&gathered)?.as_bytes())?;
+    let mut record = GATHER_MARKER.make_record(list_recorded_files(&files, &texts));
+    (record.step, record.tokens) = (checkpoint.completed_steps(), checkpoint.tokens());
+    record.dtype = Some(plan.dtype.torch_name().into());
+    GATHER_MARKER.write_record(&out.dir, record)?;
     disk::sync_dir(&out.dir)?;
     publish_directory(&out.dir, &out.path, ReplaceMethod::AtomicExchange)?;
     let path = out.path.clone();
-    Ok(GatherReport {
+    Ok(Some(GatherReport {
         path,
         dtype: plan.dtype,
         tensors: plan.tensors.len() as u64,
@@ -85,5 +98,26 @@ pub fn gather_weights(
         config: checkpoint.hf_config().is_some() || stem != MODEL_STEM,
         left_out: plan.integer_buffers,
         not_finite: not_finite.into_iter().collect(),
-    })
+    }))
+}
+
+/// Writes the text files `texts` to `dir`. Fails if a weight file or another text has the same
+/// name.
+fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String)]) -> Result<()> {
+    let mut names: BTreeSet<&str> = files.iter().map(|f| f.name.as_str()).collect();
+    for (name, text) in texts {
+        if !names.insert(name) {
+            return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name: name.clone() }));
+        }
+        disk::write_file(dir.join(name), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Lists the written files for the record of the gather.
+fn list_recorded_files(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
+    let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
+    let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));
+    let record = |(name, content): (&String, _)| RecordedFile { name: name.clone(), content: Some(content) };
+    weights.chain(texts).map(record).collect()
 }

@@ -10,5 +10,5 @@ mod plan;
 mod save_order;
 mod stream;
 
-pub use gather_weights::{GatherReport, gather_weights};
+pub use gather_weights::{GatherReport, gather_weights, gather_weights_until};
 pub use plan::{GatherOptions, GatheredFile};

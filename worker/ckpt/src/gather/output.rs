@@ -1,16 +1,12 @@
 //! The output directory of a gather, which has a hidden name until all files are complete.
 use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
-use crate::save::{OutputMarker, resolve_output_path};
+use crate::save::output_record::GATHER_MARKER;
+use crate::save::resolve_output_path;
 use std::path::{Path, PathBuf};
 
 /// Disk space that a gather needs in addition to the tensors, in bytes: headers and rounding up.
 const OVERHEAD_BYTES: u64 = 4 << 20;
-
-/// Name of the file that identifies a directory as gathered weights and lists its files.
-pub(super) const GATHER_RECORD_FILE: &str = "gathered.json";
-/// Value of the key `format` in the record of a gather.
-pub(super) const GATHER_RECORD_FORMAT: &str = "launch gathered weights";
 
 /// The hidden directory to which a gather writes, and the final path of that directory. Dropping
 /// this value removes the hidden directory.
@@ -48,8 +44,8 @@ impl Drop for GatherOutput {
     }
 }
 
-/// Removes the hidden directories of interrupted gathers, whose names begin with `hidden`, from
-/// `parent`. Fails with [`CkptError::DirectoryBusy`] if a running gather has locked such a
+/// Removes from `parent` the hidden directories of interrupted gathers. Their names begin with
+/// `hidden`. Fails with [`CkptError::DirectoryBusy`] if a running gather has locked such a
 /// directory.
 fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     for name in Directory::open(parent)?.list_names()? {
@@ -66,9 +62,3 @@ fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     }
     Ok(())
 }
-
-const GATHER_MARKER: OutputMarker = OutputMarker {
-    file: GATHER_RECORD_FILE,
-    format: GATHER_RECORD_FORMAT,
-    operation: "`launch ckpt gather`",
-};

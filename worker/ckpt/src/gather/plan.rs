@@ -1,10 +1,11 @@
 //! [`GatherPlan`]: the files that a gather writes, and their contents.
-use super::output::GATHER_RECORD_FILE;
 use super::save_order;
 use crate::catalog::{TensorInfo, TensorSource};
 use crate::codec::disk::Directory;
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, OptionProblem, Result};
+use crate::hash::Hash;
+use crate::save::output_record::GATHER_MARKER;
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -48,6 +49,8 @@ pub struct GatheredFile {
     pub name: String,
     /// Size of the file in bytes.
     pub bytes: u64,
+    /// BLAKE3 hash of the file.
+    pub blake3: Hash,
 }
 
 /// Encodes a value as indented JSON that ends with a line break.
@@ -87,11 +90,12 @@ impl GatherPlan {
             checkpoint.tensors().into_iter().filter(is_model_tensor).partition(readable);
         let tensors = save_order::sort_as_save_pretrained(tensors);
         let left_out = others.into_iter().map(|t| t.name).collect();
-        let sizes: Vec<u64> = tensors.iter().map(|t| t.element_count() * dtype.size()).collect();
+        let sizes: Vec<u64> =
+            tensors.iter().map(|t| t.element_count().saturating_mul(dtype.size())).collect();
         // PEFT reads a single file
         let limit = if stem == MODEL_STEM { options.max_shard_size } else { u64::MAX };
         let units = save_order::group_shard_units(&tensors);
-        let unit_sizes: Vec<u64> = units.iter().map(|unit| sizes[unit.clone()].iter().sum()).collect();
+        let unit_sizes: Vec<u64> = units.iter().map(|unit| sum_sizes(&sizes[unit.clone()])).collect();
         let groups = split_by_size(&unit_sizes, limit);
         let count = groups.len();
         let file_name = |i: usize| match count {
@@ -100,7 +104,7 @@ impl GatherPlan {
         };
         let members = |group: Vec<usize>| group.into_iter().flat_map(|unit| units[unit].clone()).collect();
         let files = groups.into_iter().enumerate().map(|(i, group)| (file_name(i), members(group))).collect();
-        Ok(GatherPlan { dtype, tensors, files, bytes: sizes.iter().sum(), integer_buffers: left_out })
+        Ok(GatherPlan { dtype, tensors, files, bytes: sum_sizes(&sizes), integer_buffers: left_out })
     }
 
     /// Encodes the safetensors header of the file with index `file`.
@@ -118,18 +122,16 @@ impl GatherPlan {
     pub(super) fn divide_into_windows(&self, file: usize) -> Vec<GatherWindow> {
         let mut windows = vec![GatherWindow::default()];
         for &tensor in &self.files[file].1 {
-            let total = self.tensors[tensor].element_count();
-            let mut start = 0;
-            while start < total {
-                let mut last = windows.len() - 1;
-                if windows[last].elements == WINDOW_ELEMENTS {
+            let mut rest = 0..self.tensors[tensor].element_count();
+            while !rest.is_empty() {
+                if windows.last().is_some_and(|window| window.elements == WINDOW_ELEMENTS) {
                     windows.push(GatherWindow::default());
-                    last += 1;
                 }
-                let count = (total - start).min((WINDOW_ELEMENTS - windows[last].elements) as u64);
-                windows[last].spans.push((tensor, start..start + count));
-                windows[last].elements += count as usize;
-                start += count;
+                let Some(window) = windows.last_mut() else { break };
+                let end = rest.end.min(rest.start + (WINDOW_ELEMENTS - window.elements) as u64);
+                window.elements += (end - rest.start) as usize;
+                window.spans.push((tensor, rest.start..end));
+                rest.start = end;
             }
         }
         windows
@@ -139,7 +141,7 @@ impl GatherPlan {
     /// checkpoint stores.
     ///
     /// # Errors
-    /// Fails if the checkpoint stores a file of the name [`GATHER_RECORD_FILE`].
+    /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_MARKER`]).
     pub(super) fn make_text_files(&self, checkpoint: &dyn TensorSource) -> Result<Vec<(String, String)>> {
         let mut texts = Vec::new();
         if let Some(config) = checkpoint.hf_config() {
@@ -148,8 +150,8 @@ impl GatherPlan {
         if self.files.len() > 1 {
             texts.push((INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
         }
-        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_RECORD_FILE) {
-            let name = GATHER_RECORD_FILE.to_owned();
+        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_MARKER.file) {
+            let name = GATHER_MARKER.file.to_owned();
             return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name }));
         }
         texts.extend(checkpoint.exported_text_files().iter().map(|t| (t.name.clone(), t.text.clone())));
@@ -186,22 +188,18 @@ impl GatherPlan {
             group.iter().map(|&i| (self.tensors[i].name.clone(), name.clone())).collect::<Vec<_>>()
         };
         let map: BTreeMap<String, String> = self.files.iter().flat_map(file_of).collect();
-        let parameters: u64 = self.tensors.iter().map(TensorInfo::element_count).sum();
+        let parameters = sum_sizes(&self.tensors.iter().map(TensorInfo::element_count).collect::<Vec<_>>());
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
     /// Reads the headers of the written files in `dir`. Fails if the files do not contain exactly
     /// the planned tensors with their dtypes, shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
-        use std::os::unix::fs::FileExt;
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
         let mut bytes = 0;
         for file in files {
-            let (open, size) = directory.open_file(&file.name, nix::fcntl::OFlag::empty())?;
-            let header = safetensors::read_header(size, |at, out| open.read_exact_at(out, at))
-                .map_err(|why| CkptError::damaged(dir, &file.name, why))?;
-            for e in header.entries {
+            for e in safetensors::open_header(&directory, &file.name)?.0.entries {
                 bytes += e.bytes.end - e.bytes.start;
                 found.insert(e.name, (e.dtype, e.shape));
             }
@@ -276,6 +274,12 @@ fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<Stri
     Some(generation)
 }
 
+/// Returns the sum of sizes, or the largest number if the sum is larger. Files with holes may have
+/// any size.
+fn sum_sizes(sizes: &[u64]) -> u64 {
+    sizes.iter().fold(0, |sum, size| sum.saturating_add(*size))
+}
+
 /// Splits items with the sizes `sizes` into groups of at most `max` bytes, by the algorithm of
 /// transformers. An item larger than `max` is alone in its group, and the group of its neighbours
 /// continues after the item. Returns the indices of the items of each group, and at least one
@@ -287,12 +291,12 @@ fn split_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
             groups.push(vec![i]);
             continue;
         }
-        if filled + size > max && !current.is_empty() {
+        if filled.saturating_add(size) > max && !current.is_empty() {
             groups.push(std::mem::take(&mut current));
             filled = 0;
         }
         current.push(i);
-        filled += size;
+        filled = filled.saturating_add(size);
     }
     if !current.is_empty() || groups.is_empty() {
         groups.push(current);

@@ -4,7 +4,7 @@
 //! Tensors are in the order of modules in the model's code. Models whose fused experts transformers
 //! 5 splits are an exception: all tensors are sorted by name, and matrices that were one tensor
 //! stay in one shard.
-use crate::catalog::TensorInfo;
+use crate::catalog::{TensorInfo, parse_expert_matrix};
 use std::{collections::HashMap, ops::Range};
 
 /// Modules of a decoder layer, in the order of the model's code.
@@ -38,17 +38,13 @@ fn find_module_position(rest: &str) -> Option<usize> {
     LAYER_MODULES.iter().position(|module| rest.starts_with(module))
 }
 
-/// The names of an expert's matrices in two model families, in the order in which transformers
-/// splits the fused tensors: `down_proj` first, since it precedes `gate_up_proj` alphabetically.
-const EXPERT_MATRICES: [[&str; 2]; 3] = [["down_proj", "w2"], ["gate_proj", "w1"], ["up_proj", "w3"]];
-
 /// Parses the name of an expert's matrix: the part before `.experts.`, the number of the expert,
-/// and the index in [`EXPERT_MATRICES`]. Returns `None` for other tensors.
-fn parse_expert_matrix(name: &str) -> Option<(&str, u64, usize)> {
-    let (before, rest) = name.split_once(".experts.")?;
-    let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
-    let which = EXPERT_MATRICES.iter().position(|names| names.contains(&matrix))?;
-    Some((before, number.parse().ok()?, which))
+/// and the position of the matrix in the order in which transformers splits the fused tensors.
+/// `down_proj` is first, since it precedes `gate_up_proj` alphabetically. Returns `None` for other
+/// tensors.
+fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
+    let (before, number, matrix) = parse_expert_matrix(name)?;
+    Some((before, number, (matrix + 1) % 3))
 }
 
 /// A part of a tensor's name between two dots. A number compares by its value, also at the end of a
@@ -68,10 +64,10 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
 }
 
 /// Computes the key by which the tensors of a mixture of experts are sorted. The key begins with
-/// the name of the tensor, or of the fused tensor from which an expert's matrix comes. The index in
-/// [`EXPERT_MATRICES`] and the number of the expert follow.
+/// the name of the tensor, or of the fused tensor from which an expert's matrix comes. The position
+/// of the matrix and the number of the expert follow.
 fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
-    let (fused, which, number) = match parse_expert_matrix(name) {
+    let (fused, which, number) = match parse_split_expert(name) {
         Some((before, number, which)) => (before, which, number),
         None => (name, 0, 0),
     };
@@ -87,7 +83,7 @@ fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
 /// name. Otherwise sorts the tensors within each layer whose modules are all known, and leaves
 /// other tensors in place.
 pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
-    if tensors.iter().any(|t| parse_expert_matrix(&t.name).is_some()) {
+    if tensors.iter().any(|t| parse_split_expert(&t.name).is_some()) {
         tensors.sort_by(|a, b| compute_sort_key(&a.name).cmp(&compute_sort_key(&b.name)));
         return tensors;
     }
@@ -113,7 +109,7 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
 /// three ranges, for down, gate and up. Every other tensor is a range by itself.
 pub(super) fn group_shard_units(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused =
-        |t: &TensorInfo| parse_expert_matrix(&t.name).map(|(before, _, which)| (before.to_owned(), which));
+        |t: &TensorInfo| parse_split_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));
     let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
     let mut last = None;
     for (at, tensor) in tensors.iter().enumerate() {

@@ -1,13 +1,12 @@
 //! Streams weights from a checkpoint into files. Several threads read ahead, and the calling thread
 //! converts the elements and writes the files.
 use super::plan::{GatherPlan, GatherWindow, GatheredFile};
-use crate::catalog::{ReadRequest, TensorSource};
-use crate::codec::disk::{FileWriter, IoMode};
+use crate::catalog::{TensorSource, request_spans};
+use crate::codec::disk::{FileWriter, Hashing, IoMode};
+use crate::codec::narrow::{NarrowingBuffers, find_overflow};
 use crate::error::{CkptError, Result};
-use crate::tensor::Dtype;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,13 +22,13 @@ type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
 /// Writes the weight files of `plan` to the directory `dir`. Returns the files, and the names of
 /// tensors with NaN or infinite values. Calls `progress` with the number of written bytes and the
-/// total number.
+/// total number. Returns `None` if `progress` returns [`ControlFlow::Break`].
 pub(super) fn write_weights(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
     dir: &Path,
-    mut progress: impl FnMut(u64, u64),
-) -> Result<(Vec<GatheredFile>, BTreeSet<String>)> {
+    mut progress: impl FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Option<(Vec<GatheredFile>, BTreeSet<String>)>> {
     let windows =
         Mutex::new((0..plan.files.len()).flat_map(|file| plan.divide_into_windows(file)).enumerate());
     std::thread::scope(|scope| {
@@ -60,22 +59,26 @@ pub(super) fn write_weights(
         let mut read = OrderedWindows { inbox, next_window: 0, early_windows: BTreeMap::new() };
         let mut files = Vec::with_capacity(plan.files.len());
         let mut done = 0;
-        let mut narrow = NarrowingWriter::default();
+        let mut buffers = NarrowingBuffers::default();
         let mut not_finite = BTreeSet::new();
         for (i, (name, _)) in plan.files.iter().enumerate() {
-            let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, false)?;
+            let mut writer = FileWriter::create(dir.join(name), IoMode::Direct, Hashing::File)?;
             writer.write(&plan.encode_header(i)?)?;
             for _ in 0..plan.divide_into_windows(i).len() {
                 let (window, buffer) = read.receive_next()?;
-                narrow.write_window(plan, &window, &buffer, &mut writer)?;
+                write_window(plan, &window, &buffer, &mut buffers, &mut writer)?;
                 window.collect_non_finite_names(plan, &buffer, &mut not_finite);
                 done += buffer.len() as u64 * plan.dtype.size();
-                progress(done, plan.bytes);
+                if progress(done, plan.bytes).is_break() {
+                    return Ok(None);
+                }
                 let _ = outbox.send(buffer);
             }
-            files.push(GatheredFile { name: name.clone(), bytes: writer.finish()?.0 });
+            let written = writer.finish()?;
+            let blake3 = written.digest.ok_or_else(|| CkptError::internal("a file was not hashed"))?;
+            files.push(GatheredFile { name: name.clone(), bytes: written.bytes, blake3 });
         }
-        Ok((files, not_finite))
+        Ok(Some((files, not_finite)))
     })
 }
 
@@ -118,85 +121,36 @@ fn read_window(
     window: GatherWindow,
     mut buffer: Vec<f32>,
 ) -> Result<(GatherWindow, Vec<f32>)> {
-    buffer.resize(window.elements, 0.0);
-    let mut requests = Vec::with_capacity(window.spans.len());
-    let mut rest = buffer.as_mut_slice();
-    for (tensor, range) in &window.spans {
-        let (out, tail) = rest.split_at_mut((range.end - range.start) as usize);
-        rest = tail;
-        let name = plan.tensors[*tensor].name.as_str();
-        requests.push(ReadRequest {
-            name,
-            role: plan.tensors[*tensor].role,
-            start_element: range.start,
-            out,
-        });
-    }
-    checkpoint.read_unchecked(&mut requests)?;
+    let spans = window.spans.iter().map(|(tensor, range)| (Some(&plan.tensors[*tensor]), range.clone()));
+    checkpoint.read_unchecked(&mut request_spans(spans, &mut buffer))?;
     Ok((window, buffer))
 }
 
-/// A converter from F32 to the dtype of the plan, with buffers that all windows reuse.
-#[derive(Default)]
-struct NarrowingWriter {
-    bf16: Vec<bf16>,
-    f16: Vec<f16>,
-}
-
-impl NarrowingWriter {
-    /// Converts the elements `values` of a window to the dtype of `plan`, and passes the bytes to
-    /// `writer`.
-    ///
-    /// # Errors
-    /// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the
-    /// dtype. Also fails if writing fails.
-    fn write_window(
-        &mut self,
-        plan: &GatherPlan,
-        window: &GatherWindow,
-        values: &[f32],
-        writer: &mut FileWriter,
-    ) -> Result<()> {
-        let overflow = match plan.dtype {
-            Dtype::BF16 => {
-                self.bf16.resize(values.len(), bf16::ZERO);
-                self.bf16.convert_from_f32_slice(values);
-                writer.write(bytemuck::cast_slice(&self.bf16))?;
-                find_overflow(values, &self.bf16, |x| x.is_infinite())
-            }
-            Dtype::F16 => {
-                self.f16.resize(values.len(), f16::ZERO);
-                self.f16.convert_from_f32_slice(values);
-                writer.write(bytemuck::cast_slice(&self.f16))?;
-                find_overflow(values, &self.f16, |x| x.is_infinite())
-            }
-            _ => {
-                writer.write(bytemuck::cast_slice(values))?;
-                None
-            }
-        };
-        let Some(at) = overflow else { return Ok(()) };
-        let mut before = 0;
-        for (tensor, range) in &window.spans {
-            let count = (range.end - range.start) as usize;
-            if at < before + count {
-                let tensor = plan.tensors[*tensor].name.clone();
-                let element = range.start + (at - before) as u64;
-                return Err(CkptError::ValueOverflow {
-                    tensor,
-                    element,
-                    value: values[at],
-                    dtype: plan.dtype.torch_name(),
-                });
-            }
-            before += count;
+/// Converts the elements `values` of a window to the dtype of `plan`, and passes the bytes to
+/// `writer`.
+///
+/// # Errors
+/// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.
+/// Also fails if writing fails.
+fn write_window(
+    plan: &GatherPlan,
+    window: &GatherWindow,
+    values: &[f32],
+    buffers: &mut NarrowingBuffers,
+    writer: &mut FileWriter,
+) -> Result<()> {
+    let narrow = buffers.convert_values(plan.dtype, values);
+    writer.write(narrow)?;
+    let Some(at) = find_overflow(plan.dtype, values, narrow) else { return Ok(()) };
+    let mut before = 0;
+    for (tensor, range) in &window.spans {
+        let count = (range.end - range.start) as usize;
+        if at < before + count {
+            let (tensor, element) = (plan.tensors[*tensor].name.clone(), range.start + (at - before) as u64);
+            let (value, dtype) = (values[at], plan.dtype.torch_name());
+            return Err(CkptError::ValueOverflow { tensor, element, value, dtype });
         }
-        Ok(())
+        before += count;
     }
-}
-
-/// Finds the index of the first finite value in `wide` that is infinite in `narrow`, the result of
-/// the conversion.
-fn find_overflow<T>(wide: &[f32], narrow: &[T], is_infinite: impl Fn(&T) -> bool) -> Option<usize> {
-    wide.iter().zip(narrow).position(|(w, n)| is_infinite(n) && w.is_finite())
+    Ok(())
 }

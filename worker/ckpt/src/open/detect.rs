@@ -3,7 +3,7 @@ use super::diagnose::diagnose_directory;
 use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, StatePart, TrainedNames};
 use crate::codec::disk::{Directory, exists};
 use crate::error::{CkptError, Diagnosis, Result};
-use crate::layout::hf::{companion_files, optimizer_state, weights};
+use crate::layout::hf::{companion_files, module_order, optimizer_state, weights};
 use crate::layout::{dcp, deepspeed};
 use std::path::{Path, PathBuf};
 
@@ -18,9 +18,9 @@ const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
 /// many checkpoints were not tried.
 const ATTEMPTS_MAX: usize = 16;
 
-/// Opens the checkpoint of another program at `path`, which is a file of weights, a checkpoint
-/// directory, or a directory with checkpoints. Of several checkpoints, opens the newest that can be
-/// opened. Returns `None` if there is no checkpoint.
+/// Opens the checkpoint of another program at `path`. The path may be a file of weights, a
+/// checkpoint directory, or a directory with checkpoints. Of several checkpoints, opens the newest
+/// that can be opened. Returns `None` if there is no checkpoint.
 pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalCheckpoint>> {
     open_external_for_training(path, None)
 }
@@ -45,14 +45,12 @@ pub(crate) fn open_external_for_training(
         return Ok(Some(found));
     }
     // Accelerate's automatic naming uses the directory `checkpoints`
-    match directory.has_directory("checkpoints")? {
-        true => {
-            let path = path.join("checkpoints");
-            let inside = Directory::open(&path)?.list_numbered_directories(parse_step_in_name)?;
-            if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
-        }
-        false => Ok(None),
+    if !directory.has_directory("checkpoints")? {
+        return Ok(None);
     }
+    let path = path.join("checkpoints");
+    let inside = Directory::open(&path)?.list_numbered_directories(parse_step_in_name)?;
+    if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
 }
 
 /// Returns true if the directory itself, not a subdirectory, has files of a training state.
@@ -115,14 +113,9 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     }
     let sharded = directory.has_entry(&format!("{FSDP_MODEL_DIR}/{}", dcp::METADATA_FILE))?;
     let full = directory.has_entry("pytorch_model_fsdp.bin")?;
-    let has_weights = match sharded {
-        true => {
-            dcp::add_dcp_directory(builder, FSDP_MODEL_DIR)?;
-            true
-        }
-        false => weights::add_weights(builder)?,
-    };
-    if !has_weights {
+    if sharded {
+        dcp::add_dcp_directory(builder, FSDP_MODEL_DIR)?;
+    } else if !weights::add_weights(builder)? {
         return Ok(false);
     }
     sort_by_registration_order(builder);
@@ -195,11 +188,9 @@ fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result
 /// if the model family is unknown.
 fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
-    if let Some(order) =
-        crate::layout::hf::module_order::sort_in_registration_orders(&names).into_iter().next()
-    {
+    if let Some(order) = module_order::sort_in_registration_orders(&names).into_iter().next() {
         let order: Vec<String> = order.into_iter().map(str::to_owned).collect();
-        builder.sort_tensors(&order);
+        builder.sort_tensors(order.iter().map(String::as_str));
     }
 }
 
@@ -256,16 +247,11 @@ fn open_newest_readable(
             .and_then(|f| f.ok_or_else(|| CkptError::not_a_checkpoint(&inner, diagnose_directory(&inner))));
         match found {
             Ok(mut found) => {
-                let others = names.len() - 1;
-                let chosen = match others {
-                    0 => format!("using {name} in {}", path.display()),
-                    _ => format!(
-                        "using {name}, the newest complete of {} checkpoints in {}",
-                        others + 1,
-                        path.display()
-                    ),
-                };
-                let chosen = std::iter::once(chosen);
+                let shown = path.display();
+                let chosen = std::iter::once(match names.len() {
+                    1 => format!("using {name} in {shown}"),
+                    total => format!("using {name}, the newest complete of {total} checkpoints in {shown}"),
+                });
                 let other_weights = weights::WEIGHTS_FILES.iter().find(|f| exists(&path.join(f)));
                 let other_weights = other_weights
                     .map(|f| format!("there is also {f}; give its path to use only these weights"));

@@ -7,7 +7,8 @@ use crate::layout::hf::weights;
 use crate::layout::native::parse_step_dir_name;
 use std::path::Path;
 
-/// Maximum number of subdirectories that are searched for a checkpoint. Further ones are ignored.
+/// Maximum number of subdirectories that are searched for a checkpoint. The message states that
+/// further ones were not searched.
 const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
 /// Maximum number of subdirectories that a message lists by name. The message counts the others.
 const LISTED_CANDIDATES_MAX: usize = 4;
@@ -72,36 +73,75 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
 /// Searches the subdirectories `names` of `path`, and the subdirectories one level below, for
 /// checkpoints. Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
-    let mut left = SEARCHED_SUBDIRECTORIES_MAX;
+    let mut search = SubdirectorySearch::default();
     let mut candidates = Vec::new();
     for name in names {
         let directory = path.join(name);
-        match probe_for_checkpoint(&directory, &mut left) {
-            true => candidates.push(name.clone()),
-            false if left > 0 && directory.symlink_metadata().is_ok_and(|m| m.is_dir()) => {
-                let inner = Directory::open(&directory).and_then(|f| f.list_names()).unwrap_or_default();
-                let inner =
-                    inner.iter().find(|inner| probe_for_checkpoint(&directory.join(inner), &mut left));
-                candidates.extend(inner.map(|inner| format!("{name}/{inner}")));
-            }
-            false => {}
+        if search.find_markers(&directory) {
+            candidates.push(name.clone());
+        } else if !search.is_cut && is_directory(&directory) {
+            let inner = Directory::open(&directory).and_then(|f| f.list_names()).unwrap_or_default();
+            let inner = inner.iter().find(|inner| search.find_markers(&directory.join(inner)));
+            candidates.extend(inner.map(|inner| format!("{name}/{inner}")));
         }
     }
     let more = candidates.len().saturating_sub(LISTED_CANDIDATES_MAX);
     candidates.truncate(LISTED_CANDIDATES_MAX);
-    match candidates.is_empty() {
-        true => Diagnosis::NotRecognized,
-        false => Diagnosis::Subdirectories { candidates, more },
+    let limit = search.is_cut.then_some(SEARCHED_SUBDIRECTORIES_MAX);
+    match (candidates.is_empty(), limit) {
+        (true, None) => Diagnosis::NotRecognized,
+        (true, Some(searched)) => Diagnosis::SearchCut { searched },
+        (false, limit) => Diagnosis::Subdirectories { candidates, more, limit },
     }
 }
 
-/// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file. `left`
-/// is the number of directories that may still be searched, and is decremented if `path` is a
-/// directory. If `left` is 0, returns false without a search.
-fn probe_for_checkpoint(path: &Path, left: &mut usize) -> bool {
-    if *left == 0 || !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {
-        return false;
+/// A search for checkpoints in at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
+#[derive(Default)]
+struct SubdirectorySearch {
+    /// The number of directories that were searched.
+    searched: usize,
+    /// Whether a directory was not searched because of the limit.
+    is_cut: bool,
+}
+
+impl SubdirectorySearch {
+    /// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file.
+    /// Returns false without a search if the limit is reached.
+    fn find_markers(&mut self, path: &Path) -> bool {
+        if self.is_cut || !is_directory(path) {
+            return false;
+        }
+        self.is_cut = self.searched == SEARCHED_SUBDIRECTORIES_MAX;
+        self.searched += 1;
+        !self.is_cut
+            && MARKER_FILES.iter().chain(&weights::WEIGHTS_FILES).any(|name| exists(&path.join(name)))
     }
-    *left -= 1;
-    MARKER_FILES.iter().chain(&weights::WEIGHTS_FILES).any(|name| exists(&path.join(name)))
+}
+
+/// Returns whether `path` is a directory, and not a symbolic link to one.
+fn is_directory(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|m| m.is_dir())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_search_that_was_cut_is_reported() {
+        let root = tempfile::tempdir().expect("a directory");
+        let create =
+            |n: usize| std::fs::create_dir(root.path().join(format!("d{n:03}"))).expect("a directory");
+        (0..SEARCHED_SUBDIRECTORIES_MAX).for_each(create);
+        assert_eq!(diagnose_directory(root.path()), Diagnosis::NotRecognized);
+        create(SEARCHED_SUBDIRECTORIES_MAX);
+        let cut = diagnose_directory(root.path());
+        assert_eq!(cut, Diagnosis::SearchCut { searched: 256 });
+        assert!(cut.to_string().contains("only the first 256"), "{cut}");
+        std::fs::write(root.path().join("d000/latest"), "step").expect("a file");
+        let found = diagnose_directory(root.path());
+        let candidates = vec!["d000".to_owned()];
+        assert_eq!(found, Diagnosis::Subdirectories { candidates, more: 0, limit: Some(256) });
+        assert!(found.to_string().ends_with("d000; only the first 256 were searched"), "{found}");
+    }
 }

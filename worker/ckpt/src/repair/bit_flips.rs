@@ -36,7 +36,7 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
     let Ok(members) = zip::read_members(size, |at, out| file.read_exact_at(out, at)) else { return Ok(()) };
     let mut found = Vec::new();
     for member in &members {
-        let (Some(crc), len) = (member.crc, member.data.end - member.data.start) else { continue };
+        let (Some(crc), len) = (member.crc, member.size()) else { continue };
         if len > MEMBER_BYTES_MAX {
             continue;
         }
@@ -58,6 +58,7 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
         return Ok(());
     }
     repair_dir.replace_link_by_copy(name)?;
+    repair_dir.restored.insert(name.to_owned());
     let path = repair_dir.dir.join(name);
     let copy = OpenOptions::new().write(true).open(&path).map_err(CkptError::io("open", &path))?;
     for (member, at, mask, byte) in found {
@@ -70,8 +71,7 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
 /// Formats the line for the user about a repaired bit, with the probability that other damage looks
 /// like a single flipped bit. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
-    let len = member.data.end - member.data.start;
-    let chance = 8.0 * len as f64 / (1u64 << 32) as f64 * 1e6;
+    let chance = 8.0 * member.size() as f64 / (1u64 << 32) as f64 * 1e6;
     format!(
         "{name}: flipped bit {} of byte {at} of {} back; its CRC-32 matches again (probability that other damage looks \
          like this: {chance:.0} in a million)",

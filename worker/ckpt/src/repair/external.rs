@@ -80,8 +80,7 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     let path = repair_dir.dir.join(directory);
     let tags = deepspeed::list_tags(&path)?;
     let opened = Directory::open(&path)?;
-    let previous =
-        if opened.has_entry(LATEST_FILE)? { deepspeed::read_latest(&opened, LATEST_FILE).ok() } else { None };
+    let previous = deepspeed::read_latest(&opened, LATEST_FILE).ok();
     for tag in tags.iter().rev() {
         let before = repair_dir.rebuilt.len();
         let name = join_subpath(directory, tag);

@@ -3,13 +3,13 @@
 use super::lost_model_files;
 use super::repair_dir::{RepairDir, join_subpath};
 use super::sound::open_if_sound;
-use super::universal::{UNIVERSAL_SUFFIX, list_candidate_paths};
+use super::universal::find_related_checkpoints;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
 use crate::codec::disk::{self, Directory, exists};
 use crate::convert::{ConvertOptions, ConvertTarget, convert_into_directory};
 use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
-use crate::layout::deepspeed;
+use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
 /// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Rebuilds the
 /// files from the model files of other ranks, or else from a universal checkpoint of the same
@@ -22,7 +22,9 @@ pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Resul
     let from_ranks = copy_model_files_from_ranks(repair_dir, tag);
     let path = repair_dir.dir.join(tag);
     let Some(lost) = lost_model_files::find_lost_model_files(&path)? else { return from_ranks };
-    for source in find_universal_checkpoints(repair_dir, tag)? {
+    let name = |tag: &str| format!("{tag}{UNIVERSAL_SUFFIX}");
+    let is_universal = deepspeed::universal::is_universal_directory;
+    for source in find_related_checkpoints(repair_dir, tag, name, is_universal)? {
         if copy_model_files_from_universal(repair_dir, tag, &lost, &source)? {
             return Ok(());
         }
@@ -42,15 +44,6 @@ fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<
             .push(format!("{tag}/{}: rebuilt from {}{buffers}", donor.lost_file, donor.source_file));
     }
     Ok(())
-}
-
-/// Finds the sound universal checkpoints that are named after the tag `tag`, next to the tag and in
-/// sibling directories.
-fn find_universal_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
-    let name = repair_dir.original.join(tag).file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let places = list_candidate_paths(repair_dir, tag, &format!("{name}{UNIVERSAL_SUFFIX}"))?;
-    let universal = places.iter().filter(|p| exists(p) && deepspeed::universal::is_universal_directory(p));
-    Ok(universal.filter_map(|p| open_if_sound(p).ok()).collect())
 }
 
 /// Converts a universal checkpoint to the layout of the tag, and copies the lost model files from

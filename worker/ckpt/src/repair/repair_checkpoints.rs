@@ -4,13 +4,14 @@ use super::repair_dir::RepairDir;
 use super::{external, native};
 use crate::codec::disk::{self, exists};
 use crate::error::{CkptError, Damage, DamageReason, OutputProblem, Result};
-use crate::format_constants::MANIFEST_FILE;
+use crate::format_constants::{MANIFEST_FILE, RUN_WEIGHTS_DIR};
 use crate::layout::native::{Checkpoint, step_directories};
 use crate::open::open_external_checkpoint;
 use crate::rng_files::link_tree::{self, ScratchDir};
-use crate::save::{ReplaceMethod, publish_directory};
+use crate::save::{ReplaceMethod, output_record, publish_directory};
 use crate::verify::{VerifyReport, find_non_finite_values, verify_checkpoints};
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Options of [`repair_checkpoints`]: where the result is written.
@@ -70,6 +71,7 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
         newest: None,
         rebuilt: Vec::new(),
         lost: Vec::new(),
+        restored: BTreeSet::new(),
     };
     let native = exists(&repair_dir.dir.join(MANIFEST_FILE))
         || !step_directories::list_steps(&repair_dir.dir)?.is_empty();
@@ -77,6 +79,7 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
         true => native::repair_native(&mut repair_dir)?,
         false => external::repair_external(&mut repair_dir)?,
     }
+    update_records(&repair_dir)?;
     let sound = verify_result(&mut repair_dir)?;
     let mut report = RepairReport {
         path: None,
@@ -158,6 +161,17 @@ fn rename_result(
     Ok(Some(kept))
 }
 
+/// Updates the records of gathers and conversions in the copy, in which files were replaced.
+fn update_records(repair_dir: &RepairDir) -> Result<()> {
+    for directory in ["", RUN_WEIGHTS_DIR] {
+        let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
+        if copy.is_dir() && original.is_dir() {
+            output_record::update_records(&copy, &original, &repair_dir.restored)?;
+        }
+    }
+    Ok(())
+}
+
 /// Verifies the copy, and adds damage and non-finite values to the losses of the repair. Returns
 /// whether the copy is sound.
 fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
@@ -186,7 +200,7 @@ fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<Stri
         if exists(&c.path.join(MANIFEST_FILE)) {
             let found = find_non_finite_values(&Checkpoint::open(&c.path)?)?;
             lines.extend(found.into_iter().map(|line| format!("{}: {line}", c.path.display())));
-        } else if let Some(opened) = open_external_checkpoint(&report.path)? {
+        } else if let Some(opened) = open_external_checkpoint(&c.path)? {
             lines.extend(find_non_finite_values(&opened)?);
         }
     }

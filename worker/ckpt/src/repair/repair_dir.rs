@@ -2,7 +2,8 @@
 use super::loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
-use std::fs::{self, OpenOptions};
+use std::collections::BTreeSet;
+use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -18,6 +19,8 @@ pub(super) struct RepairDir {
     pub(super) rebuilt: Vec<String>,
     /// Losses that were found so far.
     pub(super) lost: Vec<RepairLoss>,
+    /// Files whose previous content was restored, so that recorded hashes still apply to them.
+    pub(super) restored: BTreeSet<String>,
 }
 
 impl RepairDir {
@@ -32,7 +35,7 @@ impl RepairDir {
     pub(super) fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
-        let mut source = fs::File::open(from).map_err(CkptError::io("open", from))?;
+        let mut source = disk::open_regular_file(from)?;
         let created = OpenOptions::new().write(true).create_new(true).open(&to);
         let mut target = created.map_err(CkptError::io("create", &to))?;
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))

@@ -8,12 +8,10 @@ use crate::codec::torch_file::TorchFile;
 use crate::codec::zip::ZipMember;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::error::Result;
-use crate::layout::deepspeed::{self, LATEST_UNIVERSAL_FILE};
+use crate::layout::deepspeed::{self, LATEST_UNIVERSAL_FILE, UNIVERSAL_SUFFIX};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// End of the name of a universal checkpoint's directory.
-pub(super) const UNIVERSAL_SUFFIX: &str = "_universal";
 /// Maximum number of sibling directories that are searched for a ZeRO checkpoint.
 const SIBLINGS_MAX: usize = 64;
 /// Names of the files that are compared to decide whether two universal checkpoints have the same
@@ -37,9 +35,7 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
         }
     }
     tags.sort();
-    let has_latest = opened.has_entry(LATEST_UNIVERSAL_FILE)?;
-    let previous =
-        if has_latest { deepspeed::read_latest(&opened, LATEST_UNIVERSAL_FILE).ok() } else { None };
+    let previous = deepspeed::read_latest(&opened, LATEST_UNIVERSAL_FILE).ok();
     for (_, tag) in tags.iter().rev() {
         if !repair_universal_tag(repair_dir, &join_subpath(directory, tag))? {
             continue;
@@ -76,18 +72,29 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
 /// Finds the sound ZeRO checkpoints with the name of the universal checkpoint `tag` without
 /// [`UNIVERSAL_SUFFIX`], next to `tag` and in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
+    let name = |name: &str| name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(name).to_owned();
+    find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
+}
+
+/// Finds the sound checkpoints of one kind that belong to the tag `tag`, next to the tag and in
+/// sibling directories. `derive_name` derives the name of such a checkpoint from that of the tag,
+/// and `is_kind` recognizes the kind.
+pub(super) fn find_related_checkpoints(
+    repair_dir: &RepairDir,
+    tag: &str,
+    derive_name: impl Fn(&str) -> String,
+    is_kind: fn(&Path) -> bool,
+) -> Result<Vec<ExternalCheckpoint>> {
     let at = repair_dir.original.join(tag);
-    let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let base = name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(&name).to_owned();
-    let mut places = list_candidate_paths(repair_dir, tag, &base)?;
-    places.retain(|p| exists(p) && deepspeed::is_tag_directory(p));
-    Ok(places.iter().filter_map(|p| open_if_sound(p).ok()).collect())
+    let name = derive_name(&at.file_name().unwrap_or_default().to_string_lossy());
+    let paths = list_candidate_paths(repair_dir, tag, &name)?.into_iter();
+    Ok(paths.filter(|p| exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
 /// Lists the paths at which a directory `name` that belongs to the tag `tag` may be. One path is
 /// next to the tag. The others are in the directories next to the one that contains the tag. The
 /// paths may not exist.
-pub(super) fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
+fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
         vec![disk::parent_dir(&repair_dir.dir.join(join_subpath(tag, "x"))).with_file_name(name)];
@@ -155,7 +162,7 @@ fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String,
     let file = TorchFile::open(&directory, name, known).ok()?;
     let data = |m: &ZipMember| {
         let (_, inner) = m.name.split_once('/')?;
-        inner.starts_with("data/").then(|| (inner.to_owned(), (m.data.end - m.data.start, m.crc)))
+        inner.starts_with("data/").then(|| (inner.to_owned(), (m.size(), m.crc)))
     };
     Some(file.members.iter().filter_map(data).collect())
 }

@@ -6,23 +6,20 @@ use super::sound::open_if_sound;
 use crate::catalog::TensorSource;
 use crate::codec::disk::Directory;
 use crate::codec::safetensors;
-use crate::error::{CkptError, Result};
+use crate::error::Result;
+use crate::format_constants::RUN_WEIGHTS_DIR;
 use crate::gather::{GatherOptions, gather_weights};
 use crate::layout::deepspeed;
+use crate::layout::hf::weights::read_weight_map;
 use crate::layout::native::Checkpoint;
 use crate::tensor::Dtype;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::BTreeMap;
-use std::os::unix::fs::FileExt;
 
-/// Name of the directory in which a run stores its gathered weights, next to its checkpoints.
-const RUN_WEIGHTS_DIR: &str = "weights";
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 /// The reason that the report gives for gathering weights that are missing.
 const MISSING_REASON: &str = "the weights are missing";
-/// Maximum size of an index that is read, in bytes.
-const INDEX_BYTES_MAX: u64 = 64 << 20;
 /// Maximum number of safetensors files among which weights are divided.
 const SHARDS_MAX: u64 = 100_000;
 /// Names of files with weights in other layouts. A directory with such a file needs no safetensors
@@ -111,15 +108,9 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
 /// that the report gives for gathering the weights.
 fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
     let checkpoint = Checkpoint::open(&repair_dir.dir.join(newest))?;
+    let from = format!("from {newest}");
     // a run gathers its weights as BF16
-    regather_weights(
-        repair_dir,
-        RUN_WEIGHTS_DIR,
-        &checkpoint,
-        Some(Dtype::BF16),
-        &format!("from {newest}"),
-        why,
-    )
+    regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
 /// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of the copy. Does
@@ -127,14 +118,8 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
 /// weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
-    regather_weights(
-        repair_dir,
-        directory,
-        &state,
-        state.read_passthrough()?.precision,
-        "from DeepSpeed's state",
-        why,
-    )
+    let dtype = state.read_passthrough()?.precision;
+    regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
 /// Replaces the weight files in the subdirectory `directory` of the copy by weights gathered from
@@ -184,7 +169,7 @@ fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
 /// Determines the condition of the weights in a directory from their files and headers.
 fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition> {
     if directory.has_entry(SINGLE_FILE)? {
-        return Ok(match read_safetensors_header(directory, SINGLE_FILE) {
+        return Ok(match safetensors::open_header(directory, SINGLE_FILE) {
             Ok(_) => WeightsCondition::Sound,
             Err(e) => WeightsCondition::Broken(format_reason(&e)),
         });
@@ -206,8 +191,8 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
     }
     let (mut map, mut bytes) = (BTreeMap::new(), 0u64);
     for (name, _) in &shards {
-        match read_safetensors_header(directory, name) {
-            Ok(header) => {
+        match safetensors::open_header(directory, name) {
+            Ok((header, _)) => {
                 for e in header.entries {
                     bytes = bytes.saturating_add(e.bytes.end - e.bytes.start);
                     if map.insert(e.name.clone(), name.clone()).is_some() {
@@ -218,23 +203,8 @@ fn determine_weights_condition(directory: &Directory) -> Result<WeightsCondition
             Err(e) => return Ok(WeightsCondition::Broken(format_reason(&e))),
         }
     }
-    match read_weight_map(directory).is_some_and(|stored| stored == map) {
+    match read_weight_map(directory, INDEX_FILE).is_ok_and(|stored| stored == map) {
         true => Ok(WeightsCondition::Sound),
         false => Ok(WeightsCondition::IndexInvalid(map, bytes)),
     }
-}
-
-/// Reads the header of the safetensors file `name` in `directory`. Fails if the header is damaged.
-fn read_safetensors_header(directory: &Directory, name: &str) -> Result<safetensors::SafetensorsHeader> {
-    let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
-    safetensors::read_header(size, |at, out| file.read_exact_at(out, at))
-        .map_err(|why| CkptError::damaged(directory.path(), name, why))
-}
-
-/// Reads the index in `directory`, and returns the file by tensor name. Returns `None` if there is
-/// no valid index.
-fn read_weight_map(directory: &Directory) -> Option<BTreeMap<String, String>> {
-    let text = directory.read_file(INDEX_FILE, INDEX_BYTES_MAX).ok()?;
-    let index: Value = serde_json::from_slice(&text).ok()?;
-    serde_json::from_value(index.get("weight_map")?.clone()).ok()
 }

@@ -15,6 +15,8 @@ use std::os::unix::fs::FileExt;
 
 /// Limit on the size of an RNG state file, in bytes. A usual file has 14 kB plus 16 bytes per GPU.
 const FILE_MAX: u64 = 16 << 20;
+/// Limit on the size of the storage of a state, in bytes. Each state is stored separately.
+const STORAGE_MAX: u64 = 64 << 10;
 /// Limit on the number of GPUs whose states one rank may have.
 const DEVICES_MAX: usize = 1024;
 /// Classes and functions that the pickles may name, which describe tensors and NumPy arrays.
@@ -201,8 +203,8 @@ fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> 
         return Err(unusual());
     }
     let member = file.members.get(view.member).ok_or_else(unusual)?;
-    let stored = member.data.end - member.data.start;
-    if stored > FILE_MAX {
+    let stored = member.size();
+    if stored > STORAGE_MAX {
         return Err(unusual());
     }
     let mut bytes = vec![0u8; stored as usize];

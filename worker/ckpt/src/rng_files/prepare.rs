@@ -6,26 +6,22 @@
 //! rescaled. The original is never modified.
 use super::link_tree::{self, ScratchDir};
 use super::rank_files::{self, RngRecord, StoredRngStates};
-use super::reconcile::{
-    ReconcileOptions, ReconcilePolicy, RngDecision, format_rank_count, reconcile_rng_states,
-};
+use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
 use super::streams::{RankRngStates, RngFormat};
 use super::{reshard, scheduler};
 use crate::catalog::ExternalCheckpoint;
 use crate::codec::disk::{self, Directory, exists};
 use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
 use crate::layout::deepspeed;
+use crate::layout::hf::companion_files::{TRAINER_STATE_FILE, read_global_step};
 use crate::open::open_external_checkpoint;
+use crate::save::output_record::update_records;
 use crate::save::{ReplaceMethod, publish_directory};
-use serde_json::Value;
+use diagnostic::quantity::format_count;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Limit on the size of `trainer_state.json` in bytes. The file has a line of history per logged
-/// step.
-const TRAINER_STATE_MAX: u64 = 1 << 30;
-/// Name of HF Trainer's file with the step and the history of the run.
-const TRAINER_STATE_FILE: &str = "trainer_state.json";
 /// Directory of the optimizer state in FSDP's sharded checkpoints.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 
@@ -143,7 +139,7 @@ fn rewrite_for_world(
     let mut lines = vec![format!(
         "{} was saved by {}, resuming with {}",
         checkpoint.name,
-        format_rank_count(old_world),
+        format_count(old_world, "rank"),
         options.world
     )];
     let reconciled = match &checkpoint.stored {
@@ -237,18 +233,6 @@ fn check_complete(path: &Path, step: u64) -> Result<()> {
     ProgramCheckpoint::open(path).map(drop)
 }
 
-/// Reads `global_step` of `trainer_state.json`. Returns `None` if the directory has no such file.
-fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
-    if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
-        return Ok(None);
-    }
-    let damaged = |why: String| CkptError::damaged(directory.path(), TRAINER_STATE_FILE, why);
-    let text = directory.read_file(TRAINER_STATE_FILE, TRAINER_STATE_MAX)?;
-    let state: Value = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
-    let step = state.get("global_step").and_then(Value::as_u64);
-    step.map(Some).ok_or_else(|| damaged("global_step is missing".into()))
-}
-
 /// A checkpoint directory of HF Trainer or Accelerate.
 struct ProgramCheckpoint {
     /// Name of the checkpoint directory.
@@ -288,7 +272,8 @@ impl ProgramCheckpoint {
         Ok(ProgramCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
     }
 
-    /// Returns the number of ranks that saved the checkpoint, or `None` if its files don't show it.
+    /// Returns the number of ranks that saved the checkpoint, or `None` if the files of the
+    /// checkpoint don't show the number.
     fn world(&self) -> Option<u32> {
         let world = self.state.as_ref().and_then(|s| s.facts().state.world);
         world.or(self.stored.as_ref().map(|s| s.ranks.len() as u32))
@@ -409,6 +394,7 @@ fn build_prepared_directory(
     let scratch = ScratchDir::new(&parent, &target_name)?;
     link_tree::link_or_copy_tree(&original, &scratch.dir, skip)?;
     fill(&scratch.dir)?;
+    update_records(&scratch.dir, &original, &BTreeSet::new())?;
     disk::sync_dir(&scratch.dir)?;
     // the scratch directory now has the previous content of `target`, and is removed on drop
     publish_directory(&scratch.dir, &target, ReplaceMethod::AtomicExchange)?;

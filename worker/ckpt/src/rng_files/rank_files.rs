@@ -3,6 +3,7 @@ use super::reconcile::RngDecision;
 use super::streams::{RankRngStates, RngFormat};
 use super::{decode, encode};
 use crate::codec::disk::{self, Directory};
+use crate::codec::json::read_json_if_exists;
 use crate::error::{CkptError, MissingPart, Result, RngFilesError};
 use crate::stream_kind::StreamKind;
 use serde::{Deserialize, Serialize};
@@ -186,12 +187,9 @@ impl RngRecord {
     /// Fails if the record is damaged or of another version.
     pub fn read(path: &Path) -> Result<Option<RngRecord>> {
         let directory = Directory::open(path)?;
-        if directory.file_size(RECORD_FILE)?.is_none() {
+        let Some(record) = read_json_if_exists::<RngRecord>(&directory, RECORD_FILE, RECORD_MAX)? else {
             return Ok(None);
-        }
-        let text = directory.read_file(RECORD_FILE, RECORD_MAX)?;
-        let record: RngRecord =
-            serde_json::from_slice(&text).map_err(|e| CkptError::damaged(path, RECORD_FILE, e))?;
+        };
         match record.version {
             1 => Ok(Some(record)),
             other => {

@@ -9,6 +9,7 @@ use super::streams::{
 use crate::error::ReconcileError;
 use crate::hash::Hash;
 use crate::stream_kind::StreamKind;
+use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -140,17 +141,12 @@ impl RngDecision {
             .collect();
         format!(
             "RNG states of {} assigned to {}: {} (generation {})",
-            format_rank_count(self.from_world),
+            format_count(self.from_world, "rank"),
             self.world,
             parts.join("; "),
             self.generation
         )
     }
-}
-
-/// Formats a number of ranks: `1 rank`, `2 ranks`.
-pub(super) fn format_rank_count(ranks: u32) -> String {
-    if ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") }
 }
 
 /// Derives the seed of a new stream: BLAKE3 of the run's seed, the word `rng-reconcile`, the

@@ -1,13 +1,14 @@
 //! Reshards the DeepSpeed state of a checkpoint for another number of ranks, in DeepSpeed's own
 //! layout, so that an unmodified script loads it without further settings.
-use super::reconcile::format_rank_count;
 use crate::catalog::{ExternalCheckpoint, PassthroughState, TensorSource};
 use crate::codec::disk::{self, Directory, exists};
+use crate::codec::json::read_json;
 use crate::codec::pickle::PythonObject;
 use crate::convert::{
     ConvertNotice, ConvertOptions, ConvertTarget, compute_fingerprint, convert_into_directory,
 };
-use crate::error::{CkptError, Result, format_bytes};
+use crate::error::{CkptError, Result};
+use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -65,8 +66,7 @@ impl PreparedRecord {
 
     /// Reads the record of a directory. Returns `None` if the directory has no valid record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
-        let text = Directory::open(dir).ok()?.read_file(RECORD_FILE, RECORD_MAX).ok()?;
-        let record: PreparedRecord = serde_json::from_slice(&text).ok()?;
+        let record: PreparedRecord = read_json(&Directory::open(dir).ok()?, RECORD_FILE, RECORD_MAX).ok()?;
         (record.format == RECORD_FORMAT && record.version == 1).then_some(record)
     }
 
@@ -115,7 +115,7 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
     let mut summary = format!(
         "DeepSpeed state (ZeRO-{}) resharded for {}, {} in {} files",
         report.stage.unwrap_or(0),
-        format_rank_count(world),
+        format_count(world, "rank"),
         format_bytes(report.bytes),
         report.files
     );
@@ -129,8 +129,7 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
 /// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or
 /// DeepSpeed's default. The engine that loads the result uses the same config.
 fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
-    let config =
-        passthrough.model_entries.iter().find(|(key, _)| key == "ds_config").map(|(_, config)| config);
+    let config = passthrough.model_entry("ds_config");
     let size = config.and_then(|c| c.get("zero_optimization")?.get("sub_group_size"));
     match size {
         Some(PythonObject::Int(n)) if *n > 0 => *n as u64,

@@ -1,5 +1,5 @@
-//! RNG states of one rank, which are the states of Python's generator, NumPy's generator, and
-//! torch's generators on the CPU and each GPU.
+//! RNG states of one rank: the states of Python's generator, of NumPy's generator, and of torch's
+//! generators on the CPU and on each GPU.
 use crate::error::RngStateError;
 use crate::format_constants::{CPU_BYTES, CUDA_BYTES, TWISTER_WORDS};
 use crate::hash::Hash;

@@ -2,7 +2,7 @@
 //! process is killed. Every rename of the crate happens in this module.
 use super::parity::ParityFileReport;
 use super::shard_writer::ShardReport;
-use crate::catalog::{RunFacts, WeightShape};
+use crate::catalog::RunFacts;
 use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result, SaveProblem};
 use crate::fault_points;
@@ -211,12 +211,15 @@ pub(crate) fn assemble_manifest(
         let listed = if role == TensorRole::Buffer { &facts.model.buffers } else { &facts.model.weights };
         let present = !role.is_optimizer_state() || pieces.keys().any(|(r, _)| *r == role);
         for t in listed {
+            let Some(shape) = role.state_shape(&t.shape) else { continue };
             // a tensor without elements has no piece, but belongs to the checkpoint
-            let empty = t.shape.contains(&0) && present;
+            let empty = shape.contains(&0) && present;
             let empty = empty && !(role.is_optimizer_state() && frozen.contains(t.name.as_str()));
             match pieces.remove(&(role, t.name.clone())) {
-                Some((dtype, held)) => tensors.push(make_tensor_entry(role, t, dtype, held)),
-                None if empty => tensors.push(make_tensor_entry(role, t, Dtype::F32, Vec::new())),
+                Some((dtype, held)) => tensors.push(make_tensor_entry(role, &t.name, shape, dtype, held)),
+                None if empty => {
+                    tensors.push(make_tensor_entry(role, &t.name, shape, Dtype::F32, Vec::new()))
+                }
                 None => {}
             }
         }
@@ -238,12 +241,13 @@ pub(crate) fn assemble_manifest(
 /// Makes the manifest entry of one tensor, with its pieces sorted by their first element.
 fn make_tensor_entry(
     role: TensorRole,
-    t: &WeightShape,
+    name: &str,
+    shape: &[u64],
     dtype: Dtype,
     mut pieces: Vec<PieceEntry>,
 ) -> TensorEntry {
     pieces.sort_by_key(|e| e.start);
-    TensorEntry { name: t.name.clone(), role, dtype, shape: t.shape.clone(), pieces }
+    TensorEntry { name: name.to_owned(), role, dtype, shape: shape.to_vec(), pieces }
 }
 
 /// The method by which one directory replaces another.
@@ -269,7 +273,7 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
         match fault_points::run_between_points("rename", swap) {
             Ok(()) => return disk::sync_dir(&parent),
             Err(Errno::EINVAL | Errno::ENOSYS | Errno::ENOTSUP) => {}
-            Err(e) => return Err(CkptError::errno("rename", from)(e)),
+            Err(e) => return Err(CkptError::io("rename", from)(e)),
         }
     }
     // between the two renames, readers find the old directory under its `.replaced-` name

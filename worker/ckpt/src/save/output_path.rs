@@ -1,22 +1,8 @@
 //! Checks the output path of an operation that writes a directory.
+use super::output_record::OutputMarker;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
-use serde_json::Value;
-use std::collections::HashSet;
 use std::path::{Path, PathBuf};
-
-/// Maximum size of a record of written files that is read, in bytes.
-const RECORD_MAX: u64 = 16 << 20;
-
-/// The file by which an operation recognizes a directory that it wrote.
-pub(crate) struct OutputMarker {
-    /// Name of a JSON file in the directory that lists all other files.
-    pub(crate) file: &'static str,
-    /// Value of the key `format` in the JSON file.
-    pub(crate) format: &'static str,
-    /// The command that wrote the directory, as messages show it.
-    pub(crate) operation: &'static str,
-}
 
 /// Resolves an output path to its parent directory and its name. Creates the parent directory if
 /// needed.
@@ -64,14 +50,11 @@ fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<(
     if names.is_empty() {
         return Ok(());
     }
-    let record: Option<Value> =
-        directory.read_file(marker.file, RECORD_MAX).ok().and_then(|text| serde_json::from_slice(&text).ok());
     let operation = marker.operation;
-    let Some(record) = record.filter(|r| r["format"] == marker.format) else {
+    let Some(record) = marker.read_record(&directory).ok().flatten() else {
         return rejected(OutputProblem::NotOurs { operation });
     };
-    let written: HashSet<&str> =
-        record["files"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let written = record.list_entries();
     if let Some(file) = names.iter().find(|n| *n != marker.file && !written.contains(n.as_str())) {
         return rejected(OutputProblem::OtherFile { file: file.clone(), operation });
     }

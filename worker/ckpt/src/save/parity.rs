@@ -9,8 +9,8 @@
 //! file is damaged at the position of this block.
 use super::shard_writer::ShardReport;
 use crate::codec::disk::{
-    self, BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, IoMode, WINDOW,
-    stream_windows,
+    self, BLOCK, BlockReader, BlockRequest, Directory, DiskBufferPool, FileWriter, Hashing, IoMode, WINDOW,
+    WrittenFile, stream_windows,
 };
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
@@ -64,7 +64,7 @@ pub fn write_parity(
     let sizes: Vec<u64> = sorted.iter().map(|s| s.bytes).collect();
     let (blocks, _) = compute_stripe(&sizes, rank);
     let file = parity_file_name(rank, world);
-    let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
+    let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, Hashing::Blocks)?;
     let jobs = plan_reads(&sizes, blocks);
     let open = |i: usize| BlockReader::open(&directory, &sorted[i].file);
     let mut sum: Vec<u8> = Vec::new();
@@ -89,7 +89,7 @@ pub fn write_parity(
         Ok(())
     })?;
     out.write(&sum)?;
-    let (bytes, blocks) = out.finish()?;
+    let WrittenFile { bytes, blocks, .. } = out.finish()?;
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
@@ -284,13 +284,13 @@ fn rewrite_if_damaged(
     }
     let path = to.join(&entry.name);
     disk::unlink(&path)?;
-    let mut out = FileWriter::create(path.clone(), IoMode::Direct, true)?;
+    let mut out = FileWriter::create(path.clone(), IoMode::Direct, Hashing::Blocks)?;
     for block in 0..count {
         let (bytes, _) =
             read(block).ok_or_else(|| CkptError::damaged(to, &entry.name, DamageReason::Changed))?;
         out.write(&bytes)?;
     }
-    let (bytes, blocks) = out.finish()?;
+    let WrittenFile { bytes, blocks, .. } = out.finish()?;
     if bytes != entry.bytes || blocks != entry.blocks {
         return Err(CkptError::damaged(to, &entry.name, DamageReason::Changed));
     }

@@ -1,5 +1,5 @@
 //! [`write_shard`]: writes a rank's shard to the staging directory of a save.
-use crate::codec::disk::{FileWriter, IoMode};
+use crate::codec::disk::{FileWriter, Hashing, IoMode, WrittenFile};
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, Result, SaveProblem};
 use crate::hash::Hash;
@@ -7,7 +7,11 @@ use crate::layout::native::shard_file_name;
 use crate::tensor::{Dtype, TensorRole};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::ops::ControlFlow;
 use std::path::Path;
+
+/// The number of bytes between two calls of the progress function of [`write_shard_until`].
+const PROGRESS_BYTES: usize = 8 << 20;
 
 /// A piece of a tensor: consecutive elements that this rank stores.
 #[derive(Clone, Copy, Debug)]
@@ -104,6 +108,20 @@ pub struct ShardReport {
 /// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice.
 /// Also fails if I/O fails.
 pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<'_>]) -> Result<ShardReport> {
+    let written = write_shard_until(staging, rank, world, pieces, |_| ControlFlow::Continue(()));
+    written?.ok_or_else(|| CkptError::internal("writing the shard ended early"))
+}
+
+/// Writes this rank's shard as [`write_shard`] does, until `progress` returns
+/// [`ControlFlow::Break`]. Calls `progress` with the number of written bytes of elements before
+/// every 8 MiB. Returns `None` after a break, which leaves an incomplete file.
+pub fn write_shard_until(
+    staging: &Path,
+    rank: u32,
+    world: u32,
+    pieces: &[TensorPiece<'_>],
+    mut progress: impl FnMut(u64) -> ControlFlow<()>,
+) -> Result<Option<ShardReport>> {
     if rank >= world {
         return Err(CkptError::invalid_save(SaveProblem::RankOutsideWorld { rank, world }));
     }
@@ -122,16 +140,23 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<
     let header = safetensors::encode_shard_header(rank, world, &planned).map_err(CkptError::invalid_save)?;
 
     let file = shard_file_name(rank, world);
-    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, true)?;
+    let mut writer = FileWriter::create(staging.join(&file), IoMode::Direct, Hashing::Blocks)?;
     let mut offset = header.len() as u64;
     writer.write(&header)?;
     let mut reports = Vec::with_capacity(pieces.len());
+    let mut written = 0;
     for p in pieces {
-        writer.write(p.data.as_bytes())?;
+        for chunk in p.data.as_bytes().chunks(PROGRESS_BYTES) {
+            if progress(written).is_break() {
+                return Ok(None);
+            }
+            writer.write(chunk)?;
+            written += chunk.len() as u64;
+        }
         let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
         reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
         offset += count * dtype.size();
     }
-    let (bytes, blocks) = writer.finish()?;
-    Ok(ShardReport { rank, world, file, bytes, blocks, pieces: reports })
+    let WrittenFile { bytes, blocks, .. } = writer.finish()?;
+    Ok(Some(ShardReport { rank, world, file, bytes, blocks, pieces: reports }))
 }

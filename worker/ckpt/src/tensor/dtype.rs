@@ -39,6 +39,12 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// Every dtype.
+    pub(crate) const ALL: [Dtype; 15] = {
+        use Dtype::*;
+        [F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, U64, U32, U16, U8, BOOL]
+    };
+
     /// Returns true for F32, BF16 and F16: the floating-point dtypes whose values F32 represents
     /// exactly and which are read as F32.
     pub fn is_float(self) -> bool {

@@ -8,6 +8,6 @@ mod shape;
 pub use dtype::Dtype;
 pub use element_ranges::CoverageError;
 pub use name::InvalidTensorName;
-pub(crate) use name::check_tensor_name;
+pub(crate) use name::{check_tensor_name, tensor_label};
 pub use role::TensorRole;
-pub(crate) use shape::count_elements;
+pub(crate) use shape::{DIMENSIONS_MAX, count_elements, deserialize_shape};

@@ -1,4 +1,5 @@
-//! Checks the names of tensors.
+//! Checks the names of tensors, and formats their labels.
+use super::role::TensorRole;
 
 /// Maximum length of a tensor's name in bytes.
 const TENSOR_NAME_MAX: usize = 1024;
@@ -17,4 +18,9 @@ pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTe
         return Err(InvalidTensorName { name: name.chars().take(60).collect() });
     }
     Ok(())
+}
+
+/// Formats the label `role/name` of a tensor, which messages and keys contain.
+pub(crate) fn tensor_label(role: TensorRole, name: &str) -> String {
+    format!("{role}/{name}")
 }

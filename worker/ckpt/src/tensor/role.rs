@@ -8,23 +8,32 @@ use std::fmt;
 pub enum TensorRole {
     /// A parameter of the model: the FP32 master weight, or BF16 in a run without master weights.
     Weight,
-    /// First moment of Adam.
+    /// First moment of Adam, Lion or Adafactor.
     ExpAvg,
     /// Second moment of Adam.
     ExpAvgSq,
-    /// Momentum of SGD, Muon or Lion.
+    /// Momentum of SGD or Muon.
     Momentum,
+    /// Second moments of Adafactor: the mean of each row of a matrix.
+    ExpAvgSqRow,
+    /// Second moments of Adafactor: the mean of each column of a matrix.
+    ExpAvgSqCol,
+    /// Second moment of Adafactor for each element of a parameter that is not a matrix.
+    ExpAvgSqVector,
     /// A buffer of the model: a tensor that is saved with the weights and not trained.
     Buffer,
 }
 
 impl TensorRole {
     /// Every role, in the order in which a manifest lists tensors.
-    pub const ALL: [TensorRole; 5] = [
+    pub const ALL: [TensorRole; 8] = [
         TensorRole::Weight,
         TensorRole::ExpAvg,
         TensorRole::ExpAvgSq,
         TensorRole::Momentum,
+        TensorRole::ExpAvgSqRow,
+        TensorRole::ExpAvgSqCol,
+        TensorRole::ExpAvgSqVector,
         TensorRole::Buffer,
     ];
 
@@ -35,14 +44,47 @@ impl TensorRole {
             TensorRole::ExpAvg => "exp_avg",
             TensorRole::ExpAvgSq => "exp_avg_sq",
             TensorRole::Momentum => "momentum",
+            TensorRole::ExpAvgSqRow => "exp_avg_sq_row",
+            TensorRole::ExpAvgSqCol => "exp_avg_sq_col",
+            TensorRole::ExpAvgSqVector => "exp_avg_sq_vector",
             TensorRole::Buffer => "buffer",
         }
     }
 
-    /// Returns true for the role of an optimizer state. A tensor of such a role has the name and
-    /// the shape of its weight.
+    /// Returns true for the role of an optimizer state. A tensor of such a role has the name of its
+    /// weight, and the shape that [`TensorRole::state_shape`] derives from the weight's shape.
     pub fn is_optimizer_state(self) -> bool {
-        matches!(self, TensorRole::ExpAvg | TensorRole::ExpAvgSq | TensorRole::Momentum)
+        !matches!(self, TensorRole::Weight | TensorRole::Buffer)
+    }
+
+    /// Returns the shape that a tensor with this role has for a weight with the shape `weight`.
+    /// Returns `None` if optimizers keep no such state for the weight.
+    pub fn state_shape<N>(self, weight: &[N]) -> Option<&[N]> {
+        match (self, weight) {
+            (TensorRole::ExpAvgSqRow, [_, _]) => Some(&weight[..1]),
+            (TensorRole::ExpAvgSqCol, [_, _]) => Some(&weight[1..]),
+            (TensorRole::ExpAvgSqRow | TensorRole::ExpAvgSqCol, _) | (TensorRole::ExpAvgSqVector, [_, _]) => {
+                None
+            }
+            _ => Some(weight),
+        }
+    }
+
+    /// Returns the key of the state in the `state_dict` of torch's optimizers. Returns `None` for
+    /// weights, buffers, and states that launch stores only in native checkpoints.
+    pub(crate) fn torch_key(self) -> Option<&'static str> {
+        match self {
+            TensorRole::ExpAvg | TensorRole::ExpAvgSq => Some(self.name()),
+            TensorRole::Momentum => Some("momentum_buffer"),
+            TensorRole::ExpAvgSqRow | TensorRole::ExpAvgSqCol | TensorRole::ExpAvgSqVector => None,
+            TensorRole::Weight | TensorRole::Buffer => None,
+        }
+    }
+
+    /// Returns the role of the optimizer state with this key in the `state_dict` of torch's
+    /// optimizers, or `None` for other states.
+    pub(crate) fn from_torch_key(key: &str) -> Option<TensorRole> {
+        TensorRole::ALL.into_iter().find(|role| role.torch_key() == Some(key))
     }
 }
 

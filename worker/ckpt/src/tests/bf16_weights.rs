@@ -6,7 +6,7 @@ use crate::codec::safetensors::read_header;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::gather::{GatherOptions, gather_weights};
 use crate::hash::Hash;
-use crate::layout::native::{Checkpoint, Manifest};
+use crate::layout::native::Checkpoint;
 use crate::save::{PieceElements, commit_save};
 use crate::tensor::Dtype;
 use crate::verify_checkpoints;
@@ -192,7 +192,7 @@ fn verify_detects_another_dtype_in_a_shard_header() {
         read_manifest_json(&checkpoint)["files"][0]["blocks"][0].as_str().expect("a hash").to_owned();
     let text = fs::read_to_string(checkpoint.path().join("manifest.json")).expect("read");
     let mut text = text.replace(&before, &Hash::digest(&bytes).to_hex()).into_bytes();
-    Manifest::seal_text(&mut text);
+    crate::codec::sealed_json::JsonSeal::COMPACT.seal(&mut text);
     fs::write(&shard, bytes).expect("written");
     fs::write(checkpoint.path().join("manifest.json"), text).expect("written");
     let report = verify_checkpoints(checkpoint.path()).expect("there");

@@ -223,7 +223,7 @@ fn rewrite_members(path: &Path, mut change: impl FnMut(&str, &mut Vec<u8>)) {
         })
         .collect();
     let packed: Vec<(&str, &[u8])> = contents.iter().map(|(n, b)| (n.as_str(), b.as_slice())).collect();
-    fs::write(path, zip::pack_zip(&packed)).expect("written");
+    fs::write(path, crate::tests::pack_zip(&packed)).expect("written");
 }
 
 #[test]
@@ -526,7 +526,8 @@ fn verify_reports_every_damaged_file_of_an_external_checkpoint() {
     assert!(report.is_sound() && report.notes.is_empty(), "{report:?}");
     assert_eq!(report.checkpoints[0].step, Some(3));
     let (dir, tag) = copy_golden("z2_frozen");
-    fs::write(dir.path().join("rng_state_0.pth"), zip::pack_zip(&[("rng/version", b"3")])).expect("written");
+    fs::write(dir.path().join("rng_state_0.pth"), crate::tests::pack_zip(&[("rng/version", b"3")]))
+        .expect("written");
     let report = crate::verify_checkpoints(dir.path()).expect("a report");
     insta::assert_snapshot!("external_rng_state_missing_warnings", report.warnings.join("\n"));
     for rank in [0, 1] {

@@ -5,9 +5,10 @@ use crate::error::{CkptError, OutputProblem};
 use crate::layout::native::Checkpoint;
 use crate::save::commit_save;
 use crate::tensor::Dtype;
-use crate::{GatherOptions, gather_weights};
+use crate::{GatherOptions, gather_weights, gather_weights_until};
 use serde_json::Value;
 use std::fs;
+use std::ops::ControlFlow;
 
 fn make_gather_options(dtype: Option<Dtype>, max_shard_size: u64) -> GatherOptions {
     GatherOptions { dtype, max_shard_size, ..GatherOptions::default() }
@@ -220,6 +221,31 @@ fn large_models_are_split_with_an_index() {
     let generation: Value =
         serde_json::from_slice(&fs::read(out.join("generation_config.json")).expect("read")).expect("JSON");
     assert_eq!(generation["eos_token_id"], 2);
+}
+
+#[test]
+fn an_interrupted_gather_leaves_the_output_unchanged() {
+    let dir = make_memory_dir();
+    let facts = make_facts(1, 2, WEIGHTS);
+    let checkpoint =
+        Checkpoint::open(&save_checkpoint(&dir.path().join("root"), &facts).expect("saved").path)
+            .expect("complete");
+    let (new, existing) = (dir.path().join("new"), dir.path().join("existing"));
+    let options = GatherOptions { force: true, ..make_gather_options(None, 1000) };
+    gather_weights(&checkpoint, &existing, &options, |_, _| ()).expect("gathered");
+    let before = fs::read(existing.join("gathered.json")).expect("read");
+    for out in [&new, &existing] {
+        let mut calls = 0;
+        let gathered = gather_weights_until(&checkpoint, out, &options, |done, total| {
+            calls += 1;
+            assert!(done < total, "the gather was interrupted before the end");
+            ControlFlow::Break(())
+        });
+        assert!(gathered.expect("no error").is_none());
+        assert_eq!(calls, 1);
+    }
+    assert_eq!(fs::read(existing.join("gathered.json")).expect("read"), before);
+    assert_eq!(list_entry_names(dir.path()), ["existing", "root"], "no temporary directories remain");
 }
 
 #[test]

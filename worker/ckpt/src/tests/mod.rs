@@ -16,6 +16,7 @@ mod no_space;
 mod param_groups;
 mod parity;
 mod peft;
+mod recorded_hashes;
 mod repair;
 mod roundtrip;
 mod saving;
@@ -220,4 +221,37 @@ fn format_problems(report: &VerifyReport, dir: &Path) -> String {
 fn replace_dir(text: &str, dir: &Path) -> String {
     let name = dir.file_name().unwrap_or_default().to_string_lossy();
     text.replace(&dir.display().to_string(), "[dir]").replace(&*name, "[dir]")
+}
+
+/// Returns the bytes of a zip container with these names and contents of members.
+pub(crate) fn pack_zip(members: &[(&str, &[u8])]) -> Vec<u8> {
+    let (mut file, mut directory) = (Vec::new(), Vec::new());
+    for (name, data) in members {
+        let (at, len, crc) = (file.len() as u32, data.len() as u32, crc32fast::hash(data));
+        let fields = |out: &mut Vec<u8>| {
+            for v in [crc, len, len] {
+                out.extend(v.to_le_bytes());
+            }
+            out.extend((name.len() as u16).to_le_bytes());
+            out.extend([0, 0]);
+        };
+        file.extend(b"PK\x03\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00");
+        fields(&mut file);
+        file.extend(name.as_bytes());
+        file.extend(*data);
+        directory.extend(b"PK\x01\x02\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00");
+        fields(&mut directory);
+        directory.extend([0u8; 10]);
+        directory.extend(at.to_le_bytes());
+        directory.extend(name.as_bytes());
+    }
+    let (at, len, count) = (file.len() as u32, directory.len() as u32, members.len() as u16);
+    file.extend(directory);
+    file.extend(b"PK\x05\x06\x00\x00\x00\x00");
+    file.extend(count.to_le_bytes());
+    file.extend(count.to_le_bytes());
+    file.extend(len.to_le_bytes());
+    file.extend(at.to_le_bytes());
+    file.extend([0, 0]);
+    file
 }

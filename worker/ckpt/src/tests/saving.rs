@@ -3,8 +3,9 @@ use super::*;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
 use crate::save::commit_save;
-use crate::{find_latest, list_checkpoints};
+use crate::{find_latest, list_checkpoints, write_shard_until};
 use std::fs;
+use std::ops::ControlFlow;
 
 const WEIGHTS: &[(&str, &[u64])] = &[("a", &[4]), ("b", &[2, 3])];
 
@@ -140,6 +141,24 @@ fn a_piece_that_is_given_twice_is_rejected() {
     let error = write_shard(staging.path(), 0, 1, &[piece, piece]).expect_err("twice");
     insta::assert_snapshot!("saving_piece_twice", format_error(&error, dir.path()));
     assert!(write_shard(staging.path(), 1, 1, &[]).is_err());
+}
+
+#[test]
+fn an_interrupted_shard_is_incomplete_and_removed_with_its_save() {
+    let dir = make_memory_dir();
+    let staging = StagingDir::create(dir.path(), 1, 0).expect("begun");
+    let values = vec![1.0_f32; 5 << 20];
+    let piece =
+        TensorPiece { name: "a", role: TensorRole::Weight, start_element: 0, data: values[..].into() };
+    let mut calls = Vec::new();
+    let written = write_shard_until(staging.path(), 0, 1, &[piece], |bytes| {
+        calls.push(bytes);
+        if calls.len() == 2 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert!(written.expect("no error").is_none());
+    assert_eq!(calls, [0, 8 << 20]);
+    drop(staging);
+    assert!(list_entry_names(dir.path()).is_empty());
 }
 
 #[test]

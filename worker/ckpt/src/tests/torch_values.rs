@@ -1,5 +1,4 @@
 //! Writes files in the format of `torch.save`, for tests.
-use crate::codec::zip;
 
 /// A value that [`encode_torch_file`] can encode.
 pub(crate) enum TestValue {
@@ -26,7 +25,7 @@ pub(crate) fn encode_torch_file(value: &TestValue) -> Vec<u8> {
     let keys: Vec<String> = (0..storages.len()).map(|i| format!("archive/data/{i}")).collect();
     let mut members: Vec<(&str, &[u8])> = vec![("archive/data.pkl", &input), ("archive/version", b"3\n")];
     members.extend(keys.iter().zip(&storages).map(|(k, s): (&String, &Vec<u8>)| (k.as_str(), s.as_slice())));
-    zip::pack_zip(&members)
+    crate::tests::pack_zip(&members)
 }
 
 fn write_text(s: &str, out: &mut Vec<u8>) {

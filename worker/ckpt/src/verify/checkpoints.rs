@@ -1,17 +1,19 @@
 //! Verifies a checkpoint, or every checkpoint in a directory, and its file `latest`.
-use super::external::verify_opened_checkpoint;
+use super::digests::verify_recorded_files;
+use super::external::{add_record_problems, verify_opened_checkpoint};
 use super::native::verify_native;
 use super::non_finite_values::find_non_finite_values;
 use super::report::{CheckpointReport, VerifyReport, convert_to_damage};
 use super::scan;
 use crate::codec::disk::{Directory, exists};
 use crate::error::{CkptError, RemoteShard, Result};
-use crate::format_constants::MANIFEST_FILE;
+use crate::format_constants::{MANIFEST_FILE, RUN_WEIGHTS_DIR};
 use crate::layout::native::{
     Checkpoint, DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX,
     step_directories,
 };
 use crate::open::{diagnose_directory, open_external_checkpoint};
+use crate::save::output_record::GATHER_MARKER;
 use std::path::Path;
 
 /// Options of [`verify_checkpoints_with`].
@@ -28,7 +30,7 @@ pub fn verify_checkpoints(path: &Path) -> Result<VerifyReport> {
 }
 
 /// Verifies every byte of the checkpoint at `path`. If `path` is a directory of checkpoints,
-/// verifies every checkpoint and `latest`.
+/// verifies every checkpoint, `latest`, and the gathered weights of the run.
 ///
 /// # Errors
 /// Fails if there is no checkpoint, or a directory cannot be listed. Damage is not an error. The
@@ -56,13 +58,7 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
 /// searches an external checkpoint for NaN and infinite values. Never searches native checkpoints
 /// for such values.
 fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
-    let mut report = VerifyReport {
-        path: path.to_owned(),
-        checkpoints: Vec::new(),
-        problems: Vec::new(),
-        warnings: Vec::new(),
-        notes: Vec::new(),
-    };
+    let mut report = VerifyReport { path: path.to_owned(), ..VerifyReport::default() };
     if !exists(path) {
         return Err(CkptError::NotFound { path: path.to_owned() });
     }
@@ -80,6 +76,10 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
         let path = step_directories::locate_step(path, step)
             .unwrap_or_else(|| path.join(step_directories::step_dir_name(step)));
         report.checkpoints.push(verify_native(&path, Some(step))?);
+    }
+    let weights = path.join(RUN_WEIGHTS_DIR);
+    if !steps.is_empty() && weights.join(GATHER_MARKER.file).is_file() {
+        verify_external(&weights, RUN_WEIGHTS_DIR, options, &mut report)?;
     }
     if steps.is_empty() && verify_external(path, &name, options, &mut report)? {
         return Ok(report);
@@ -145,11 +145,15 @@ fn unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Checkpoint
     };
     let mut problems = vec![convert_to_damage(name, e)];
     let scan = match at.is_dir() {
-        true => scan::check_directory_files(&at, &Default::default(), scan::SCAN_DEPTH)?,
+        true => scan::check_directory_files(&at, &|_| false, scan::SCAN_DEPTH)?,
         false => scan::ScanReport::default(),
     };
     problems.extend(scan.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());
-    Ok(CheckpointReport { path: at, bytes: scan.bytes, blocks: scan.members, problems, ..Default::default() })
+    if path.is_dir() {
+        add_record_problems(&mut problems, verify_recorded_files(&[path].into(), &|_| true)?.problems);
+    }
+    let (bytes, blocks, unchecked) = (scan.bytes, scan.members, scan.unchecked);
+    Ok(CheckpointReport { path: at, bytes, blocks, problems, unchecked, ..Default::default() })
 }
 
 /// Verifies `latest` in the checkpoint directory `path`. Adds a problem if `latest` is damaged, a

@@ -1,17 +1,26 @@
-//! Verifies external checkpoints against the CRC-32s in their files.
+//! Verifies external checkpoints against the CRC-32s in their files and the BLAKE3 hashes in
+//! records.
+use super::digests::{RecordedFiles, verify_recorded_files};
 use super::report::CheckpointReport;
 use super::scan;
-use crate::catalog::{ExternalCheckpoint, StatePart, StoredFile, TensorSource};
+use crate::catalog::{ExternalCheckpoint, StatePart, StoredFile, TensorSource, verify_all_spans};
 use crate::error::{Damage, DamageReason, MissingPart, Result};
 use crate::tensor::TensorRole;
+use std::collections::BTreeSet;
 
-/// Verifies the CRC-32s of every file, including files without tensors. Returns the report,
+/// Verifies the checksums of every file, including files without tensors. Returns the report,
 /// which also lists incomplete parts as problems, and the warnings.
 pub(crate) fn verify_opened_checkpoint(
     checkpoint: &ExternalCheckpoint,
 ) -> Result<(CheckpointReport, Vec<String>)> {
+    let recorded = verify_records(checkpoint)?;
+    let is_verified = |f: &StoredFile| recorded.is_verified(&f.directory().path().join(&f.name));
     let (mut bytes, mut blocks, mut problems) =
-        checkpoint.store.verify_all_spans(|inside| checkpoint.list_tensors_with(inside))?;
+        verify_all_spans(&checkpoint.store, &checkpoint.entries, is_verified)?;
+    (bytes, blocks) = (bytes.saturating_add(recorded.bytes), blocks + recorded.count_verified());
+    let files = checkpoint.store.files.iter();
+    let mut unchecked: Vec<String> =
+        files.filter(|f| !f.has_checksums() && !is_verified(f)).map(|f| f.name.clone()).collect();
     let lost = |name: &String| Damage {
         file: checkpoint.facts().tag.clone(),
         block: None,
@@ -22,12 +31,15 @@ pub(crate) fn verify_opened_checkpoint(
     let file = || checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
     let incomplete = |detail: &String| Damage::for_file(file(), detail.clone());
     problems.extend(checkpoint.facts().incomplete.iter().map(incomplete));
-    for scan in scan_other_files(checkpoint)? {
-        bytes += scan.bytes;
+    for scan in scan_other_files(checkpoint, &recorded)? {
+        bytes = bytes.saturating_add(scan.bytes);
         blocks += scan.members;
         problems.extend(scan.problems);
+        unchecked.extend(scan.unchecked);
     }
+    add_record_problems(&mut problems, recorded.problems);
     let mut warnings = checkpoint.facts().warnings.clone();
+    warnings.extend(recorded.warnings);
     // if some ranks have an RNG state, all of them should have one
     let absent = checkpoint.facts().missing.iter().filter(|m| matches!(m, StatePart::RankRngState { .. }));
     warnings.extend(absent.map(|m| format!("the {m} is missing")));
@@ -37,14 +49,33 @@ pub(crate) fn verify_opened_checkpoint(
         bytes,
         blocks,
         problems,
+        unchecked,
         ..Default::default()
     };
     Ok((report, warnings))
 }
 
+/// Verifies the files that the records in the directories of the checkpoint list.
+fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFiles> {
+    let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
+    let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
+    verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
+}
+
+/// Adds the problems of recorded files to `problems`. Leaves out files that have another problem,
+/// which is more exact.
+pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
+    let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
+    let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();
+    problems.extend(recorded.into_iter().filter(|p| !known.contains(&file_name(&p.file))));
+}
+
 /// Checks the files that hold no tensors of the checkpoint, such as RNG states and schedulers.
 /// Returns one report per scanned directory, and no report for a single file.
-fn scan_other_files(checkpoint: &ExternalCheckpoint) -> Result<Vec<scan::ScanReport>> {
+fn scan_other_files(
+    checkpoint: &ExternalCheckpoint,
+    recorded: &RecordedFiles,
+) -> Result<Vec<scan::ScanReport>> {
     if checkpoint.is_single_file {
         return Ok(Vec::new());
     }
@@ -56,8 +87,9 @@ fn scan_other_files(checkpoint: &ExternalCheckpoint) -> Result<Vec<scan::ScanRep
     let mut scans = Vec::new();
     for (path, depth) in paths {
         let name = |f: &StoredFile| (f.directory().path() == path).then(|| f.name.clone());
-        let known = checkpoint.store.files.iter().filter_map(name).collect();
-        scans.push(scan::check_directory_files(&path, &known, depth)?);
+        let known: BTreeSet<String> = checkpoint.store.files.iter().filter_map(name).collect();
+        let is_known = |name: &str| known.contains(name) || recorded.is_verified(&path.join(name));
+        scans.push(scan::check_directory_files(&path, &is_known, depth)?);
     }
     Ok(scans)
 }

@@ -1,5 +1,6 @@
 //! Verifies every byte of checkpoints, and reports all problems.
 mod checkpoints;
+mod digests;
 mod external;
 mod native;
 mod non_finite_values;

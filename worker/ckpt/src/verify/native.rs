@@ -5,7 +5,8 @@ use crate::codec::safetensors;
 use crate::error::{CkptError, Damage, DamageReason, RemoteShard, Result};
 use crate::format_constants::MANIFEST_FILE;
 use crate::hash::Hash;
-use crate::layout::native::{FileEntry, Manifest, RemoteShards};
+use crate::layout::native::{FileEntry, Manifest, RemoteShards, ShardPiece, TensorEntry};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -30,7 +31,8 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     }
     let buffers = DiskBufferPool::default();
     let remote = RemoteShards::new(path, &manifest);
-    for file in 0..manifest.files.len() {
+    let pieces = manifest.list_pieces_by_shard();
+    for (file, pieces) in pieces.iter().enumerate() {
         let name = &manifest.files[file].name;
         if let Some(host) = remote.remote_host(file)
             && !directory.has_entry(name)?
@@ -39,64 +41,104 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
             report.elsewhere.push(RemoteShard { file: name.clone(), host });
             continue;
         }
-        verify_shard(&directory, &manifest, file, &buffers, &mut report)?;
+        let shard = Shard { manifest: &manifest, file, pieces };
+        shard.verify(&directory, &buffers, &mut report)?;
     }
     for file in manifest.parity.iter().flatten() {
         verify_parity_file(&directory, file, &buffers, &mut report)?;
     }
+    let listed: HashSet<&str> = manifest.all_files().map(|f| f.name.as_str()).collect();
     for name in directory.list_names()? {
-        if name != MANIFEST_FILE && manifest.all_files().all(|f| f.name != name) {
+        if name != MANIFEST_FILE && !listed.contains(name.as_str()) {
             report.problems.push(Damage::for_file(name, DamageReason::UnexpectedFile));
         }
     }
     Ok(report)
 }
 
-/// Verifies the size, the blocks and the header of the shard with index `file`, and adds its
-/// problems to `report`.
-fn verify_shard(
-    directory: &Directory,
-    manifest: &Manifest,
+/// A shard of a native checkpoint that is verified.
+struct Shard<'m> {
+    manifest: &'m Manifest,
+    /// Index of the shard.
     file: usize,
-    buffers: &DiskBufferPool,
-    report: &mut CheckpointReport,
-) -> Result<()> {
-    let entry = &manifest.files[file];
-    let size = match BlockReader::open(directory, &entry.name) {
-        Ok(open) => open.size(),
-        Err(e) => {
-            let mut damage = convert_to_damage(&entry.name, e);
-            damage.tensors = list_tensors_from_block(manifest, file, 0);
+    /// The pieces in the shard, sorted by their byte ranges.
+    pieces: &'m [ShardPiece<'m>],
+}
+
+impl Shard<'_> {
+    /// Verifies the size, the blocks and the header of the shard, and adds its problems to
+    /// `report`.
+    fn verify(
+        &self,
+        directory: &Directory,
+        buffers: &DiskBufferPool,
+        report: &mut CheckpointReport,
+    ) -> Result<()> {
+        let entry = &self.manifest.files[self.file];
+        let size = match BlockReader::open(directory, &entry.name) {
+            Ok(open) => open.size(),
+            Err(e) => {
+                let tensors = self.list_tensors(0..u64::MAX);
+                report.problems.push(Damage { tensors, ..convert_to_damage(&entry.name, e) });
+                return Ok(());
+            }
+        };
+        // the size mismatch reports blocks that are only partly present
+        let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
+        if size != entry.bytes {
+            let mut damage = describe_size_mismatch(entry, size);
+            if size < entry.bytes {
+                damage.tensors = self.list_tensors(readable * BLOCK as u64..u64::MAX);
+            }
             report.problems.push(damage);
-            return Ok(());
         }
-    };
-    let problem = |block: Option<u64>, tensors: Vec<String>, reason: DamageReason| Damage {
-        file: entry.name.clone(),
-        block,
-        tensors,
-        reason,
-    };
-    if size < entry.bytes {
-        let tensors = list_tensors_from_block(manifest, file, size / BLOCK as u64);
-        let reason = DamageReason::SizeMismatch { expected: entry.bytes, found: size };
-        report.problems.push(problem(None, tensors, reason));
-    } else if size > entry.bytes {
-        let reason = DamageReason::SizeMismatch { expected: entry.bytes, found: size };
-        report.problems.push(problem(None, Vec::new(), reason));
+        let tensors_in_block = |block: u64| {
+            let start = block * BLOCK as u64;
+            self.list_tensors(start..start + BLOCK as u64)
+        };
+        let describe =
+            |blocks: &Range<u64>, e: &CkptError| format!("blocks {}..{}: {e}", blocks.start, blocks.end);
+        let first_block_is_valid =
+            verify_blocks(directory, entry, readable, buffers, report, &tensors_in_block, &describe)?;
+        if size == entry.bytes && first_block_is_valid {
+            let problem = |reason| Damage { block: Some(0), ..Damage::for_file(&entry.name, reason) };
+            report.problems.extend(self.find_header_problem(directory).map(problem));
+        }
+        Ok(())
     }
-    // the size mismatch above already reports blocks that are only partly present
-    let readable = if size < entry.bytes { size / BLOCK as u64 } else { entry.blocks.len() as u64 };
-    let tensors_in_block = |block| manifest.tensors_in_block(file, block);
-    let describe =
-        |blocks: &Range<u64>, e: &CkptError| format!("blocks {}..{}: {e}", blocks.start, blocks.end);
-    let first_block_is_valid =
-        verify_blocks(directory, entry, readable, buffers, report, &tensors_in_block, &describe)?;
-    if size == entry.bytes && first_block_is_valid {
-        let reason = find_header_problem(directory, manifest, file);
-        report.problems.extend(reason.map(|reason| problem(Some(0), Vec::new(), reason)));
+
+    /// Lists the tensors with bytes in the byte range `bytes` of the shard, as `role/name` and in
+    /// the order of the manifest.
+    fn list_tensors(&self, bytes: Range<u64>) -> Vec<String> {
+        let first = self.pieces.partition_point(|p| p.bytes().end <= bytes.start);
+        let inside = self.pieces[first..].iter().take_while(|p| p.bytes().start < bytes.end);
+        let tensors: BTreeMap<usize, &TensorEntry> = inside.map(|p| (p.index, p.tensor)).collect();
+        tensors.into_values().map(TensorEntry::label).collect()
     }
-    Ok(())
+
+    /// Compares the header of the shard with the manifest. Returns the first difference, or `None`
+    /// if the header matches.
+    fn find_header_problem(&self, directory: &Directory) -> Option<DamageReason> {
+        let header = match safetensors::open_header(directory, &self.manifest.files[self.file].name) {
+            Ok((header, _)) => header,
+            Err(e) => return Some(convert_to_damage("", e).reason),
+        };
+        let entry = |p: &ShardPiece<'_>| (p.key(), (p.tensor.dtype, p.piece.count, p.bytes()));
+        let mut expected: HashMap<_, _> =
+            self.pieces.iter().filter(|p| p.piece.count > 0).map(entry).collect();
+        for e in &header.entries {
+            let elements: u64 = e.shape.iter().product();
+            if expected.remove(&e.name) != Some((e.dtype, elements, e.bytes.clone())) {
+                return Some(DamageReason::HeaderMismatch { piece: e.name.clone() });
+            }
+        }
+        expected.into_keys().next().map(|piece| DamageReason::HeaderMismatch { piece })
+    }
+}
+
+/// Returns the damage of a file that has `found` bytes instead of the size in its manifest entry.
+fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
+    Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
 }
 
 /// Verifies a parity file of a native checkpoint, and adds its problems to `report`.
@@ -108,14 +150,12 @@ fn verify_parity_file(
 ) -> Result<()> {
     let damage = match directory.file_size(&entry.name) {
         Ok(Some(found)) if found == entry.bytes => None,
-        Ok(Some(found)) => {
-            Some(Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found }))
-        }
+        Ok(Some(found)) => Some(describe_size_mismatch(entry, found)),
         Ok(None) => Some(Damage::for_file(&entry.name, DamageReason::FileMissing)),
         Err(e) => Some(convert_to_damage(&entry.name, e)),
     };
-    if let Some(damage) = damage {
-        report.problems.push(damage);
+    if damage.is_some() {
+        report.problems.extend(damage);
         return Ok(());
     }
     let readable = entry.blocks.len() as u64;
@@ -123,9 +163,10 @@ fn verify_parity_file(
         .map(drop)
 }
 
-/// Verifies the first `readable` blocks of a file against their hashes, and adds its problems to
-/// `report`. `describe_error` makes the text of a problem from the blocks that cannot be read.
-/// Returns whether the first block is valid.
+/// Verifies the first `readable` blocks of a file against their hashes, and adds the problems of
+/// the file to `report`. `describe_error` makes the text of a problem from the blocks that cannot
+/// be read. Blocks in holes of a sparse file are not read. Returns whether the first block is
+/// valid.
 fn verify_blocks(
     directory: &Directory,
     entry: &FileEntry,
@@ -135,19 +176,26 @@ fn verify_blocks(
     tensors_in_block: &dyn Fn(u64) -> Vec<String>,
     describe_error: &dyn Fn(&Range<u64>, &CkptError) -> String,
 ) -> Result<bool> {
-    let problem = |block, reason| {
-        let (file, tensors) = (entry.name.clone(), tensors_in_block(block));
-        Damage { file, block: Some(block), tensors, reason }
-    };
-    let mut first_block_is_valid = false;
-    let jobs = [BlockRequest { file: 0, size: entry.bytes, blocks: 0..readable }];
     let open = |_| BlockReader::open(directory, &entry.name);
+    let stored = open(0).map_or_else(|_| vec![0..readable], |reader| reader.list_data_blocks(0..readable));
+    let mut invalid: Vec<(u64, DamageReason)> = Vec::new();
+    let holes = list_gaps(&stored, readable);
+    let mut zeros = ZeroBlocks::default();
+    for block in holes.into_iter().flatten() {
+        let len = block_length(entry, block);
+        report.blocks += 1;
+        report.bytes = report.bytes.saturating_add(len as u64);
+        if entry.blocks.get(block as usize) != Some(zeros.hash(len)) {
+            invalid.push((block, DamageReason::HashMismatch));
+        }
+    }
+    let job = |blocks: Range<u64>| BlockRequest { file: 0, size: entry.bytes, blocks };
+    let jobs: Vec<BlockRequest> = stored.into_iter().map(job).collect();
     stream_windows(buffers, &jobs, open, |(job, read)| {
         let window = match read {
             Ok(window) => window,
             Err(e) => {
-                let detail = describe_error(&job.blocks, e);
-                report.problems.push(problem(job.blocks.start, detail.into()));
+                invalid.push((job.blocks.start, describe_error(&job.blocks, e).into()));
                 return Ok(());
             }
         };
@@ -155,44 +203,47 @@ fn verify_blocks(
             report.blocks += 1;
             report.bytes += bytes.len() as u64;
             if entry.blocks.get(block as usize) != Some(&Hash::digest(bytes)) {
-                report.problems.push(problem(block, DamageReason::HashMismatch));
-            } else if block == 0 {
-                first_block_is_valid = true;
+                invalid.push((block, DamageReason::HashMismatch));
             }
         }
         Ok(())
     })?;
+    invalid.sort_by_key(|(block, _)| *block);
+    let first_block_is_valid = readable > 0 && invalid.first().is_none_or(|(block, _)| *block > 0);
+    let problem = |(block, reason)| {
+        let (file, tensors) = (entry.name.clone(), tensors_in_block(block));
+        Damage { file, block: Some(block), tensors, reason }
+    };
+    report.problems.extend(invalid.into_iter().map(problem));
     Ok(first_block_is_valid)
 }
 
-/// Compares the header of a shard with the manifest. Returns the first difference, or `None` if the
-/// header matches.
-fn find_header_problem(directory: &Directory, manifest: &Manifest, file: usize) -> Option<DamageReason> {
-    use std::os::unix::fs::FileExt;
-    let (shard, size) = match directory.open_file(&manifest.files[file].name, nix::fcntl::OFlag::empty()) {
-        Ok(open) => open,
-        Err(e) => return Some(convert_to_damage("", e).reason),
-    };
-    let header = match safetensors::read_header(size, |at, out| shard.read_exact_at(out, at)) {
-        Ok(header) => header,
-        Err(error) => return Some(error.into()),
-    };
-    let mut expected = manifest.expected_header_entries(file);
-    for e in &header.entries {
-        let elements: u64 = e.shape.iter().product();
-        if expected.remove(&e.name) != Some((e.dtype, elements, e.bytes.clone())) {
-            return Some(DamageReason::HeaderMismatch { piece: e.name.clone() });
-        }
-    }
-    expected.into_keys().next().map(|piece| DamageReason::HeaderMismatch { piece })
+/// Returns the length in bytes of a block of a file. The last block may be shorter than the others.
+fn block_length(entry: &FileEntry, block: u64) -> usize {
+    (entry.bytes - block * BLOCK as u64).min(BLOCK as u64) as usize
 }
 
-/// Lists the tensors with bytes in or after the block with index `block` of a shard, as
-/// `role/name`.
-fn list_tensors_from_block(manifest: &Manifest, file: usize, block: u64) -> Vec<String> {
-    let start = block * BLOCK as u64;
-    let after = |t: &&crate::layout::native::TensorEntry| {
-        t.pieces.iter().any(|p| p.file == file && p.byte_range(t.dtype).end > start)
-    };
-    manifest.tensors.iter().filter(after).map(|t| t.label()).collect()
+/// Lists the ranges between the sorted ranges `stored` and up to `end`.
+fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
+    let starts = std::iter::once(0).chain(stored.iter().map(|range| range.end));
+    let ends = stored.iter().map(|range| range.start).chain([end]);
+    starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
+}
+
+/// The hashes of blocks of zeros.
+#[derive(Default)]
+struct ZeroBlocks {
+    /// The length and the hash of the last block.
+    last: Option<(usize, Hash)>,
+}
+
+impl ZeroBlocks {
+    /// Returns the hash of a block of `len` zero bytes. Computes the hash only if `len` differs
+    /// from that of the previous call.
+    fn hash(&mut self, len: usize) -> &Hash {
+        if self.last.is_none_or(|(known, _)| known != len) {
+            self.last = None;
+        }
+        &self.last.get_or_insert_with(|| (len, Hash::digest(&vec![0; len]))).1
+    }
 }

@@ -11,7 +11,11 @@ pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<St
     let (mut lines, mut buffer) = (Vec::new(), Vec::new());
     for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {
         let (mut nans, mut infinite, mut at) = (0u64, 0u64, 0);
-        while at < info.element_count() {
+        loop {
+            at = source.skip_zeros(info, at)?;
+            if at >= info.element_count() {
+                break;
+            }
             buffer.resize((info.element_count() - at).min(CHUNK_ELEMENTS) as usize, 0.0);
             let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
             source.read_many(&mut [ReadRequest { name, role, start_element: at, out }])?;
@@ -20,11 +24,8 @@ pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<St
             at += buffer.len() as u64;
         }
         if nans + infinite > 0 {
-            let label = format!("{}/{}", info.role, info.name);
-            lines.push(format!(
-                "{label} has {nans} NaN and {infinite} infinite of {} values",
-                info.element_count()
-            ));
+            let (label, count) = (info.label(), info.element_count());
+            lines.push(format!("{label} has {nans} NaN and {infinite} infinite of {count} values"));
         }
     }
     Ok(lines)

@@ -4,7 +4,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 /// The result of [`crate::verify_checkpoints`].
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct VerifyReport {
     /// The path that was verified.
     pub path: PathBuf,
@@ -36,6 +36,10 @@ pub struct CheckpointReport {
     /// Shards that other hosts store and that were therefore not verified.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub elsewhere: Vec<RemoteShard>,
+    /// Files of tensors or pickled values that have no checksums, so that at most their structure
+    /// was verified.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unchecked: Vec<String>,
 }
 
 impl VerifyReport {

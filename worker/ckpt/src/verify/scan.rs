@@ -1,18 +1,13 @@
 //! Checks every file of a directory separately, for any layout of the checkpoint. Verifies the
 //! CRC-32s of zip containers and the headers of safetensors files.
-use crate::codec::disk::{Directory, exists};
+use crate::codec::disk::{Directory, FILES_MAX, exists};
 use crate::codec::{safetensors, torch_legacy, zip};
 use crate::error::{CkptError, Damage, DamageReason, Result};
-use std::collections::BTreeSet;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
-/// Limit on the number of files in a scan. A scan of more files fails, because a check of only some
-/// files would report damaged checkpoints as intact.
-const FILES_MAX: usize = 1 << 20;
 /// Number of bytes of a zip member that are read and hashed at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Suffixes of files that torch writes as zip containers.
@@ -27,19 +22,26 @@ pub(crate) struct ScanReport {
     pub(crate) members: u64,
     /// The damage of each damaged file.
     pub(crate) problems: Vec<Damage>,
+    /// Names of files without checksums, of which at most the structure was checked.
+    pub(crate) unchecked: Vec<String>,
 }
 
 /// Checks the files with a known suffix in the directory `path` and in `depth` levels of
-/// subdirectories. Skips the files in `known`, whose names are relative to `path`.
+/// subdirectories. Skips the files for which `is_known` is true. Names are relative to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
-/// known suffix. A file that cannot be read is a problem in the report.
-pub(crate) fn check_directory_files(path: &Path, known: &BTreeSet<String>, depth: u32) -> Result<ScanReport> {
+/// known suffix, because a check of only some files would report damaged checkpoints as intact. A
+/// file that cannot be read is a problem in the report.
+pub(crate) fn check_directory_files(
+    path: &Path,
+    is_known: &dyn Fn(&str) -> bool,
+    depth: u32,
+) -> Result<ScanReport> {
     let directory = Directory::open(path)?;
     let mut report = ScanReport::default();
     let files = list_checkable_files(&directory, depth, FILES_MAX)?;
-    for name in files.iter().filter(|n| !known.contains(*n)) {
+    for name in files.iter().filter(|n| !is_known(n)) {
         let problem = match check_and_count_file(&directory, name, &mut report) {
             Ok(problem) => problem,
             Err(CkptError::Damaged { damage, .. }) => Some(damage.reason),
@@ -110,16 +112,18 @@ fn check_and_count_file(
     report: &mut ScanReport,
 ) -> Result<Option<DamageReason>> {
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;
-    report.bytes += size;
+    report.bytes = report.bytes.saturating_add(size);
     report.members += 1;
     let read_at = |at: u64, out: &mut [u8]| file.read_exact_at(out, at);
     if name.ends_with(".safetensors") {
+        report.unchecked.push(name.to_owned());
         return Ok(safetensors::read_header(size, read_at).err().map(Into::into));
     }
     let mut magic = [0u8; torch_legacy::MAGIC.len()];
     let begins = size >= magic.len() as u64 && file.read_exact_at(&mut magic, 0).is_ok();
     // bare pickles and the legacy format have no checksums
     if begins && (magic == torch_legacy::MAGIC || (magic[0] == 0x80 && (2..=5).contains(&magic[1]))) {
+        report.unchecked.push(name.to_owned());
         return Ok(None);
     }
     let members = match zip::read_members(size, read_at) {
@@ -129,27 +133,12 @@ fn check_and_count_file(
     let mut buffer = vec![0u8; CHUNK_BYTES];
     for member in &members {
         report.members += 1;
-        if !matches_crc(&file, member, &mut buffer)
-            .map_err(CkptError::io("read", &directory.path().join(name)))?
-        {
+        let matches = member.matches_crc(&file, &mut buffer);
+        if !matches.map_err(CkptError::io("read", &directory.path().join(name)))? {
             return Ok(Some(DamageReason::CrcMismatch { member: member.name.clone() }));
         }
     }
     Ok(None)
-}
-
-/// Reads a member of a zip container. Returns true if the content matches the member's CRC-32, or
-/// if the member has no CRC-32.
-fn matches_crc(file: &File, member: &zip::ZipMember, buffer: &mut [u8]) -> std::io::Result<bool> {
-    let mut hasher = crc32fast::Hasher::new();
-    let mut at = member.data.start;
-    while at < member.data.end {
-        let len = (member.data.end - at).min(buffer.len() as u64) as usize;
-        file.read_exact_at(&mut buffer[..len], at)?;
-        hasher.update(&buffer[..len]);
-        at += len as u64;
-    }
-    Ok(member.crc.is_none_or(|crc| hasher.finalize() == crc))
 }
 
 #[cfg(test)]

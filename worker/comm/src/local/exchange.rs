@@ -11,8 +11,8 @@ use crate::{
     AbortReason, CallMismatch, CommError, Result,
     call::{self, CollectiveCall, GroupPosition},
     collective_kind::CollectiveKind,
-    message_text::format_seconds,
 };
+use diagnostic::quantity::format_seconds;
 use std::{
     sync::{Arc, MutexGuard},
     time::Instant,

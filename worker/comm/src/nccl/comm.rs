@@ -7,13 +7,15 @@
 //! they are done, and they run in order with the operations around them. Only pieces are
 //! transferred; the caller sums them in the same fixed order as on every other transport. NCCL's
 //! own sums would add in an order that depends on the number of ranks.
-use super::binding::DataType;
 use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
 use crate::{
-    AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, PartialSink, Result,
-    call::compute_offsets, local::DEFAULT_TIMEOUT, staged::StagedComm,
+    AbortReason, ArgumentError, CallMismatch, Comm, CommError, PartialSink, Result,
+    call::{BufferShape, CollectiveCall, GroupPosition, compute_offsets},
+    local::DEFAULT_TIMEOUT,
+    staged::StagedComm,
 };
+use cudarc::nccl::sys::ncclDataType_t;
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut};
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -71,30 +73,23 @@ impl NcclComm {
         Ok(())
     }
 
-    /// Fails if the buffer argument of a collective does not have the `expected` number of
-    /// elements.
-    fn check_buffer_len(
-        &self,
-        collective: CollectiveKind,
-        buffer: &'static str,
-        len: usize,
-        required: &'static str,
-        expected: usize,
-    ) -> Result<()> {
-        if len == expected {
-            return Ok(());
-        }
-        let error = ArgumentError::BufferLength { collective, buffer, len, required, expected };
-        Err(CommError::InvalidArguments { rank: self.rank(), error })
+    /// Returns this rank and the number of ranks in its group.
+    fn position(&self) -> GroupPosition {
+        GroupPosition { rank: self.rank(), world: self.world() }
+    }
+
+    /// Fails if the arguments of a collective contradict each other.
+    fn check_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<()> {
+        call.map(drop).map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })
     }
 }
 
 /// Converts an element type to NCCL's element type.
-fn to_nccl_type(dtype: Dtype) -> DataType {
+fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     match dtype {
-        Dtype::F32 => DataType::F32,
-        Dtype::Bf16 => DataType::Bf16,
-        Dtype::F16 => DataType::F16,
+        Dtype::F32 => ncclDataType_t::ncclFloat32,
+        Dtype::Bf16 => ncclDataType_t::ncclBfloat16,
+        Dtype::F16 => ncclDataType_t::ncclFloat16,
     }
 }
 
@@ -123,9 +118,8 @@ impl Comm for NcclComm {
         if recv_view.is_on_host() && send.is_on_host() {
             return self.host_comm.all_gather(recv, send, counts);
         }
-        let kind = CollectiveKind::AllGather;
-        self.check_buffer_len(kind, "recv", recv.len(), "the sum of counts", counts.iter().sum())?;
-        self.check_buffer_len(kind, "send", send.len(), "counts[rank]", counts[self.rank()])?;
+        let shapes = (BufferShape::new(recv_view), BufferShape::new(send));
+        self.check_call(CollectiveCall::describe_all_gather(self.position(), shapes.0, shapes.1, counts))?;
         let receives = list_peer_buffers(recv_view, counts);
         if counts.iter().all(|n| *n == send.len()) && !send.is_empty() {
             self.cuda.make_current()?;
@@ -146,11 +140,8 @@ impl Comm for NcclComm {
         counts: &[usize],
         sink: &mut PartialSink,
     ) -> Result<()> {
-        let kind = CollectiveKind::ReduceScatterOrdered;
-        for partial in partials {
-            let total = counts.iter().sum();
-            self.check_buffer_len(kind, "a partial", partial.len(), "the sum of counts", total)?;
-        }
+        let lens = partials.iter().map(View::len);
+        self.check_call(CollectiveCall::describe_reduce_scatter_ordered(self.position(), lens, counts))?;
         // Ranks may have different numbers of partials, which only they know.
         let announced = self.host_comm.all_gather_u64(&[partials.len() as u64])?;
         let partial_counts: Vec<usize> = announced.into_iter().flatten().map(|n| n as usize).collect();
@@ -206,10 +197,15 @@ impl Comm for NcclComm {
         if recv_view.is_on_host() && send.is_on_host() {
             return self.host_comm.all_to_all(recv, recv_counts, send, send_counts);
         }
-        let kind = CollectiveKind::AllToAll;
-        let (recv_total, send_total) = (recv_counts.iter().sum(), send_counts.iter().sum());
-        self.check_buffer_len(kind, "recv", recv.len(), "the sum of recv_counts", recv_total)?;
-        self.check_buffer_len(kind, "send", send.len(), "the sum of send_counts", send_total)?;
+        let shapes = [BufferShape::new(recv_view), BufferShape::new(send)];
+        let call = CollectiveCall::describe_all_to_all(
+            self.position(),
+            shapes[0],
+            recv_counts,
+            shapes[1],
+            send_counts,
+        );
+        self.check_call(call)?;
         let (sends, receives) =
             (list_peer_buffers(send, send_counts), list_peer_buffers(recv_view, recv_counts));
         self.exchange_parts(&sends, &receives, send.dtype())

@@ -1,11 +1,10 @@
 //! [`NcclGroup`]: one rank's NCCL communicator.
-use super::binding::{
-    CommConfig, DataType, ID_BYTES, IN_PROGRESS, NcclFunctions, OpaqueHandle, ReduceOp, SUCCESS, UniqueId,
-};
+use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status, create_non_blocking_config};
 use super::library::NcclLibrary;
 use crate::abort_reason::AbortReason;
 use crate::communicator::Comm;
 use crate::nccl_error::{NcclError, Result};
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclUniqueId};
 use std::{
     ffi::{c_int, c_void},
     ptr,
@@ -48,7 +47,7 @@ impl PollBackoff {
 /// for calls that do not wait.
 struct CommunicatorState {
     /// NCCL's handle of the communicator; null after the communicator was aborted.
-    comm: OpaqueHandle,
+    comm: ncclComm_t,
     aborted: Option<NcclError>,
 }
 
@@ -75,13 +74,13 @@ impl NcclGroup {
     ) -> Result<NcclGroup> {
         let (rank, world) = (host_comm.rank(), host_comm.world());
         let mut comm = ptr::null_mut();
-        let mut config = CommConfig::new_non_blocking();
+        let mut config = create_non_blocking_config();
         // SAFETY: writes one handle; the configuration contains its size and version.
         let status = unsafe {
             (nccl.api.ncclCommInitRankConfig)(
                 &mut comm,
                 world as c_int,
-                UniqueId(id),
+                ncclUniqueId { internal: bytemuck::cast(id) },
                 rank as c_int,
                 &mut config,
             )
@@ -181,7 +180,7 @@ impl NcclGroup {
     fn call_function(
         &self,
         function: &str,
-        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+        f: impl FnOnce(&NcclFunctions, ncclComm_t) -> Status,
     ) -> Result<()> {
         let state = self.lock_communicator();
         if let Some(error) = &state.aborted {
@@ -246,7 +245,7 @@ impl NcclGroup {
     fn enqueue_call(
         &self,
         function: &str,
-        f: impl FnOnce(&NcclFunctions, OpaqueHandle) -> c_int,
+        f: impl FnOnce(&NcclFunctions, ncclComm_t) -> Status,
     ) -> Result<()> {
         self.call_function(function, f)?;
         self.wait_until_accepted(function)
@@ -265,82 +264,13 @@ impl NcclGroup {
         recv: u64,
         send: u64,
         count: usize,
-        dtype: DataType,
-        stream: CudaStream,
-    ) -> Result<()> {
-        self.enqueue_call("ncclAllGather", |api, comm| {
-            // SAFETY: the caller's promise.
-            unsafe {
-                (api.ncclAllGather)(to_pointer(send), to_pointer(recv), count, dtype as c_int, comm, stream.0)
-            }
-        })
-    }
-
-    /// Enqueues a reduce-scatter: reduces the `send` buffers of all ranks (`world · count` elements
-    /// each), and stores this rank's `count` elements of the result in `recv`. NCCL chooses the
-    /// order of the additions.
-    ///
-    /// # Safety
-    ///
-    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
-    /// work is done.
-    pub unsafe fn reduce_scatter(
-        &self,
-        recv: u64,
-        send: u64,
-        count: usize,
-        dtype: DataType,
-        op: ReduceOp,
+        dtype: ncclDataType_t,
         stream: CudaStream,
     ) -> Result<()> {
         let (from, to) = (to_pointer(send), to_pointer(recv));
-        self.enqueue_call("ncclReduceScatter", |api, comm| {
+        self.enqueue_call("ncclAllGather", |api, comm| {
             // SAFETY: the caller's promise.
-            unsafe { (api.ncclReduceScatter)(from, to, count, dtype as c_int, op as c_int, comm, stream.0) }
-        })
-    }
-
-    /// Enqueues an all-reduce of the ranks' `x` (`count` elements each), in place. NCCL chooses the
-    /// order of the additions.
-    ///
-    /// # Safety
-    ///
-    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
-    /// work is done.
-    pub unsafe fn all_reduce(
-        &self,
-        x: u64,
-        count: usize,
-        dtype: DataType,
-        op: ReduceOp,
-        stream: CudaStream,
-    ) -> Result<()> {
-        let x = to_pointer(x);
-        self.enqueue_call("ncclAllReduce", |api, comm| {
-            // SAFETY: the caller's promise.
-            unsafe { (api.ncclAllReduce)(x, x, count, dtype as c_int, op as c_int, comm, stream.0) }
-        })
-    }
-
-    /// Enqueues a broadcast that replaces `x` (`count` elements) on every rank by the `x` of rank
-    /// `root`.
-    ///
-    /// # Safety
-    ///
-    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
-    /// work is done.
-    pub unsafe fn broadcast(
-        &self,
-        x: u64,
-        count: usize,
-        dtype: DataType,
-        root: usize,
-        stream: CudaStream,
-    ) -> Result<()> {
-        let x = to_pointer(x);
-        self.enqueue_call("ncclBroadcast", |api, comm| {
-            // SAFETY: the caller's promise.
-            unsafe { (api.ncclBroadcast)(x, x, count, dtype as c_int, root as c_int, comm, stream.0) }
+            unsafe { (api.ncclAllGather)(from, to, count, dtype, comm, stream.0.cast()) }
         })
     }
 
@@ -358,24 +288,25 @@ impl NcclGroup {
         &self,
         sends: &[PeerBuffer],
         receives: &[PeerBuffer],
-        dtype: DataType,
+        dtype: ncclDataType_t,
         stream: CudaStream,
     ) -> Result<()> {
         let mut peers = sends.iter().chain(receives).map(|buffer| buffer.peer);
         if let Some(peer) = peers.find(|peer| *peer >= self.world) {
             return Err(NcclError::PeerOutOfRange { peer, world: self.world });
         }
-        let dtype = dtype as c_int;
         self.enqueue_call("ncclGroupEnd", |api, comm| {
             // SAFETY: the caller's promise. Calls between start and end are only recorded.
             unsafe {
                 let mut status = (api.ncclGroupStart)();
                 for &PeerBuffer { peer, address, len } in sends {
-                    let next = (api.ncclSend)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    let next =
+                        (api.ncclSend)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0.cast());
                     status = first_failed_status(status, next);
                 }
                 for &PeerBuffer { peer, address, len } in receives {
-                    let next = (api.ncclRecv)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0);
+                    let next =
+                        (api.ncclRecv)(to_pointer(address), len, dtype, peer as c_int, comm, stream.0.cast());
                     status = first_failed_status(status, next);
                 }
                 // called after an error, too
@@ -419,7 +350,7 @@ fn to_pointer(address: u64) -> *mut c_void {
 
 /// Combines the statuses of two NCCL calls: returns the first one that is an error. Without an
 /// error, returns "in progress" if a call is in progress, otherwise success.
-fn first_failed_status(first: c_int, second: c_int) -> c_int {
+fn first_failed_status(first: Status, second: Status) -> Status {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,
         _ => first,

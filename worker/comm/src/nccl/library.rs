@@ -1,6 +1,7 @@
 //! [`NcclLibrary`]: the opened NCCL library.
-use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, OpaqueHandle, SUCCESS, UniqueId};
+use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status};
 use crate::nccl_error::{NcclError, Result};
+use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
 use std::{
     ffi::{CStr, c_int},
     path::{Path, PathBuf},
@@ -46,9 +47,9 @@ impl NcclLibrary {
     /// Looks up NCCL's functions in an opened library. Fails if a function is missing or the
     /// version is too old.
     fn from_library(library: libloading::Library, path: PathBuf) -> Result<NcclLibrary> {
-        let api = NcclFunctions::load(library).map_err(|missing| NcclError::LibraryTooOld {
+        let api = NcclFunctions::resolve(library).map_err(|missing| NcclError::LibraryTooOld {
             path: path.clone(),
-            found: format!("a version without {}", missing.name),
+            found: format!("a version without {}", missing.0),
         })?;
         let mut nccl = NcclLibrary { api: Arc::new(api), path, version: 0 };
         let mut version = 0;
@@ -86,16 +87,16 @@ impl NcclLibrary {
     /// Creates the unique id of a new group. One rank creates the id, and all ranks pass it to NCCL
     /// to join the group.
     pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
-        let mut id = UniqueId([0; ID_BYTES]);
+        let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
         // SAFETY: writes an id.
         let status = unsafe { (self.api.ncclGetUniqueId)(&mut id) };
         self.check_status("ncclGetUniqueId", status, ptr::null_mut())?;
-        Ok(id.0)
+        Ok(bytemuck::cast(id.internal))
     }
 
     /// Fails with NCCL's message if `status`, which `function` returned, is an error. `comm` is the
     /// communicator that was used, or null.
-    pub(super) fn check_status(&self, function: &str, status: c_int, comm: OpaqueHandle) -> Result<()> {
+    pub(super) fn check_status(&self, function: &str, status: Status, comm: ncclComm_t) -> Result<()> {
         if status == SUCCESS || status == IN_PROGRESS {
             return Ok(());
         }

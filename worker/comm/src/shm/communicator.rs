@@ -122,7 +122,7 @@ impl ShmComm {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Leaves the group in order. From now on, peers that wait for this rank fail.
+    /// Leaves the group cleanly. From now on, peers that wait for this rank fail.
     pub(crate) fn leave(&self) {
         self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();

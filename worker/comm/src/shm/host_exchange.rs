@@ -1,15 +1,13 @@
-//! Exchanges among the ranks of one host, as steps of collectives that span several hosts. Lengths
-//! and offsets are in bytes.
+//! Exchanges data among the ranks of one host. Data moves through the staging slots chunk by chunk,
+//! one round per chunk. Collectives that span several hosts use them as steps. Lengths and offsets
+//! are in bytes.
 //!
 //! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
 //! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of
 //! the host.
 use super::communicator::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range};
 use super::wait::store_words;
-use crate::{
-    CallMismatch, Result, TransferUnit,
-    call::{self, CollectiveCall},
-};
+use crate::{Result, call::CollectiveCall};
 use std::{
     ops::Range,
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
@@ -54,6 +52,43 @@ impl ShmComm {
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gathers `send` from all ranks in chunks, one round per chunk. Calls `take(rank, offset,
+    /// chunk)` for every chunk of every rank, including this one. `offset` is the position of the
+    /// chunk within the bytes of `rank`.
+    ///
+    /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
+    pub(super) fn gather_chunks(
+        &self,
+        call_state: &mut ShmCallState,
+        call: &CollectiveCall,
+        send: &[u8],
+        lens: &[usize],
+        mut take: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let (rank, chunk_bytes) = (self.position.rank, self.count_chunk_elements() * size_of::<f32>());
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let mut offset = 0;
+        loop {
+            let slot = call_state.next_slot();
+            let range = compute_chunk_range(send.len(), offset, chunk_bytes);
+            // SAFETY: this rank's slot of the next round.
+            unsafe { self.segment.slot_mut(rank, slot, 0, range.len()) }
+                .copy_from_slice(&send[range.clone()]);
+            self.enter_round(call_state, call);
+            take(rank, offset, &send[range]);
+            self.wait_for_round(call_state, call)?;
+            for peer in self.peers() {
+                let len = compute_chunk_range(lens[peer], offset, chunk_bytes).len();
+                // SAFETY: read within the round.
+                take(peer, offset, unsafe { self.segment.slot(peer, slot, 0, len) });
+            }
+            offset += chunk_bytes;
+            if offset >= longest {
+                return Ok(());
+            }
+        }
     }
 
     /// Gathers `buf` on all ranks of the host. Before the call, each rank r has only the bytes
@@ -160,8 +195,8 @@ impl ShmComm {
             let word = |i: usize| table[i].load(Relaxed);
             let (my_rank, peer_rank) = (self.to_job_rank(me), self.to_job_rank(peer));
             let (sent, expected) = (messages[peer].len() as u64, recv_ranges[peer].len() as u64);
-            check_byte_transfer(peer_rank, my_rank, word(me), expected)
-                .and_then(|()| check_byte_transfer(my_rank, peer_rank, sent, word(world + me)))
+            call.check_byte_transfer(peer_rank, my_rank, word(me), expected)
+                .and_then(|()| call.check_byte_transfer(my_rank, peer_rank, sent, word(world + me)))
                 .map_err(|mismatch| self.abort_on_mismatch(mismatch))?;
             let most = (0..world).filter(|&to| to != peer).map(word).max();
             longest = longest.max(most.unwrap_or(0));
@@ -170,23 +205,6 @@ impl ShmComm {
         // An invalid number of a peer causes more rounds, but allocates no memory.
         Ok(usize::try_from(longest.max(ours)).unwrap_or(usize::MAX))
     }
-}
-
-/// Fails if the number of bytes that rank `from` sends to rank `to` (`sent`) differs from the
-/// number that `to` expects. The error has amounts in `f32` elements if these differ, otherwise in
-/// bytes.
-pub(crate) fn check_byte_transfer(
-    from: usize,
-    to: usize,
-    sent: u64,
-    expected: u64,
-) -> std::result::Result<(), CallMismatch> {
-    let element_bytes = size_of::<f32>() as u64;
-    call::check_transfer_lengths(from, to, sent / element_bytes, expected / element_bytes)?;
-    if sent == expected {
-        return Ok(());
-    }
-    Err(CallMismatch::Transfer { from, to, sent, expected, unit: TransferUnit::Bytes })
 }
 
 /// Divides one chunk of a byte stream into contiguous ranges. The stream consists of `ranges`, one

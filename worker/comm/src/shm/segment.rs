@@ -16,7 +16,11 @@ use crate::{
     AbortReason, GroupError, Result, SharedMemoryError, abort_reason::FIXED_BYTES,
     shared_window::WindowMemory,
 };
-use nix::{errno::Errno, sys::stat::fstat};
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, SealFlag, fcntl},
+    sys::stat::fstat,
+};
 use std::{
     num::NonZeroUsize,
     ops::Range,
@@ -177,7 +181,9 @@ impl HeaderMapping {
     /// Maps the header of a segment, which may not have its full size yet. Fails if the file
     /// belongs to another program.
     pub(super) fn open(fd: BorrowedFd<'_>) -> Result<Self> {
+        check_owner(fd)?;
         ensure_file_size(fd, PAGE_BYTES)?;
+        seal_against_shrinking(fd)?;
         let mapping = HeaderMapping(FileMapping::new(fd, 0, PAGE_BYTES)?);
         set_or_compare_word(&mapping.header().magic, MAGIC, "magic and layout version")?;
         Ok(mapping)
@@ -203,10 +209,9 @@ impl Segment {
     /// different world or staging size also aborts the group.
     pub(super) fn open(fd: BorrowedFd<'_>, world: usize, limits: &ShmLimits) -> Result<Self> {
         let layout = SegmentLayout::new(world, limits.staging_bytes)?;
+        check_owner(fd)?;
         ensure_file_size(fd, layout.size)?;
-        // A file that shrinks would end ranks with SIGBUS. Sealing fails if the creator did not
-        // allow seals; then the ranks must trust each other.
-        let _ = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_ADD_SEALS(nix::fcntl::SealFlag::F_SEAL_SHRINK));
+        seal_against_shrinking(fd)?;
         let segment = Segment { mapping: FileMapping::new(fd, 0, layout.size)?, layout };
         set_or_compare_word(&segment.header().magic, MAGIC, "magic and layout version")?;
         // From here on this is the segment of a group: a rank that cannot join aborts the group, so
@@ -310,7 +315,7 @@ impl Segment {
     /// `rank` must be this rank, and `slot` the slot of its next round. The caller must not use the
     /// returned bytes after this rank has entered that round. While they are in use, no other slice
     /// of the same bytes may be in use.
-    #[allow(clippy::mut_from_ref)] // shared memory: the protocol guarantees exclusive access
+    #[allow(clippy::mut_from_ref, reason = "the caller guarantees exclusive access to the shared memory")]
     pub(super) unsafe fn slot_mut(&self, rank: usize, slot: usize, start: usize, len: usize) -> &mut [u8] {
         // SAFETY: in bounds; exclusive by the caller's promise.
         unsafe {
@@ -323,7 +328,7 @@ impl Segment {
     /// # Safety
     ///
     /// The caller must obey the rules of [`Segment::slot_mut`].
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "the caller guarantees exclusive access to the shared memory")]
     pub(super) unsafe fn slot_f32_mut(
         &self,
         rank: usize,
@@ -347,6 +352,21 @@ fn ensure_file_size(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "resize", bytes: size, errno };
     nix::sys::uio::pwrite(fd.as_fd(), &[0], (size - 1) as i64).map_err(failed)?;
     Ok(())
+}
+
+/// Forbids every process to shrink the file. Without the seal, a process that shrinks the file
+/// would end the ranks with SIGBUS. The file can still grow.
+fn seal_against_shrinking(fd: BorrowedFd<'_>) -> Result<()> {
+    let failed = |errno| SharedMemoryError::Os { operation: "seal", bytes: 0, errno };
+    fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map_err(failed)?;
+    Ok(())
+}
+
+/// Fails if the file belongs to another user, who could change it.
+fn check_owner(fd: BorrowedFd<'_>) -> Result<()> {
+    let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
+    let (uid, expected) = (fstat(fd).map_err(failed)?.st_uid, nix::unistd::geteuid().as_raw());
+    if uid == expected { Ok(()) } else { Err(SharedMemoryError::OtherOwner { uid, expected }.into()) }
 }
 
 /// Reads the size of the file in bytes.
@@ -384,6 +404,27 @@ mod tests {
             assert!(l.tables + world * 2 * 2 * world * 8 <= l.slots);
             assert_eq!(l.slots + world * 2 * l.staging_bytes + PAGE_BYTES, l.size);
         }
+    }
+
+    /// A process that shrinks the file would end the ranks with SIGBUS.
+    #[test]
+    fn the_memory_of_a_group_cannot_shrink() {
+        use nix::sys::memfd::{MFdFlags, memfd_create};
+        let limits = ShmLimits { staging_bytes: 8192, ..ShmLimits::default() };
+        let file = memfd_create(c"comm-test", MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        let segment = Segment::open(file.as_fd(), 2, &limits).unwrap();
+        let same_file = std::fs::File::options()
+            .write(true)
+            .open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file)))
+            .unwrap();
+        for size in [0, segment.layout.size as u64 - 1] {
+            let error = same_file.set_len(size).expect_err("sealed");
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+        }
+        segment.header().event_count.store(1, SeqCst);
+        let unsealable = memfd_create(c"comm-test", MFdFlags::empty()).unwrap();
+        let error = Segment::open(unsealable.as_fd(), 2, &limits).err().expect("an error");
+        assert!(error.to_string().contains("seal"), "{error}");
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! An ordinary store first reads the cache line that it overwrites, which is a third of the memory
 //! traffic of a large gather.
 
-/// The size in bytes of a collective's whole destination from which on copies that bypass the
-/// caches are faster.
+/// The smallest destination of a collective, in bytes, for which copies that bypass the caches are
+/// faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
 /// Copies `from` to `to`, which must have the same length. Bypasses the processor caches if

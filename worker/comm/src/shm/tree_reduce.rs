@@ -7,8 +7,8 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The largest size in bytes up to which every rank computes the whole sum of an all-reduce, in one
-/// round instead of two.
+/// The largest size, in bytes, of an all-reduce that needs one round instead of two, because every
+/// rank computes the whole sum.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {

@@ -5,7 +5,7 @@ use super::peer_monitor::GroupHealth;
 use super::topology::Topology;
 use crate::{
     AbortReason, Comm, CommError, PartialSink, Result,
-    call::{self, CollectiveCall, GroupPosition},
+    call::{self, CollectiveCall, GroupPosition, compute_consecutive_ranges},
     call_error::ArgumentError,
     shm::{OutgoingMessage, ShmComm, ShmLimits},
     tree_sum::tree_sum,
@@ -253,7 +253,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Sums the range `ranges[r]` of `send` over all ranks on each rank r, in one exchange step.
+    /// Computes on each rank r the sum of the range `ranges[r]` of `send` over all ranks, in one
+    /// exchange step.
     ///
     /// This rank stores the sum of its range in `out`, which has the length of that range.
     pub(super) fn reduce_scatter_ranges(
@@ -322,12 +323,6 @@ impl TcpComm {
         }
         Ok(())
     }
-}
-
-/// Computes the index ranges of parts with the lengths `lens`, which are stored one after the
-/// other.
-pub(super) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
-    call::compute_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
 
 impl Drop for TcpComm {

@@ -3,26 +3,34 @@
 //! Each rank listens, the higher rank of a pair connects, and both authenticate each other.
 use super::{
     handshake::{
-        self as hs, CHALLENGE_BYTES, ConnectionKind, HELLO_BYTES, HandshakeSide, Hello, RankIdentity,
-        SECRET_BYTES,
+        self as hs, CHALLENGE_BYTES, ChallengeAnswer, ConnectionKind, HELLO_BYTES, HandshakeSide, Hello,
+        RankIdentity, SECRET_BYTES,
     },
     peer_monitor::{GroupHealth, to_poll_timeout},
     topology::Topology,
 };
 use crate::{CommError, ConnectError, ConnectFailure, RejectReason, Result};
-use nix::poll::{PollFd, PollFlags, poll};
+use nix::{
+    poll::{PollFd, PollFlags, poll},
+    sys::socket::{setsockopt, sockopt::TcpUserTimeout},
+};
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, HashSet, VecDeque},
     io::{ErrorKind, Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
-    os::fd::{AsFd, AsRawFd},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    os::fd::AsFd,
     sync::atomic::{AtomicBool, Ordering::SeqCst},
     time::{Duration, Instant},
 };
 
-/// The largest number of accepted connections that are not authenticated yet. If another connection
-/// arrives, the oldest one is closed.
-const MAX_PENDING: usize = 256;
+/// The largest number of connections that are accepted before their handshakes advance.
+const MAX_ACCEPTED_AT_ONCE: usize = 256;
+/// The largest number of connections from unknown addresses that are not authenticated yet. A peer
+/// may connect from another address than that on which it listens.
+const MAX_PENDING_UNKNOWN: usize = 32;
+/// How many more unauthenticated connections from the address of a peer are kept than its ranks
+/// need.
+const SPARE_PENDING: usize = 8;
 /// The time limit of one handshake, from the connection to the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit of one attempt to open a TCP connection.
@@ -132,7 +140,7 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Tries the addresses of a rank in order until one connects, each once. Fails with the error
+    /// Tries each address of a rank once, in order, until an address connects. Fails with the error
     /// of the last address that was tried.
     fn connect_to_rank(
         &self,
@@ -168,10 +176,13 @@ impl ConnectionSetup<'_> {
         stream.write_all(&hello)?;
         let mut challenge = [0; CHALLENGE_BYTES];
         self.read_exact_before(&mut stream, &mut challenge, deadline)?;
-        match hs::decode_challenge(&challenge) {
-            Some(Ok(())) => {}
-            Some(Err(reason)) => return Err(ConnectAttemptError::Rejected(reason)),
-            None => return Err(ConnectAttemptError::Failed(ConnectError::NotAPeer)),
+        match hs::decode_challenge(self.id, &hello, &challenge) {
+            ChallengeAnswer::Accepted => {}
+            ChallengeAnswer::Rejected(reason) => return Err(ConnectAttemptError::Rejected(reason)),
+            ChallengeAnswer::Unproven => return Err(ConnectAttemptError::Failed(ConnectError::WrongKey)),
+            ChallengeAnswer::OtherProtocol => {
+                return Err(ConnectAttemptError::Failed(ConnectError::NotAPeer));
+            }
         }
         let mac = |side| hs::compute_mac(self.id, side, &hello, &challenge);
         stream.write_all(mac(HandshakeSide::Connector).as_bytes())?;
@@ -229,7 +240,8 @@ impl ConnectionSetup<'_> {
             .flat_map(|r| ConnectionKind::ALL.map(|kind| (r as u32, kind)))
             .collect();
         let mut streams: AuthenticatedStreams = Vec::new();
-        let mut pending: VecDeque<PendingConnection> = VecDeque::new();
+        let mut pending = VecDeque::new();
+        let quotas = PendingQuotas::new(missing.iter().map(|(rank, _)| &self.addresses[*rank as usize][..]));
         while !missing.is_empty() && !stop.load(SeqCst) {
             if let Some(reason) = self.health.abort_reason() {
                 return Err(CommError::Aborted(reason));
@@ -239,7 +251,7 @@ impl ConnectionSetup<'_> {
                 return Err(self.build_join_timeout_error(ranks, None));
             }
             self.wait_for_input(listener, &pending);
-            accept_waiting_connections(listener, &mut pending);
+            accept_waiting_connections(listener, &quotas, &mut pending);
             let now = Instant::now();
             for _ in 0..pending.len() {
                 let Some(mut connection) = pending.pop_front() else { break };
@@ -273,40 +285,62 @@ impl ConnectionSetup<'_> {
 /// Sets `TCP_USER_TIMEOUT`: the kernel then closes the connection if sent bytes are not
 /// acknowledged within `timeout`.
 fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Result<()> {
-    let ms = libc::c_uint::try_from(timeout.as_millis()).unwrap_or(libc::c_uint::MAX);
-    let size = size_of_val(&ms) as libc::socklen_t;
-    // SAFETY: the descriptor is open, and the value has the given size.
-    let status = unsafe {
-        libc::setsockopt(
-            stream.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_USER_TIMEOUT,
-            std::ptr::from_ref(&ms).cast(),
-            size,
-        )
-    };
-    if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    let ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+    Ok(setsockopt(stream, TcpUserTimeout, &ms)?)
+}
+
+/// The largest numbers of unauthenticated connections by the address from which they come. A
+/// program that opens many connections cannot displace those of other addresses.
+struct PendingQuotas(HashMap<IpAddr, usize>);
+
+impl PendingQuotas {
+    /// Computes the quotas from `expected`, the addresses of each peer that will connect. A peer
+    /// connects from one of its addresses.
+    fn new<'a>(expected: impl Iterator<Item = &'a [SocketAddr]>) -> Self {
+        let mut quotas = HashMap::new();
+        for addresses in expected {
+            let addresses: HashSet<IpAddr> = addresses.iter().map(|a| a.ip().to_canonical()).collect();
+            for address in addresses {
+                // A peer may connect again before its first connection has failed.
+                *quotas.entry(address).or_insert(SPARE_PENDING) += 2;
+            }
+        }
+        PendingQuotas(quotas)
+    }
+
+    /// Returns the quota for connections from `source`: the address under which they are counted,
+    /// and their largest number. All unknown addresses are counted together, as `None`.
+    fn find(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
+        let source = source.to_canonical();
+        self.0.get(&source).map_or((None, MAX_PENDING_UNKNOWN), |quota| (Some(source), *quota))
+    }
+
+    /// Adds a connection. Closes the oldest connection of the same address if there are too many.
+    fn add(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
+        let (source, quota) = self.find(connection.source);
+        let is_counted = |other: &PendingConnection| self.find(other.source).0 == source;
+        if pending.iter().filter(|other| is_counted(other)).count() >= quota
+            && let Some(oldest) = pending.iter().position(is_counted)
+        {
+            pending.remove(oldest);
+        }
+        pending.push_back(connection);
+    }
 }
 
 /// Accepts the connections that wait at the listener and adds them to `pending`, as handshakes that
 /// have not begun.
-fn accept_waiting_connections(listener: &TcpListener, pending: &mut VecDeque<PendingConnection>) {
-    for _ in 0..MAX_PENDING {
-        let Ok((stream, _)) = listener.accept() else { return };
+fn accept_waiting_connections(
+    listener: &TcpListener,
+    quotas: &PendingQuotas,
+    pending: &mut VecDeque<PendingConnection>,
+) {
+    for _ in 0..MAX_ACCEPTED_AT_ONCE {
+        let Ok((stream, source)) = listener.accept() else { return };
         if stream.set_nonblocking(true).is_err() || stream.set_nodelay(true).is_err() {
             continue;
         }
-        if pending.len() >= MAX_PENDING {
-            pending.pop_front();
-        }
-        pending.push_back(PendingConnection {
-            stream,
-            deadline: Instant::now() + HANDSHAKE_TIMEOUT,
-            hello: [0; HELLO_BYTES],
-            proof: [0; SECRET_BYTES],
-            filled: 0,
-            expected: None,
-        });
+        quotas.add(PendingConnection::new(stream, source.ip()), pending);
     }
 }
 
@@ -327,6 +361,7 @@ impl From<std::io::Error> for ConnectAttemptError {
 /// An accepted connection that is not authenticated yet.
 struct PendingConnection {
     stream: TcpStream,
+    source: IpAddr,
     deadline: Instant,
     hello: [u8; HELLO_BYTES],
     proof: [u8; SECRET_BYTES],
@@ -344,6 +379,19 @@ enum HandshakeProgress {
 }
 
 impl PendingConnection {
+    /// Creates a handshake that has not begun.
+    fn new(stream: TcpStream, source: IpAddr) -> Self {
+        PendingConnection {
+            stream,
+            source,
+            deadline: Instant::now() + HANDSHAKE_TIMEOUT,
+            hello: [0; HELLO_BYTES],
+            proof: [0; SECRET_BYTES],
+            filled: 0,
+            expected: None,
+        }
+    }
+
     /// Reads the handshake bytes that have arrived and answers complete messages. Does not block.
     fn advance_handshake(&mut self, id: &RankIdentity) -> HandshakeProgress {
         loop {
@@ -377,12 +425,45 @@ impl PendingConnection {
     fn send_challenge(&mut self, id: &RankIdentity) -> bool {
         let Some(hello) = hs::check_hello(id, &self.hello) else { return false };
         let Ok(nonce) = hs::generate_nonce() else { return false };
-        let challenge = hs::encode_challenge(hello.map(drop), &nonce);
+        let challenge = hs::encode_challenge(id, &self.hello, hello.map(drop), &nonce);
         // The challenge fits into the empty send buffer of a new connection.
         let (Ok(()), Ok(hello)) = (self.stream.write_all(&challenge), hello) else { return false };
         let mac = |side| hs::compute_mac(id, side, &self.hello, &challenge);
         self.expected = Some((hello, mac(HandshakeSide::Connector), mac(HandshakeSide::Acceptor)));
         self.filled = 0;
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Accepts a connection that comes from `source`.
+    fn create_pending(listener: &TcpListener, source: [u8; 4]) -> PendingConnection {
+        TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        PendingConnection::new(listener.accept().unwrap().0, source.into())
+    }
+
+    #[test]
+    fn a_flood_of_connections_displaces_only_those_of_its_address() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peers: [Vec<SocketAddr>; 2] =
+            [vec!["192.0.2.1:1".parse().unwrap()], vec!["[::ffff:192.0.2.2]:1".parse().unwrap()]];
+        // Two connections of each peer are expected.
+        let quotas = PendingQuotas::new(peers.iter().chain(&peers).map(Vec::as_slice));
+        let mut pending = VecDeque::new();
+        let [peer, other_peer, unknown, other_unknown] =
+            [[192, 0, 2, 1], [192, 0, 2, 2], [192, 0, 2, 7], [192, 0, 2, 8]];
+        quotas.add(create_pending(&listener, peer), &mut pending);
+        quotas.add(create_pending(&listener, unknown), &mut pending);
+        for _ in 0..2 * MAX_PENDING_UNKNOWN {
+            quotas.add(create_pending(&listener, other_unknown), &mut pending);
+            quotas.add(create_pending(&listener, other_peer), &mut pending);
+        }
+        let count = |source: [u8; 4]| pending.iter().filter(|p| p.source == IpAddr::from(source)).count();
+        assert_eq!(count(peer), 1, "the peer keeps its connection");
+        assert_eq!(count(other_peer), SPARE_PENDING + 4);
+        assert_eq!((count(unknown), count(other_unknown)), (0, MAX_PENDING_UNKNOWN));
     }
 }

@@ -4,20 +4,20 @@
 //! ```text
 //! connector                                             acceptor
 //! HELLO: magic, version, attempt, run, from, to, kind, nonce  ->
-//!                                          <-  CHALLENGE: magic, answer, nonce
+//!       <-  CHALLENGE: magic, answer, nonce, MAC(key, "challenge", hello, magic, answer, nonce)
 //! PROOF: MAC(key, "connector", hello, challenge)        ->
 //!                                          <-  WELCOME: MAC(key, "acceptor", hello, challenge)
 //! ```
 //!
 //! The MAC is a keyed BLAKE3 hash of HELLO and CHALLENGE. It therefore authenticates both nonces,
-//! the ranks, the attempt and the run. A process without the key learns only a random number, and
-//! occupies only one small buffer.
+//! the ranks, the attempt and the run. A process without the key learns only random numbers, and
+//! occupies only one small buffer. Only a peer with the key can reject a connection for good.
 use crate::RejectReason;
 
 /// The first eight bytes of a HELLO and of a CHALLENGE, which identify the protocol.
 const MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the protocol between ranks. Ranks with different versions reject each other.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// The value of a CHALLENGE's answer field that accepts the HELLO.
 const ACCEPTED: u32 = 0;
 
@@ -25,8 +25,10 @@ const ACCEPTED: u32 = 0;
 pub(super) const SECRET_BYTES: usize = 32;
 /// Size of a HELLO in bytes.
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
+/// Size of a CHALLENGE without its MAC, in bytes.
+const ANSWER_BYTES: usize = 8 + 4 + SECRET_BYTES;
 /// Size of a CHALLENGE in bytes.
-pub(super) const CHALLENGE_BYTES: usize = 8 + 4 + SECRET_BYTES;
+pub(super) const CHALLENGE_BYTES: usize = ANSWER_BYTES + SECRET_BYTES;
 
 /// The purpose of a connection between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +43,7 @@ impl ConnectionKind {
     pub(super) const ALL: [ConnectionKind; 2] = [ConnectionKind::Data, ConnectionKind::Control];
 }
 
-/// The identity that a rank proves in a handshake, and the key with which it proves it.
+/// The identity of a rank, and the key with which the rank proves its identity in a handshake.
 #[derive(Clone)]
 pub(super) struct RankIdentity {
     pub(super) key: [u8; SECRET_BYTES],
@@ -52,8 +54,7 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// The numbers that represent reject reasons in the answer field of a CHALLENGE. A rejection is not
-/// authenticated, so it is only a hint.
+/// The numbers that represent reject reasons in the answer field of a CHALLENGE.
 const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 
@@ -117,9 +118,11 @@ pub(super) fn check_hello(
     })
 }
 
-/// Encodes the CHALLENGE with which an acceptor answers a HELLO: acceptance or rejection, and a
-/// nonce.
+/// Encodes the CHALLENGE with which an acceptor answers a HELLO: acceptance or rejection, a nonce,
+/// and a MAC.
 pub(super) fn encode_challenge(
+    id: &RankIdentity,
+    hello: &[u8; HELLO_BYTES],
     answer: Result<(), RejectReason>,
     nonce: &[u8; SECRET_BYTES],
 ) -> [u8; CHALLENGE_BYTES] {
@@ -128,22 +131,55 @@ pub(super) fn encode_challenge(
     let mut out = [0; CHALLENGE_BYTES];
     out[..8].copy_from_slice(&MAGIC);
     out[8..12].copy_from_slice(&answer.to_le_bytes());
-    out[12..].copy_from_slice(nonce);
+    out[12..ANSWER_BYTES].copy_from_slice(nonce);
+    let mac = compute_answer_mac(id, hello, &out[..ANSWER_BYTES]);
+    out[ANSWER_BYTES..].copy_from_slice(mac.as_bytes());
     out
 }
 
-/// Decodes the answer field of a CHALLENGE: acceptance, or the reject reason. Returns `None` if the
-/// bytes belong to another protocol.
-pub(super) fn decode_challenge(challenge: &[u8; CHALLENGE_BYTES]) -> Option<Result<(), RejectReason>> {
+/// The answer in a CHALLENGE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ChallengeAnswer {
+    /// A peer with the key accepts the connection.
+    Accepted,
+    /// A peer with the key rejects the connection.
+    Rejected(RejectReason),
+    /// The sender did not prove that it has the key. A rank of another attempt has another key.
+    Unproven,
+    /// The bytes belong to another protocol.
+    OtherProtocol,
+}
+
+/// Decodes the answer in the CHALLENGE that the connector with the identity `id` received after its
+/// `hello`.
+pub(super) fn decode_challenge(
+    id: &RankIdentity,
+    hello: &[u8; HELLO_BYTES],
+    challenge: &[u8; CHALLENGE_BYTES],
+) -> ChallengeAnswer {
     if challenge[..8] != MAGIC {
-        return None;
+        return ChallengeAnswer::OtherProtocol;
     }
     let mut word = [0; 4];
     word.copy_from_slice(&challenge[8..12]);
-    match u32::from_le_bytes(word) {
-        ACCEPTED => Some(Ok(())),
-        number => REJECTION_NUMBERS.iter().find(|(n, _)| *n == number).map(|(_, reason)| Err(*reason)),
+    let mut mac = [0; SECRET_BYTES];
+    mac.copy_from_slice(&challenge[ANSWER_BYTES..]);
+    if compute_answer_mac(id, hello, &challenge[..ANSWER_BYTES]) != mac {
+        return ChallengeAnswer::Unproven;
     }
+    let number = u32::from_le_bytes(word);
+    let reason = REJECTION_NUMBERS.iter().find(|(n, _)| *n == number);
+    match (number, reason) {
+        (ACCEPTED, _) => ChallengeAnswer::Accepted,
+        (_, Some((_, reason))) => ChallengeAnswer::Rejected(*reason),
+        (_, None) => ChallengeAnswer::OtherProtocol,
+    }
+}
+
+/// Computes the MAC of a CHALLENGE. Comparing two MACs takes constant time.
+fn compute_answer_mac(id: &RankIdentity, hello: &[u8; HELLO_BYTES], answer: &[u8]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new_keyed(&id.key);
+    hasher.update(b"launch challenge").update(hello).update(answer).finalize()
 }
 
 /// The side of a handshake that computes a MAC. The sides use different prefixes, so a MAC cannot
@@ -172,15 +208,9 @@ pub(super) fn compute_mac(
 
 /// Returns a nonce: unpredictable bytes from the operating system.
 pub(super) fn generate_nonce() -> std::io::Result<[u8; SECRET_BYTES]> {
-    let mut out = [0u8; SECRET_BYTES];
-    // SAFETY: address and length are those of the buffer. Once the pool is initialized, the kernel
-    // gives up to 256 bytes in full.
-    let filled = unsafe { libc::getrandom(out.as_mut_ptr().cast(), out.len(), 0) };
-    match usize::try_from(filled) {
-        Ok(SECRET_BYTES) => Ok(out),
-        Ok(n) => Err(std::io::Error::other(format!("getrandom returned {n} of {SECRET_BYTES} bytes"))),
-        Err(_) => Err(std::io::Error::last_os_error()),
-    }
+    let mut nonce = [0; SECRET_BYTES];
+    getrandom::fill(&mut nonce)?;
+    Ok(nonce)
 }
 
 #[cfg(test)]
@@ -219,20 +249,38 @@ mod tests {
     }
 
     #[test]
-    fn a_challenge_carries_the_answer() {
-        let nonce = [1; SECRET_BYTES];
-        for answer in [Ok(()), Err(RejectReason::OtherAttempt), Err(RejectReason::UnexpectedRank)] {
-            assert_eq!(decode_challenge(&encode_challenge(answer, &nonce)), Some(answer));
+    fn a_challenge_carries_the_answer_of_a_peer_with_the_key() {
+        let (id, nonce) = (make_identity(3, 1), [1; SECRET_BYTES]);
+        let hello = encode_hello(&id, 0, ConnectionKind::Data, &nonce);
+        for (answer, expected) in [
+            (Ok(()), ChallengeAnswer::Accepted),
+            (Err(RejectReason::OtherAttempt), ChallengeAnswer::Rejected(RejectReason::OtherAttempt)),
+            (Err(RejectReason::UnexpectedRank), ChallengeAnswer::Rejected(RejectReason::UnexpectedRank)),
+        ] {
+            let challenge = encode_challenge(&id, &hello, answer, &nonce);
+            assert_eq!(decode_challenge(&id, &hello, &challenge), expected);
+            // Neither another key nor a changed byte is accepted.
+            let other = RankIdentity { key: [8; SECRET_BYTES], ..id.clone() };
+            let forged = encode_challenge(&other, &hello, answer, &nonce);
+            assert_eq!(decode_challenge(&id, &hello, &forged), ChallengeAnswer::Unproven);
+            for at in 0..CHALLENGE_BYTES {
+                let mut changed = challenge;
+                changed[at] ^= 1;
+                let expected =
+                    if at < 8 { ChallengeAnswer::OtherProtocol } else { ChallengeAnswer::Unproven };
+                assert_eq!(decode_challenge(&id, &hello, &changed), expected, "byte {at}");
+            }
+            let mut other_hello = hello;
+            other_hello[HELLO_BYTES - 1] ^= 1;
+            assert_eq!(decode_challenge(&id, &other_hello, &challenge), ChallengeAnswer::Unproven);
         }
-        let mut unknown = encode_challenge(Ok(()), &nonce);
-        unknown[8] = 77;
-        assert_eq!(decode_challenge(&unknown), None);
     }
 
     #[test]
     fn a_proof_depends_on_every_byte_and_on_the_side() {
         let (id, n) = (make_identity(3, 1), generate_nonce().unwrap());
-        let (h, c) = (encode_hello(&id, 0, ConnectionKind::Data, &n), encode_challenge(Ok(()), &n));
+        let h = encode_hello(&id, 0, ConnectionKind::Data, &n);
+        let c = encode_challenge(&id, &h, Ok(()), &n);
         let proof = compute_mac(&id, HandshakeSide::Connector, &h, &c);
         assert_ne!(proof, compute_mac(&id, HandshakeSide::Acceptor, &h, &c));
         for i in 0..HELLO_BYTES {

@@ -11,11 +11,7 @@ use super::{
     peer_monitor::{GroupHealth, to_poll_timeout},
     topology::Topology,
 };
-use crate::{
-    CallMismatch, CommError, Result,
-    call::CollectiveCall,
-    shm::{OutgoingMessage, check_byte_transfer},
-};
+use crate::{CallMismatch, CommError, Result, call::CollectiveCall, shm::OutgoingMessage};
 use nix::{
     poll::{PollFd, PollFlags, poll},
     sys::socket::{MsgFlags, sendmsg},
@@ -109,7 +105,7 @@ impl<'a> PeerTransfer<'a> {
     }
 }
 
-/// Error because of which a transfer with one peer cannot continue.
+/// Error that ends a transfer with one peer.
 enum TransferError {
     /// The connection failed, or the peer closed it.
     Closed,
@@ -263,7 +259,7 @@ impl NetworkStep<'_> {
         if number != expected {
             return Err(CallMismatch::MessageNumber { rank, peer, number, expected });
         }
-        check_byte_transfer(peer, rank, word(4), len as u64)
+        self.call.check_byte_transfer(peer, rank, word(4), len as u64)
     }
 
     /// Blocks until a connection with an unfinished transfer is ready or the group is aborted, for

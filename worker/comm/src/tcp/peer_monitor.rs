@@ -39,7 +39,7 @@ const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 const HEARTBEAT_FRAME: u8 = 1;
 /// The kind of a frame whose body is an encoded abort reason.
 const ABORT_FRAME: u8 = 2;
-/// The kind of a frame that a rank sends before it leaves its group in order.
+/// The kind of a frame that a rank sends before it leaves its group cleanly (a farewell).
 const FAREWELL_FRAME: u8 = 3;
 
 /// One rank's knowledge of its group's health: whether the group was aborted, which ranks have
@@ -168,7 +168,7 @@ impl GroupHealth {
         }
     }
 
-    /// Leaves the group in order: sends farewells to all peers and makes the monitor thread end.
+    /// Leaves the group cleanly: sends farewells to all peers and makes the monitor thread end.
     pub(super) fn leave(&self) {
         self.send_to_peers(FAREWELL_FRAME, &[]);
         _ = self.leave_event.write(1);
@@ -196,7 +196,9 @@ pub(super) struct PeerMonitor {
 }
 
 impl PeerMonitor {
-    /// Creates the monitor of the control connections `streams`, which must be non-blocking.
+    /// Creates the monitor of the control connections `streams`, which must be non-blocking, and
+    /// sends the first heartbeat. A rank that has joined is thus known to its peers to be running,
+    /// and they notice its silence after `silence_timeout`, even if its monitor never runs.
     pub(super) fn new(
         health: Arc<GroupHealth>,
         streams: Vec<(usize, TcpStream)>,
@@ -208,6 +210,7 @@ impl PeerMonitor {
             senders.push((*rank, stream.try_clone()?));
         }
         drop(senders);
+        health.send_to_peers(HEARTBEAT_FRAME, &[]);
         let peer = |(rank, stream)| MonitoredPeer {
             rank,
             stream,
@@ -222,7 +225,7 @@ impl PeerMonitor {
     /// Sends heartbeats and handles frames until the rank leaves its group.
     pub(super) fn run(mut self) {
         let interval = self.silence_timeout / HEARTBEATS_PER_TIMEOUT;
-        let mut next_heartbeat = Instant::now();
+        let mut next_heartbeat = Instant::now() + interval;
         loop {
             if Instant::now() >= next_heartbeat {
                 self.health.send_to_peers(HEARTBEAT_FRAME, &[]);

@@ -83,14 +83,14 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, its
-    /// counterpart. The two must be on different hosts.
+    /// Returns whether rank `from` sends data for every rank directly to rank `to`, because `to` is
+    /// the counterpart of `from`. The two must be on different hosts.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the rank on this host that first has the data of `rank`: `rank`
-    /// itself, or its counterpart if `rank` is on another host.
+    /// Returns the local rank of the first rank on this host that gets the data of `rank`. This is
+    /// `rank` itself, or its counterpart if `rank` is on another host.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

@@ -43,14 +43,14 @@ struct Config {
     int split, traffic_class; // the last is padding before 2.26
 };
 static_assert(sizeof(Config) == 48);
-enum CallKind { GATHER, SCATTER, REDUCE, BROADCAST, SEND, RECV };
+enum CallKind { GATHER, SEND, RECV };
 // One recorded call of NCCL with its arguments: a collective, a send or a receive.
 struct RecordedCall {
     CallKind kind;
     const void* send;
     void* recv;
     size_t count;
-    int type, op, peer;
+    int type, peer;
 };
 // The calls that one rank enqueued together, between ncclGroupStart and ncclGroupEnd or as a single
 // call.
@@ -174,44 +174,16 @@ API ncclCommAbort(Comm* c) {
 // Returns the size in bytes of an element of the given ncclDataType_t.
 static size_t element_size(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
-// Returns whether two ranks made the same call, apart from the root of a broadcast.
-static bool is_same_call(const RecordedCall& a, const RecordedCall& b) {
-    return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op;
-}
-
-// Reduces `count` elements from index `first` on, over all ranks in rank order.
-static void reduce(
-    float* to, const std::vector<const RecordedCall*>& parts, size_t first, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        float total = 0;
-        for (const RecordedCall* p : parts) total += ((const float*)p->send)[first + i];
-        to[i] = parts[0]->op == 4 ? total / (float)parts.size() : total;
-    }
-}
-
-// Runs one collective with the calls of all ranks. Returns whether the calls match.
-static bool run_collective(std::vector<const RecordedCall*> parts) {
+// Runs one all-gather with the calls of all ranks. Returns whether the calls match.
+static bool run_all_gather(const std::vector<const RecordedCall*>& parts) {
     const RecordedCall& one = *parts[0];
-    for (const RecordedCall* p : parts)
-        if (!is_same_call(one, *p) || (one.kind == BROADCAST && one.peer != p->peer)) return false;
-    size_t bytes = one.count * element_size(one.type), world = parts.size();
-    std::vector<std::vector<char>> out(world);
-    for (size_t r = 0; r < world; r++) {
-        if (one.kind == GATHER)
-            for (const RecordedCall* p : parts)
-                out[r].insert(out[r].end(), (const char*)p->send, (const char*)p->send + bytes);
-        if (one.kind == BROADCAST) {
-            const char* send = (const char*)parts[(size_t)one.peer]->send;
-            out[r].assign(send, send + bytes);
-        }
-        if (one.kind == SCATTER || one.kind == REDUCE) {
-            if (one.type != 7) return false;
-            out[r].resize(bytes);
-            size_t first = one.kind == SCATTER ? r * one.count : 0;
-            reduce((float*)out[r].data(), parts, first, one.count);
-        }
+    size_t bytes = one.count * element_size(one.type);
+    std::vector<char> gathered;
+    for (const RecordedCall* p : parts) {
+        if (p->kind != GATHER || p->count != one.count || p->type != one.type) return false;
+        gathered.insert(gathered.end(), (const char*)p->send, (const char*)p->send + bytes);
     }
-    for (size_t r = 0; r < world; r++) memcpy(parts[r]->recv, out[r].data(), out[r].size());
+    for (const RecordedCall* p : parts) memcpy(p->recv, gathered.data(), gathered.size());
     return true;
 }
 
@@ -246,7 +218,7 @@ static void run_ready_work(Group& g) {
         for (Comm* c : g.ranks)
             if (!c->works[g.done].parts.empty()) first.push_back(&c->works[g.done].parts[0]);
         bool is_collective = first.size() == g.ranks.size() && first[0]->kind < SEND;
-        bool is_valid = is_collective ? run_collective(first)
+        bool is_valid = is_collective ? run_all_gather(first)
                                       : run_point_to_point(g, g.done);
         for (Comm* c : g.ranks) {
             Work& work = c->works[g.done];
@@ -309,23 +281,11 @@ API ncclGroupEnd() {
     return c ? enqueue(c, parts, recorded_stream) : SUCCESS;
 }
 API ncclAllGather(const void* send, void* recv, size_t count, int type, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {GATHER, send, recv, count, type, 0, 0}, s);
-}
-API ncclReduceScatter(
-    const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {SCATTER, send, recv, count, type, op, 0}, s);
-}
-API ncclAllReduce(
-    const void* send, void* recv, size_t count, int type, int op, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {REDUCE, send, recv, count, type, op, 0}, s);
-}
-API ncclBroadcast(
-    const void* send, void* recv, size_t count, int type, int root, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {BROADCAST, send, recv, count, type, 0, root}, s);
+    return record_or_enqueue(c, {GATHER, send, recv, count, type, 0}, s);
 }
 API ncclSend(const void* send, size_t count, int type, int peer, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {SEND, send, nullptr, count, type, 0, peer}, s);
+    return record_or_enqueue(c, {SEND, send, nullptr, count, type, peer}, s);
 }
 API ncclRecv(void* recv, size_t count, int type, int peer, Comm* c, Stream* s) {
-    return record_or_enqueue(c, {RECV, nullptr, recv, count, type, 0, peer}, s);
+    return record_or_enqueue(c, {RECV, nullptr, recv, count, type, peer}, s);
 }

@@ -1,9 +1,9 @@
-//! Tests of the NCCL binding with the emulated NCCL, which computes real sums in host memory and
+//! Tests of the NCCL binding with the emulated NCCL, which moves real data in host memory and
 //! injects faults.
 use crate::emulated_nccl::build_library;
 use comm::{
     AbortReason, Comm, local,
-    nccl::{CudaStream, DataType, NcclError, NcclGroup, NcclLibrary, PeerBuffer, ReduceOp},
+    nccl::{CudaStream, NcclError, NcclGroup, NcclLibrary, PeerBuffer, ncclDataType_t::*},
 };
 use diagnostic::{Diagnostic, codes::collective as codes};
 use std::{
@@ -102,7 +102,7 @@ fn compute_value(rank: usize, i: usize) -> f32 {
 }
 
 #[test]
-fn collectives_move_and_sum_the_data() {
+fn collectives_move_the_data() {
     let _lock = lock_faults();
     for world in [1, 2, 3, 5] {
         let control = EmulatedNccl::new();
@@ -117,30 +117,11 @@ fn collectives_move_and_sum_the_data() {
             };
             let mut x: Vec<f32> = (0..n).map(|i| compute_value(rank, i)).collect();
             let mut gathered = vec![f32::NAN; n * world];
-            let mut part = vec![f32::NAN; n];
             let (to, from) = (to_address(&mut gathered), to_address(&mut x));
             // SAFETY: the vectors live until the work is done.
-            unsafe { group.all_gather(to, from, n, DataType::F32, stream) }.expect("accepted");
+            unsafe { group.all_gather(to, from, n, ncclFloat32, stream) }.expect("accepted");
             wait("all-gather");
             assert!((0..n * world).all(|i| gathered[i] == compute_value(i / n, i % n)));
-            let (to, from) = (to_address(&mut part), to_address(&mut gathered));
-            // SAFETY: the vectors live until the work is done.
-            unsafe { group.reduce_scatter(to, from, n, DataType::F32, ReduceOp::Sum, stream) }
-                .expect("accepted");
-            wait("reduce-scatter");
-            assert!((0..n).all(|i| part[i] == compute_value(rank, i) * world as f32));
-            // SAFETY: the vectors live until the work is done.
-            unsafe { group.all_reduce(to_address(&mut x), n, DataType::F32, ReduceOp::Avg, stream) }
-                .expect("accepted");
-            wait("all-reduce");
-            let mean = |i| (0..world).map(|r| compute_value(r, i)).sum::<f32>() / world as f32;
-            assert!((0..n).all(|i| x[i] == mean(i)));
-            part.fill(rank as f32);
-            // SAFETY: the vectors live until the work is done.
-            unsafe { group.broadcast(to_address(&mut part), n, DataType::F32, world - 1, stream) }
-                .expect("accepted");
-            wait("broadcast");
-            assert!(part.iter().all(|x| *x == (world - 1) as f32));
             check_exchange(&group, stream, &wait);
         });
         assert_eq!(control.count_live_communicators(), 0, "every communicator is aborted");
@@ -160,14 +141,14 @@ fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
     };
     let (sends, receives) = (buffers(&mut sent), buffers(&mut received));
     // SAFETY: the vectors live until the work is done.
-    unsafe { group.exchange(&sends, &receives, DataType::U8, stream) }.expect("accepted");
+    unsafe { group.exchange(&sends, &receives, ncclUint8, stream) }.expect("accepted");
     wait("exchange");
     for (from, message) in received.iter().enumerate() {
         assert!(message.iter().all(|x| *x == (from * 16 + rank) as u8), "from {from}: {message:?}");
     }
     let out_of_range = [PeerBuffer { peer: world, address: 0, len: 1 }];
     // SAFETY: the call is rejected before the address is used.
-    let rejected = unsafe { group.exchange(&out_of_range, &[], DataType::U8, stream) };
+    let rejected = unsafe { group.exchange(&out_of_range, &[], ncclUint8, stream) };
     assert_eq!(rejected, Err(NcclError::PeerOutOfRange { peer: world, world }));
 }
 
@@ -240,9 +221,9 @@ fn an_abort_ends_a_connect() {
     assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// Runs an all-reduce of two ranks while the fault `fault` is injected into `rank`. Returns the
+/// Runs an all-gather of two ranks while the fault `fault` is injected into `rank`. Returns the
 /// results by rank.
-fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
+fn all_gather_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
     let control = EmulatedNccl::new();
     let results = run_ranks(2, |host_comm| {
         let mut group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
@@ -252,17 +233,18 @@ fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Re
             EmulatedNccl::new().inject(fault, rank);
         }
         host_comm.barrier().expect("the fault is injected");
-        let (stream, mut x) = (EmulatedNccl::new().create_stream(), vec![1.0f32; 4]);
-        // SAFETY: the vector lives until the work is done or aborted.
-        let accepted =
-            unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) };
+        let (stream, mut x, mut gathered) =
+            (EmulatedNccl::new().create_stream(), vec![1.0f32; 4], vec![0.0f32; 8]);
+        let (to, from) = (to_address(&mut gathered), to_address(&mut x));
+        // SAFETY: the vectors live until the work is done or aborted.
+        let accepted = unsafe { group.all_gather(to, from, 4, ncclFloat32, stream) };
         let result =
-            accepted.and_then(|()| group.wait_until_done("a sum", || EmulatedNccl::new().is_done(stream)));
+            accepted.and_then(|()| group.wait_until_done("a gather", || EmulatedNccl::new().is_done(stream)));
         host_comm.barrier().expect("both have finished");
         if result.is_err() {
             // Later calls return the same error, and no kernel on the stream waits for a peer.
             // SAFETY: the call is rejected before the address is used.
-            let later = unsafe { group.broadcast(to_address(&mut x), 4, DataType::F32, 0, stream) };
+            let later = unsafe { group.all_gather(to, from, 4, ncclFloat32, stream) };
             assert_eq!(later, result);
             assert!(EmulatedNccl::new().is_done(stream));
         }
@@ -276,7 +258,7 @@ fn all_reduce_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Re
 fn an_asynchronous_error_ends_the_work() {
     let _lock = lock_faults();
     // the communicator fails while rank 1 waits
-    let results = all_reduce_with_fault(FAILS_LATER, 1, Duration::from_secs(5));
+    let results = all_gather_with_fault(FAILS_LATER, 1, Duration::from_secs(5));
     let Err(NcclError::Call { status: 6, message, .. }) = &results[1] else { panic!("{results:?}") };
     assert_eq!(message, "remote process exited or there was a network error: injected");
 }
@@ -284,9 +266,9 @@ fn an_asynchronous_error_ends_the_work() {
 #[test]
 fn a_rejected_call_fails_at_once() {
     let _lock = lock_faults();
-    let results = all_reduce_with_fault(REJECTS_CALLS, 0, Duration::from_millis(300));
+    let results = all_gather_with_fault(REJECTS_CALLS, 0, Duration::from_millis(300));
     let Err(NcclError::Call { function, status: 2, .. }) = &results[0] else { panic!("{results:?}") };
-    assert_eq!(function, "ncclAllReduce");
+    assert_eq!(function, "ncclAllGather");
     assert!(matches!(results[1], Err(NcclError::Timeout { .. })), "{results:?}");
 }
 
@@ -294,8 +276,8 @@ fn a_rejected_call_fails_at_once() {
 fn work_that_never_ends_times_out() {
     let _lock = lock_faults();
     let timeout = Duration::from_millis(200);
-    let expected = Err(NcclError::Timeout { operation: "a sum".into(), timeout });
-    for result in all_reduce_with_fault(NEVER_DONE, NO_RANK, timeout) {
+    let expected = Err(NcclError::Timeout { operation: "a gather".into(), timeout });
+    for result in all_gather_with_fault(NEVER_DONE, NO_RANK, timeout) {
         assert_eq!(result, expected);
     }
 }
@@ -309,10 +291,11 @@ fn an_abort_ends_a_wait() {
         if group.rank() == 1 {
             return Duration::ZERO; // never calls the collective
         }
-        let (stream, mut x) = (EmulatedNccl::new().create_stream(), vec![1.0f32; 4]);
-        // SAFETY: the vector lives until the work is aborted.
-        unsafe { group.all_reduce(to_address(&mut x), 4, DataType::F32, ReduceOp::Sum, stream) }
-            .expect("accepted");
+        let (stream, mut x, mut gathered) =
+            (EmulatedNccl::new().create_stream(), vec![1.0f32; 4], vec![0.0f32; 8]);
+        let (to, from) = (to_address(&mut gathered), to_address(&mut x));
+        // SAFETY: the vectors live until the work is aborted.
+        unsafe { group.all_gather(to, from, 4, ncclFloat32, stream) }.expect("accepted");
         thread::scope(|s| {
             s.spawn(|| {
                 thread::sleep(Duration::from_millis(50));
@@ -320,7 +303,7 @@ fn an_abort_ends_a_wait() {
                 group.abort("a later reason");
             });
             let began = Instant::now();
-            let result = group.wait_until_done("a sum", || EmulatedNccl::new().is_done(stream));
+            let result = group.wait_until_done("a gather", || EmulatedNccl::new().is_done(stream));
             let reason = AbortReason::Requested { reason: "rank 1 died".into() };
             assert_eq!(result, Err(NcclError::Aborted(reason)));
             began.elapsed()

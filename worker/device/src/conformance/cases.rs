@@ -1,14 +1,14 @@
 //! The conformance cases of each family of ops except experts and fp8: every op with its backward
 //! pass on one shape, compared with the CPU.
 use super::comparison::{
-    Backends, CaseBuffer, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
+    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
 use super::error::ConformanceError;
 use crate::Dtype;
 use crate::ops::{
-    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL,
-    LayerNormParams, LionHyperparams, NORM_BLOCK_LEN, Ops, SampleDropout, SgdHyperparams, StochasticRounding,
-    WriteMode,
+    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, ClassifierShape, HeadLayout,
+    IGNORE_LABEL, LayerNormParams, LionHyperparams, NORM_BLOCK_LEN, Ops, RopeShape, SampleDropout,
+    SgdHyperparams, StochasticRounding, WriteMode,
 };
 use std::cell::RefCell;
 
@@ -18,49 +18,45 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let mut output =
-            |len| if write == WriteMode::Accumulate { rng.draw_vector(len) } else { make_nan_values(len) };
-        let outputs = [
-            make_typed_buffer(output(m * n)),
-            make_typed_buffer(output(m * k)),
-            make_f32_buffer(output(n * k)),
+        let buffers = [
+            make_typed_buffer(rng.draw_output(write, m * n)),
+            make_typed_buffer(rng.draw_output(write, m * k)),
+            make_f32_buffer(rng.draw_output(write, n * k)),
+            make_typed_buffer(rng.draw_vector(m * k)),
+            make_typed_buffer(rng.draw_vector(n * k)),
+            make_typed_buffer(rng.draw_vector(m * n)),
         ];
-        let buffers: Vec<CaseBuffer> = outputs
-            .into_iter()
-            .chain([
-                make_typed_buffer(rng.draw_vector(m * k)),
-                make_typed_buffer(rng.draw_vector(n * k)),
-                make_typed_buffer(rng.draw_vector(m * n)),
-            ])
-            .collect();
-        errors += backends.compare(&format!("matmul {m} {n} {k} {write:?}"), &buffers, |ops, bufs| {
-            let [y, dx, dw, x, w, dy] = bufs else { unreachable!("six buffers") };
-            ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, write);
-            ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, write);
-            ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, write);
-        })?;
+        errors += backends.compare(
+            &format!("matmul {m} {n} {k} {write:?}"),
+            buffers,
+            |ops, [y, dx, dw, x, w, dy]| {
+                ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, write);
+                ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, write);
+                ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, write);
+            },
+        )?;
     }
-    let outputs = [
+    let buffers = [
         make_typed_buffer(make_nan_values(m * n)),
         make_typed_buffer(make_nan_values(m * n)),
         make_typed_buffer(make_nan_values(m * k)),
-    ];
-    let buffers = [
         make_typed_buffer(rng.draw_vector(m * k)),
         make_typed_buffer(rng.draw_vector(n * k)),
         make_typed_buffer(rng.draw_vector(n)),
         make_f32_buffer(rng.draw_vector(m * n)),
     ];
-    let buffers: Vec<CaseBuffer> = outputs.into_iter().chain(buffers).collect();
-    errors += backends.compare(&format!("matmul with bias {m} {n} {k}"), &buffers, |ops, bufs| {
-        let [y, conv1d, dx, x, w, bias, dy] = bufs else { unreachable!("seven buffers") };
-        ops.matmul_bias_forward(y.view_mut(), x.view(), w.view(), Some(bias.view()), m, n, k);
-        ops.conv1d_bias_forward(conv1d.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
-        // a gradient that is rounded before the matmuls that read it
-        let mut rounded_dy = ops.zeroed(w.buf.dtype(), m * n);
-        let dy = ops.as_matmul_operand(dy.view(), &mut rounded_dy);
-        ops.matmul_backward_input(dx.view_mut(), dy, w.view(), m, n, k, WriteMode::Overwrite);
-    })?;
+    errors += backends.compare(
+        &format!("matmul with bias {m} {n} {k}"),
+        buffers,
+        |ops, [y, conv1d, dx, x, w, bias, dy]| {
+            ops.matmul_bias_forward(y.view_mut(), x.view(), w.view(), Some(bias.view()), m, n, k);
+            ops.conv1d_bias_forward(conv1d.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
+            // a gradient that is rounded before the matmuls that read it
+            let mut rounded_dy = ops.zeroed(w.buf.dtype(), m * n);
+            let dy = ops.as_matmul_operand(dy.view(), &mut rounded_dy);
+            ops.matmul_backward_input(dx.view_mut(), dy, w.view(), m, n, k, WriteMode::Overwrite);
+        },
+    )?;
     Ok(errors)
 }
 
@@ -69,40 +65,73 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let dx = if write == WriteMode::Accumulate { rng.draw_vector(m * d) } else { make_nan_values(m * d) };
-        let buffers = [
-            make_typed_buffer(make_nan_values(m * d)),
-            make_f32_buffer(make_nan_values(m)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-            make_typed_buffer(rng.draw_vector(d)),
-            make_typed_buffer(dx),
-            make_f32_buffer(rng.draw_vector(d)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-        ];
-        errors += backends.compare(&format!("rmsnorm {m} {d}"), &buffers, |ops, bufs| {
-            let [y, rstd, x, delta, w, dx, dw, dy] = bufs else { unreachable!("buffers") };
-            ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
-            let (out, stat) = (y.view_mut(), rstd.view_mut());
-            ops.add_rmsnorm_forward(out, stat, x.view_mut(), delta.view(), w.view(), m, d, 1e-5);
-            let grads = (dx.view_mut(), dw.view_mut());
-            ops.rmsnorm_backward(grads.0, grads.1, dy.view(), x.view(), w.view(), rstd.view(), m, d, write);
-        })?;
-        let dx = if write == WriteMode::Accumulate { rng.draw_vector(m * d) } else { make_nan_values(m * d) };
-        let buffers = [
-            make_typed_buffer(make_nan_values(m * d)),
-            make_f32_buffer(make_nan_values(2 * m)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-            make_typed_buffer(rng.draw_vector(d)),
-            make_typed_buffer(rng.draw_vector(d)),
-            make_typed_buffer(dx),
-            make_f32_buffer(rng.draw_vector(d)),
-            make_f32_buffer(rng.draw_vector(d)),
-            make_typed_buffer(rng.draw_vector(m * d)),
-        ];
-        errors += backends.compare(&format!("layernorm {m} {d}"), &buffers, |ops, bufs| {
-            let [y, stats, x, delta, w, bias, dx, dw, db, dy] = bufs else { unreachable!("buffers") };
+        errors += compare_rms_norm(backends, &mut rng, write, m, d)?;
+        errors += compare_layer_norm(backends, &mut rng, write, m, d)?;
+    }
+    let buffers = [
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(d)),
+        make_f32_buffer(rng.draw_vector(d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+    ];
+    errors += backends.compare(&format!("bias {m} {d}"), buffers, |ops, [y, bias, dbias, dy]| {
+        ops.bias_forward(y.view_mut(), bias.view(), m, d);
+        ops.bias_backward(dbias.view_mut(), dy.view(), m, d);
+    })?;
+    Ok(errors)
+}
+
+fn compare_rms_norm(
+    backends: &Backends,
+    rng: &mut CaseRng,
+    write: WriteMode,
+    m: usize,
+    d: usize,
+) -> CaseResult {
+    let dx = rng.draw_output(write, m * d);
+    let buffers = [
+        make_typed_buffer(make_nan_values(m * d)),
+        make_f32_buffer(make_nan_values(m)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(d)),
+        make_typed_buffer(dx),
+        make_f32_buffer(rng.draw_vector(d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+    ];
+    backends.compare(&format!("rmsnorm {m} {d}"), buffers, |ops, [y, rstd, x, delta, w, dx, dw, dy]| {
+        ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
+        let (out, stat) = (y.view_mut(), rstd.view_mut());
+        ops.add_rmsnorm_forward(out, stat, x.view_mut(), delta.view(), w.view(), m, d, 1e-5);
+        let grads = (dx.view_mut(), dw.view_mut());
+        ops.rmsnorm_backward(grads.0, grads.1, dy.view(), x.view(), w.view(), rstd.view(), m, d, write);
+    })
+}
+
+fn compare_layer_norm(
+    backends: &Backends,
+    rng: &mut CaseRng,
+    write: WriteMode,
+    m: usize,
+    d: usize,
+) -> CaseResult {
+    let dx = rng.draw_output(write, m * d);
+    let buffers = [
+        make_typed_buffer(make_nan_values(m * d)),
+        make_f32_buffer(make_nan_values(2 * m)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+        make_typed_buffer(rng.draw_vector(d)),
+        make_typed_buffer(rng.draw_vector(d)),
+        make_typed_buffer(dx),
+        make_f32_buffer(rng.draw_vector(d)),
+        make_f32_buffer(rng.draw_vector(d)),
+        make_typed_buffer(rng.draw_vector(m * d)),
+    ];
+    backends.compare(
+        &format!("layernorm {m} {d}"),
+        buffers,
+        |ops, [y, stats, x, delta, w, bias, dx, dw, db, dy]| {
             // A row of few elements may have nearly no variance. The norm then amplifies the
             // rounding of x by up to 1/√eps.
             let eps = if d < 8 { 1e-1 } else { 1e-2 };
@@ -111,20 +140,8 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
             ops.add_layernorm_forward(y.view_mut(), stats.view_mut(), x.view_mut(), delta.view(), norm, m);
             let (dx, dw, db) = (dx.view_mut(), dw.view_mut(), db.view_mut());
             ops.layernorm_backward(dx, dw, db, dy.view(), x.view(), w.view(), stats.view(), m, write);
-        })?;
-    }
-    let buffers = [
-        make_typed_buffer(rng.draw_vector(m * d)),
-        make_typed_buffer(rng.draw_vector(d)),
-        make_f32_buffer(rng.draw_vector(d)),
-        make_typed_buffer(rng.draw_vector(m * d)),
-    ];
-    errors += backends.compare(&format!("bias {m} {d}"), &buffers, |ops, bufs| {
-        let [y, bias, dbias, dy] = bufs else { unreachable!("buffers") };
-        ops.bias_forward(y.view_mut(), bias.view(), m, d);
-        ops.bias_backward(dbias.view_mut(), dy.view(), m, d);
-    })?;
-    Ok(errors)
+        },
+    )
 }
 
 /// Compares RMSNorm of heads and rotary position embeddings on the GPU with the CPU.
@@ -149,13 +166,14 @@ pub(super) fn compare_head_norm_and_rope(
         make_typed_buffer(rng.draw_vector(rows * stride)),
         make_f32_buffer(rng.draw_vector(head_dim)),
     ];
-    errors += backends.compare(&format!("norm of heads {h:?}"), &buffers, |ops, bufs| {
-        let [x, raw, rstd, w, dx, dw] = bufs else { unreachable!("buffers") };
-        ops.rmsnorm_heads_forward(x.view_mut(), raw.view_mut(), rstd.view_mut(), w.view(), h, 1e-3);
-        ops.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), w.view(), h);
-    })?;
+    errors +=
+        backends.compare(&format!("norm of heads {h:?}"), buffers, |ops, [x, raw, rstd, w, dx, dw]| {
+            ops.rmsnorm_heads_forward(x.view_mut(), raw.view_mut(), rstd.view_mut(), w.view(), h, 1e-3);
+            ops.rmsnorm_heads_backward(dx.view_mut(), dw.view_mut(), raw.view(), rstd.view(), w.view(), h);
+        })?;
     let half = head_dim; // the heads are twice as wide
     let stride = heads * 2 * half + if half.is_multiple_of(8) { 8 } else { 5 };
+    let shape = RopeShape { b, t, heads, head_dim: 2 * half, stride };
     let angles: Vec<f32> = rng.draw_vector(t * half);
     let buffers = [
         make_typed_buffer(rng.draw_vector(b * t * stride)),
@@ -163,10 +181,9 @@ pub(super) fn compare_head_norm_and_rope(
         make_f32_buffer(angles.iter().map(|a| a.cos()).collect()),
         make_f32_buffer(angles.iter().map(|a| a.sin()).collect()),
     ];
-    errors += backends.compare(&format!("rope {b} {t} {heads} {half}"), &buffers, |ops, bufs| {
-        let [x, dx, cos, sin] = bufs else { unreachable!("buffers") };
-        ops.rope_forward(x.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
-        ops.rope_backward(dx.view_mut(), cos.view(), sin.view(), b, t, heads, 2 * half, stride);
+    errors += backends.compare(&format!("{shape:?}"), buffers, |ops, [x, dx, cos, sin]| {
+        ops.rope_forward(x.view_mut(), cos.view(), sin.view(), shape);
+        ops.rope_backward(dx.view_mut(), cos.view(), sin.view(), shape);
     })?;
     Ok(errors)
 }
@@ -188,17 +205,18 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
         make_typed_buffer(make_nan_values(m * f)),
         make_typed_buffer(make_nan_values(m * f)),
     ];
-    errors += backends.compare(&format!("activations {m} {f}"), &buffers, |ops, bufs| {
-        let [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_gelu_only, y, dx] = bufs else {
-            unreachable!("buffers")
-        };
-        ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
-        ops.swiglu_backward(dsilu.view_mut(), dy.view_mut(), gate_up.view(), m, f);
-        ops.geglu_forward(gelu.view_mut(), gate_up.view(), m, f);
-        ops.geglu_backward(dgelu.view_mut(), dy_gelu.view_mut(), gate_up.view(), m, f);
-        ops.gelu_forward(y.view_mut(), gate_up.view().slice(0..m * f));
-        ops.gelu_backward(dx.view_mut(), dy_gelu_only.view_mut(), gate_up.view().slice(m * f..2 * m * f));
-    })?;
+    errors += backends.compare(
+        &format!("activations {m} {f}"),
+        buffers,
+        |ops, [silu, gelu, dsilu, dgelu, gate_up, dy, dy_gelu, dy_gelu_only, y, dx]| {
+            ops.swiglu_forward(silu.view_mut(), gate_up.view(), m, f);
+            ops.swiglu_backward(dsilu.view_mut(), dy.view_mut(), gate_up.view(), m, f);
+            ops.geglu_forward(gelu.view_mut(), gate_up.view(), m, f);
+            ops.geglu_backward(dgelu.view_mut(), dy_gelu.view_mut(), gate_up.view(), m, f);
+            ops.gelu_forward(y.view_mut(), gate_up.view().slice(0..m * f));
+            ops.gelu_backward(dx.view_mut(), dy_gelu_only.view_mut(), gate_up.view().slice(m * f..2 * m * f));
+        },
+    )?;
     Ok(errors)
 }
 
@@ -261,32 +279,23 @@ fn compare_attention_with_starts(
         make_typed_buffer(rng.draw_vector(qkv)),
         make_typed_buffer(rng.draw_vector(o)),
     ];
-    errors += backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
-        let [o, lse, dqkv, qkv, d_o] = bufs else { unreachable!("buffers") };
+    errors += backends.compare(&format!("{shape:?}"), buffers, |ops, [o, lse, dqkv, qkv, d_o]| {
         ops.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         ops.attention_backward(dqkv.view_mut(), d_o.view(), o.view(), lse.view(), qkv.view(), starts, shape);
     })?;
     Ok(errors)
 }
 
-/// Compares the classifier on the GPU with the CPU, with and without gradients, on `m` rows and a
-/// vocabulary of `v`.
-pub(super) fn compare_classifier(
-    backends: &Backends,
-    seed: u64,
-    m: usize,
-    d: usize,
-    v: usize,
-    cap: Option<f32>,
-) -> CaseResult {
+/// Compares the classifier on the GPU with the CPU, with and without gradients.
+pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: ClassifierShape) -> CaseResult {
+    let ClassifierShape { m, d, v, .. } = shape;
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
     let labels: Vec<u32> = (0..m)
         .map(|_| if rng.draw_below(5) == 0 { IGNORE_LABEL } else { rng.draw_below(v) as u32 })
         .collect();
     for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
-        let dw =
-            if dw_write == WriteMode::Accumulate { rng.draw_vector(v * d) } else { make_nan_values(v * d) };
+        let dw = rng.draw_output(dw_write, v * d);
         let buffers = [
             make_f32_buffer(make_nan_values(m)),
             make_f32_buffer(make_nan_values(m)),
@@ -295,32 +304,12 @@ pub(super) fn compare_classifier(
             make_typed_buffer(rng.draw_vector(m * d)),
             make_typed_buffer(rng.draw_vector(v * d)),
         ];
-        errors += backends.compare(&format!("classifier {m} {d} {v} {cap:?}"), &buffers, |ops, bufs| {
-            let [loss, loss_only, dx, dw, x, w] = bufs else { unreachable!("buffers") };
-            let grads = ClassifierGrads { dx: dx.view_mut(), dw: dw.view_mut(), dw_write, scale: 0.25 };
-            ops.compute_softcapped_classifier_loss(
-                loss.view_mut(),
-                x.view(),
-                w.view(),
-                &labels,
-                m,
-                d,
-                v,
-                cap,
-                Some(grads),
-            );
-            ops.compute_softcapped_classifier_loss(
-                loss_only.view_mut(),
-                x.view(),
-                w.view(),
-                &labels,
-                m,
-                d,
-                v,
-                cap,
-                None,
-            );
-        })?;
+        errors +=
+            backends.compare(&format!("{shape:?}"), buffers, |ops, [loss, loss_only, dx, dw, x, w]| {
+                let grads = ClassifierGrads { dx: dx.view_mut(), dw: dw.view_mut(), dw_write, scale: 0.25 };
+                ops.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, Some(grads));
+                ops.compute_classifier_loss(loss_only.view_mut(), x.view(), w.view(), &labels, shape, None);
+            })?;
     }
     Ok(errors)
 }
@@ -337,8 +326,7 @@ pub(super) fn compare_embedding(backends: &Backends, seed: u64, m: usize, d: usi
         make_f32_buffer(rng.draw_vector(v * d)),
         make_typed_buffer(rng.draw_vector(m * d)),
     ];
-    errors += backends.compare(&format!("embedding {m} {d} {v}"), &buffers, |ops, bufs| {
-        let [x, w, dw, dx] = bufs else { unreachable!("buffers") };
+    errors += backends.compare(&format!("embedding {m} {d} {v}"), buffers, |ops, [x, w, dw, dx]| {
         ops.embedding_forward(x.view_mut(), w.view(), &tokens, d);
         ops.embedding_backward(dw.view_mut(), dx.view(), &tokens, d);
     })?;
@@ -355,25 +343,14 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
         make_typed_buffer(rng.draw_vector(n)),
     ];
     let sums = RefCell::new(Vec::new());
-    errors += backends.compare(&format!("elementwise ops {n}"), &buffers, |ops, bufs| {
-        let [y, x, z] = bufs else { unreachable!("buffers") };
+    errors += backends.compare(&format!("elementwise ops {n}"), buffers, |ops, [y, x, z]| {
         ops.add(y.view_mut(), x.view());
         ops.scale(z.view_mut(), -0.75);
         let mut out = vec![f64::NAN; n.div_ceil(NORM_BLOCK_LEN)];
         ops.sum_squares_by_block(&mut out, x.view());
         sums.borrow_mut().push(out);
     })?;
-    for pair in sums.into_inner().chunks(2) {
-        let [expected, actual] = pair else { unreachable!("both backends") };
-        let close = expected.iter().zip(actual).all(|(w, g)| (w - g).abs() <= w * 1e-12);
-        if !close {
-            return Err(ConformanceError::SumsDiffer {
-                case: format!("sum_squares_by_block {n}"),
-                gpu: actual.clone(),
-                cpu: expected.clone(),
-            });
-        }
-    }
+    compare_sums(format!("sum_squares_by_block {n}"), sums.into_inner(), 1e-12)?;
     let square = |v: Vec<f32>| v.iter().map(|x| x * x).collect::<Vec<_>>();
     let buffers = [
         make_f32_buffer(rng.draw_vector(n)),
@@ -383,27 +360,27 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
         make_f32_buffer(rng.draw_vector(n)),
         make_f32_buffer(rng.draw_vector(n)),
     ];
-    errors += backends.compare(&format!("optimizers {n}"), &buffers, |ops, bufs| {
-        let [p, g, avg, avg_sq, momentum, q] = bufs else { unreachable!("buffers") };
-        for (step, beta1) in [(1, 0.9), (2, 0.3)] {
-            let h = AdamWHyperparams {
-                lr: 1e-2,
-                beta1,
-                beta2: 0.95,
-                eps: 1e-8,
-                weight_decay: 0.1,
-                step,
-                grad_scale: 0.5,
-            };
-            ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h);
-            let h = LionHyperparams { lr: 1e-3, beta1, beta2: 0.99, weight_decay: 0.1, grad_scale: 2.0 };
-            ops.lion(q.view_mut(), g.view(), avg.view_mut(), &h);
-            let h = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_decay: 0.01, grad_scale: 1.5 };
-            ops.sgd(p.view_mut(), g.view(), momentum.view_mut(), &h);
-            let h = SgdHyperparams { momentum: 0.0, weight_decay: 0.0, ..h };
-            ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
-        }
-    })?;
+    errors +=
+        backends.compare(&format!("optimizers {n}"), buffers, |ops, [p, g, avg, avg_sq, momentum, q]| {
+            for (step, beta1) in [(1, 0.9), (2, 0.3)] {
+                let h = AdamWHyperparams {
+                    lr: 1e-2,
+                    beta1,
+                    beta2: 0.95,
+                    eps: 1e-8,
+                    weight_decay: 0.1,
+                    step,
+                    grad_scale: 0.5,
+                };
+                ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h);
+                let h = LionHyperparams { lr: 1e-3, beta1, beta2: 0.99, weight_decay: 0.1, grad_scale: 2.0 };
+                ops.lion(q.view_mut(), g.view(), avg.view_mut(), &h);
+                let h = SgdHyperparams { lr: 1e-2, momentum: 0.9, weight_decay: 0.01, grad_scale: 1.5 };
+                ops.sgd(p.view_mut(), g.view(), momentum.view_mut(), &h);
+                let h = SgdHyperparams { momentum: 0.0, weight_decay: 0.0, ..h };
+                ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
+            }
+        })?;
     errors += compare_vector_ops(backends, &mut rng, n)?;
     errors += compare_stochastic_rounding(backends, &mut rng, n)?;
     Ok(errors)
@@ -453,40 +430,46 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
         make_f32_buffer(make_nan_values(n)),
         make_typed_buffer(rng.draw_vector(n)),
     ];
-    let errors = backends.compare(&format!("vectors {n}"), &buffers, |ops, bufs| {
-        let [x, y, z, conv1d, copy, cleared, narrow] = bufs else { unreachable!("buffers") };
-        ops.add_scalar(x.view_mut(), 0.5);
-        ops.axpby(y.view_mut(), 0.75, x.view(), -1.25);
-        ops.softcap(z.view_mut(), 3.0);
-        let dropout = SampleDropout {
-            key: [n as u32, 7],
-            probability: 0.3,
-            sample_len: n.div_ceil(2),
-            first_sample: (1 << 33) + 5,
-        };
-        let prefix = 0..n / 2 * 2 / dropout.sample_len * dropout.sample_len;
-        ops.dropout(z.view_mut().slice(prefix.clone()), &dropout);
-        ops.dropout(narrow.view_mut().slice(prefix), &dropout);
-        ops.nesterov_momentum(x.view_mut(), z.view_mut(), 0.95, 0.5);
-        let prefix = rows * columns;
-        ops.clear(conv1d.view_mut());
-        ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
-        ops.copy(copy.view_mut(), x.view());
-        ops.move_elements_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
-        ops.clear(cleared.view_mut());
-        sums.borrow_mut().push(ops.sum_squares(y.view()));
-        let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
-        sums.borrow_mut().push(ops.sum_squares_by_block_concat(&parts).iter().sum());
-    })?;
-    for both in sums.into_inner().chunks(4) {
-        let (expected, actual) = both.split_at(2);
-        if !expected.iter().zip(actual).all(|(w, g): (&f64, &f64)| (w - g).abs() <= w * 1e-5) {
-            return Err(ConformanceError::SumsDiffer {
-                case: format!("sums of squares {n}"),
-                gpu: actual.to_vec(),
-                cpu: expected.to_vec(),
-            });
+    let errors = backends.compare(
+        &format!("vectors {n}"),
+        buffers,
+        |ops, [x, y, z, conv1d, copy, cleared, narrow]| {
+            ops.add_scalar(x.view_mut(), 0.5);
+            ops.axpby(y.view_mut(), 0.75, x.view(), -1.25);
+            ops.softcap(z.view_mut(), 3.0);
+            let dropout = SampleDropout {
+                key: [n as u32, 7],
+                probability: 0.3,
+                sample_len: n.div_ceil(2),
+                first_sample: (1 << 33) + 5,
+            };
+            let prefix = 0..n / 2 * 2 / dropout.sample_len * dropout.sample_len;
+            ops.dropout(z.view_mut().slice(prefix.clone()), &dropout);
+            ops.dropout(narrow.view_mut().slice(prefix), &dropout);
+            ops.nesterov_momentum(x.view_mut(), z.view_mut(), 0.95, 0.5);
+            let prefix = rows * columns;
+            ops.clear(conv1d.view_mut());
+            ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
+            ops.copy(copy.view_mut(), x.view());
+            ops.move_elements_down(copy.view_mut(), n / 3..n - n / 5, n / 4);
+            ops.clear(cleared.view_mut());
+            let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
+            let total = ops.sum_squares_by_block_concat(&parts).iter().sum();
+            sums.borrow_mut().push(vec![ops.sum_squares(y.view()), total]);
+        },
+    )?;
+    compare_sums(format!("sums of squares {n}"), sums.into_inner(), 1e-5)?;
+    Ok(errors)
+}
+
+/// Compares the sums that ops of the case `case` returned to the host: pairs of the CPU's sums and
+/// the GPU's sums. Fails if a sum of the GPU has a larger relative error than `tolerance`.
+fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
+    for pair in sums.as_chunks::<2>().0 {
+        let [cpu, gpu] = pair.clone();
+        if !cpu.iter().zip(&gpu).all(|(cpu, gpu)| (cpu - gpu).abs() <= cpu * tolerance) {
+            return Err(ConformanceError::SumsDiffer { case, gpu, cpu });
         }
     }
-    Ok(errors)
+    Ok(())
 }

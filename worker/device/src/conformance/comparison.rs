@@ -1,6 +1,7 @@
 //! [`Backends`]: runs an operation on the CPU and on the GPU, and compares the buffers.
 use super::error::ConformanceError;
-use crate::{Buf, Cpu, Cuda, Dtype, Ops, View, ViewMut, storage::Storage};
+use crate::ops::{Ops, VectorOps, WriteMode};
+use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
 /// The largest errors of a family for each element type, relative to the largest expected value of
 /// the buffer.
@@ -79,39 +80,35 @@ impl Backends<'_> {
     /// Runs operations on both backends and compares all buffers afterwards. The CPU computes in
     /// `f32` on values that were rounded to the GPU's element type. `case` names the case in
     /// errors.
-    pub(super) fn compare(
+    pub(super) fn compare<const N: usize>(
         &self,
         case: &str,
-        buffers: &[CaseBuffer],
-        run: impl Fn(&dyn Ops, &mut [OffsetBuf]),
+        buffers: [CaseBuffer; N],
+        run: impl Fn(&dyn Ops, [&mut OffsetBuf; N]),
     ) -> CaseResult {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
     }
 
     /// Compares the backends with [`Backends::compare`], but tolerates relative errors up to at
     /// least `min_tolerance`.
-    pub(super) fn compare_with_min_tolerance(
+    pub(super) fn compare_with_min_tolerance<const N: usize>(
         &self,
         min_tolerance: f64,
         case: &str,
-        buffers: &[CaseBuffer],
-        run: impl Fn(&dyn Ops, &mut [OffsetBuf]),
+        buffers: [CaseBuffer; N],
+        run: impl Fn(&dyn Ops, [&mut OffsetBuf; N]),
     ) -> CaseResult {
         let mut errors = MaxErrors::default();
         for (dtype, offset, tolerance) in self.runs.iter().map(|(d, s, t)| (*d, *s, t.max(min_tolerance))) {
-            let rounded: Vec<Vec<f32>> = buffers
-                .iter()
-                .map(|g| if g.varies_type { self.round_on_gpu(dtype, &g.values) } else { g.values.clone() })
-                .collect();
-            let mut cpu: Vec<OffsetBuf> =
-                rounded.iter().map(|v| OffsetBuf { buf: Buf::from_slice(v), offset: 0 }).collect();
-            run(&self.cpu, &mut cpu);
-            let mut gpu: Vec<OffsetBuf> = rounded
-                .iter()
-                .zip(buffers)
-                .map(|(v, g)| self.copy_to_gpu(if g.varies_type { dtype } else { Dtype::F32 }, v, offset))
-                .collect();
-            run(self.cuda, &mut gpu);
+            let buffers = buffers.each_ref().map(|buffer| match buffer.varies_type {
+                true => (dtype, self.round_on_gpu(dtype, &buffer.values)),
+                false => (Dtype::F32, buffer.values.clone()),
+            });
+            let mut cpu =
+                buffers.each_ref().map(|(_, values)| OffsetBuf { buf: Buf::from_slice(values), offset: 0 });
+            run(&self.cpu, cpu.each_mut());
+            let mut gpu = buffers.map(|(dtype, values)| self.copy_to_gpu(dtype, &values, offset));
+            run(self.cuda, gpu.each_mut());
             for (i, (expected, actual)) in cpu.iter().zip(&gpu).enumerate() {
                 let error =
                     compute_relative_error(&self.copy_to_host_as_f32(actual.view()), expected.view().host());
@@ -202,6 +199,20 @@ impl CaseRng {
     /// Returns a vector of `len` random numbers, uniform in (−1, 1).
     pub(super) fn draw_vector(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+
+    /// Returns `len` initial values of an output that is written in the mode `write`: random
+    /// numbers if the result is added to them, otherwise NaN.
+    pub(super) fn draw_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
+        match write {
+            WriteMode::Overwrite => make_nan_values(len),
+            WriteMode::Accumulate => self.draw_vector(len),
+        }
+    }
+
+    /// Draws the seed of a case, and then one number in `1..end` for each of `ends`.
+    pub(super) fn draw_case<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
+        (self.draw_number(), ends.map(|end| self.draw_in_range(1, end)))
     }
 
     /// Returns the position at which the document of each token starts, for `b` sequences of `t`

@@ -42,27 +42,24 @@ fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) ->
         make_f32_buffer(rng.draw_vector(m * experts_per_token)),
     ];
     let selections = RefCell::new(Vec::new());
-    let errors = backends.compare(&format!("{shape:?}"), &buffers, |ops, bufs| {
-        let [probs, weights, lse, dlogits, logits, dweights] = bufs else { unreachable!("buffers") };
-        let mut chosen = vec![u32::MAX; m * experts_per_token];
-        ops.router_forward(
-            probs.view_mut(),
-            weights.view_mut(),
-            lse.view_mut(),
-            &mut chosen,
-            logits.view(),
-            shape,
-        );
-        let buffers = RouterBackwardInputs {
-            probs: probs.view(),
-            lse: lse.view(),
-            chosen_experts: &chosen,
-            balance_grad: &balance,
-            z_loss_coef: z,
-        };
-        ops.router_backward(dlogits.view_mut(), dweights.view(), buffers, shape);
-        selections.borrow_mut().push(chosen);
-    })?;
+    let errors = backends.compare(
+        &format!("{shape:?}"),
+        buffers,
+        |ops, [probs, weights, lse, dlogits, logits, dweights]| {
+            let mut chosen = vec![u32::MAX; m * experts_per_token];
+            let outputs = (probs.view_mut(), weights.view_mut(), lse.view_mut());
+            ops.router_forward(outputs.0, outputs.1, outputs.2, &mut chosen, logits.view(), shape);
+            let buffers = RouterBackwardInputs {
+                probs: probs.view(),
+                lse: lse.view(),
+                chosen_experts: &chosen,
+                balance_grad: &balance,
+                z_loss_coef: z,
+            };
+            ops.router_backward(dlogits.view_mut(), dweights.view(), buffers, shape);
+            selections.borrow_mut().push(chosen);
+        },
+    )?;
     let selections = selections.into_inner();
     if selections.iter().any(|c| c != &selections[0]) {
         return Err(ConformanceError::ExpertsDiffer(shape));
@@ -90,22 +87,18 @@ fn compare_expert_rows(
         make_f32_buffer(rng.draw_vector(m * per_token)),
         make_f32_buffer(rng.draw_vector(m)),
     ];
-    backends.compare(&format!("rows {m} {per_token} {d}"), &buffers, |ops, bufs| {
-        let [gathered, set, added, dots, x, scaled, weights, factors] = bufs else { unreachable!("buffers") };
-        ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
-        ops.combine_rows(
-            set.view_mut(),
-            x.view(),
-            Some(weights.view()),
-            &row_indices,
-            m,
-            d,
-            WriteMode::Overwrite,
-        );
-        ops.combine_rows(added.view_mut(), x.view(), None, &row_indices, m, d, WriteMode::Accumulate);
-        ops.dot_rows(dots.view_mut(), x.view(), scaled.view(), d);
-        ops.scale_rows(scaled.view_mut(), factors.view(), d);
-    })
+    backends.compare(
+        &format!("rows {m} {per_token} {d}"),
+        buffers,
+        |ops, [gathered, set, added, dots, x, scaled, weights, factors]| {
+            ops.gather_rows(gathered.view_mut(), x.view(), &row_indices, d);
+            let weights = Some(weights.view());
+            ops.combine_rows(set.view_mut(), x.view(), weights, &row_indices, m, d, WriteMode::Overwrite);
+            ops.combine_rows(added.view_mut(), x.view(), None, &row_indices, m, d, WriteMode::Accumulate);
+            ops.dot_rows(dots.view_mut(), x.view(), scaled.view(), d);
+            ops.scale_rows(scaled.view_mut(), factors.view(), d);
+        },
+    )
 }
 
 /// Compares grouped matmuls on the GPU with the CPU, over groups of the given numbers of rows.
@@ -131,8 +124,7 @@ pub(super) fn compare_grouped_matmul(
         make_typed_buffer(rng.draw_vector(at * n)),
         make_typed_buffer(rng.draw_vector(matrix)),
     ];
-    backends.compare(&format!("groups {sizes:?} {n} {k}"), &buffers, |ops, bufs| {
-        let [y, dx, dw, x, dy, w] = bufs else { unreachable!("buffers") };
+    backends.compare(&format!("groups {sizes:?} {n} {k}"), buffers, |ops, [y, dx, dw, x, dy, w]| {
         ops.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
         ops.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
         ops.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);

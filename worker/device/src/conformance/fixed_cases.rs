@@ -1,133 +1,150 @@
 //! Conformance cases of fixed shapes, which select the special cases of kernels.
 use super::comparison::{Backends, CaseResult};
 use super::{cases, expert_cases};
-use crate::ops::AttentionShape;
+use crate::ops::{AttentionShape, ClassifierShape};
 
-/// Function that runs a conformance case of one shape.
-type FixedCase<'a> = Box<dyn Fn() -> CaseResult + 'a>;
+/// One op or family of ops with a fixed shape.
+enum FixedCase {
+    /// RMSNorm, LayerNorm and bias of `m` rows of `d` elements.
+    Norms { m: usize, d: usize },
+    /// RMSNorm of heads and rotary position embeddings: rows, heads, head dimension and sequences.
+    HeadNormAndRope([usize; 4]),
+    /// SwiGLU, GeGLU and GELU of `m` rows of `f` elements.
+    Activations { m: usize, f: usize },
+    /// Attention over documents of random lengths.
+    Documents(AttentionShape),
+    /// Attention in which every query attends to a window of this size.
+    Window(usize, AttentionShape),
+    /// Attention in which every query attends to a random number of positions.
+    Ragged(AttentionShape),
+    /// The classifier.
+    Classifier(ClassifierShape),
+    /// The router and the row ops: tokens, experts, experts per token, and elements of a row.
+    Experts([usize; 4]),
+    /// Grouped matmul of groups with these numbers of rows: n and k.
+    Grouped(&'static [usize], [usize; 2]),
+    /// The token embedding: tokens, elements of a row, and size of the vocabulary.
+    Embedding([usize; 3]),
+    /// Elementwise ops and optimizers on vectors of this length.
+    Vectors(usize),
+}
 
-/// Returns conformance cases at the limits of kernels: rows longer than a thread block, the widest
-/// heads, documents that cross tiles, and more blocks than one launch has.
-pub(super) fn list_boundary_cases<'a>(backends: &'a Backends) -> Vec<FixedCase<'a>> {
+impl FixedCase {
+    /// Compares the GPU with the CPU on this case, with values that `seed` determines.
+    fn compare(&self, backends: &Backends, seed: u64) -> CaseResult {
+        match *self {
+            FixedCase::Norms { m, d } => cases::compare_norms(backends, seed, m, d),
+            FixedCase::HeadNormAndRope([rows, heads, head_dim, b]) => {
+                cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
+            }
+            FixedCase::Activations { m, f } => cases::compare_activations(backends, seed, m, f),
+            FixedCase::Documents(shape) => cases::compare_document_attention(backends, seed, shape),
+            FixedCase::Window(window, shape) => {
+                cases::compare_windowed_attention(backends, seed, window, shape)
+            }
+            FixedCase::Ragged(shape) => cases::compare_ragged_attention(backends, seed, shape),
+            FixedCase::Classifier(shape) => cases::compare_classifier(backends, seed, shape),
+            FixedCase::Experts([m, count, per_token, d]) => {
+                expert_cases::compare_expert_ops(backends, seed, m, count, per_token, d)
+            }
+            FixedCase::Grouped(sizes, [n, k]) => {
+                expert_cases::compare_grouped_matmul(backends, seed, sizes, n, k)
+            }
+            FixedCase::Embedding([m, d, v]) => cases::compare_embedding(backends, seed, m, d, v),
+            FixedCase::Vectors(n) => cases::compare_vectors_and_optimizers(backends, seed, n),
+        }
+    }
+}
+
+/// Returns an iterator that runs the conformance cases of fixed shapes, one case for each item.
+pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
+    let cases = list_boundary_cases(backends)
+        .into_iter()
+        .chain(list_tiled_attention_cases())
+        .chain(list_vectorised_cases());
+    cases.map(|(seed, case)| case.compare(backends, seed))
+}
+
+/// Returns conformance cases at the limits of kernels, each with its seed: rows longer than a
+/// thread block, the widest heads, documents that cross tiles, and more blocks than one launch has.
+fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
     // Only data-centre GPUs have that much; others have 99 KiB.
     let widest = if backends.cuda.properties().shared_memory_per_block < 144 << 10 { 176 } else { 256 };
+    let shape = AttentionShape::new;
+    let dropout = |first| Some(cases::derive_dropout(first));
+    let classifier = ClassifierShape { m: 130, d: 3, v: 700, softcap: None };
     vec![
-        Box::new(move || cases::compare_norms(backends, 1, 2, 1000)),
-        Box::new(move || cases::compare_norms(backends, 2, 129, 33)),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 3, AttentionShape::new(1, 33, 2, 1, widest))
-        }),
-        Box::new(|| {
-            cases::compare_document_attention(
-                backends,
-                4,
-                AttentionShape { scale: 0.7, ..AttentionShape::new(2, 100, 2, 2, 8) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 12, AttentionShape::new(1, 70, 2, 1, 128))
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 13, AttentionShape::new(1, 130, 2, 2, 96))
-        }),
-        Box::new(move || {
-            let dropout = Some(cases::derive_dropout(u64::MAX));
-            cases::compare_document_attention(
-                backends,
-                15,
-                AttentionShape { dropout, ..AttentionShape::new(2, 130, 4, 2, 40) },
-            )
-        }),
-        Box::new(move || {
-            let dropout = Some(cases::derive_dropout(1 << 60));
-            cases::compare_document_attention(
-                backends,
-                16,
-                AttentionShape { dropout, ..AttentionShape::new(1, 100, 2, 1, widest) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_document_attention(backends, 14, AttentionShape::new(1, 40, 2, 1, 64))
-        }),
-        Box::new(move || cases::compare_classifier(backends, 5, 130, 3, 700, None)),
-        Box::new(move || expert_cases::compare_expert_ops(backends, 6, 3, 1024, 9, 4)),
-        Box::new(move || expert_cases::compare_grouped_matmul(backends, 7, &[3, 0, 17, 1], 9, 14)),
-        Box::new(move || expert_cases::compare_grouped_matmul(backends, 8, &[0, 0], 4, 4)),
-        Box::new(move || cases::compare_embedding(backends, 9, 300, 3, 2)),
-        Box::new(move || cases::compare_vectors_and_optimizers(backends, 10, 40_000)),
-        Box::new(move || cases::compare_activations(backends, 11, 1, 700)),
+        (1, FixedCase::Norms { m: 2, d: 1000 }),
+        (2, FixedCase::Norms { m: 129, d: 33 }),
+        (3, FixedCase::Documents(shape(1, 33, 2, 1, widest))),
+        (4, FixedCase::Documents(AttentionShape { scale: 0.7, ..shape(2, 100, 2, 2, 8) })),
+        (12, FixedCase::Documents(shape(1, 70, 2, 1, 128))),
+        (13, FixedCase::Documents(shape(1, 130, 2, 2, 96))),
+        (15, FixedCase::Documents(AttentionShape { dropout: dropout(u64::MAX), ..shape(2, 130, 4, 2, 40) })),
+        (
+            16,
+            FixedCase::Documents(AttentionShape { dropout: dropout(1 << 60), ..shape(1, 100, 2, 1, widest) }),
+        ),
+        (14, FixedCase::Documents(shape(1, 40, 2, 1, 64))),
+        (5, FixedCase::Classifier(classifier)),
+        (6, FixedCase::Experts([3, 1024, 9, 4])),
+        (7, FixedCase::Grouped(&[3, 0, 17, 1], [9, 14])),
+        (8, FixedCase::Grouped(&[0, 0], [4, 4])),
+        (9, FixedCase::Embedding([300, 3, 2])),
+        (10, FixedCase::Vectors(40_000)),
+        (11, FixedCase::Activations { m: 1, f: 700 }),
     ]
 }
 
-/// Returns conformance cases with rows whose length is a multiple of eight, for which kernels load
-/// eight elements at once.
+/// Returns conformance cases for kernels that load eight elements at once, each with its seed. The
+/// length of the rows of these cases is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
 /// block has.
-pub(super) fn list_vectorised_cases<'a>(backends: &'a Backends) -> Vec<FixedCase<'a>> {
+fn list_vectorised_cases() -> Vec<(u64, FixedCase)> {
+    let classifier = |m, v, softcap| FixedCase::Classifier(ClassifierShape { m, d: 8, v, softcap });
     vec![
-        Box::new(move || cases::compare_norms(backends, 40, 3, 8)),
-        Box::new(move || cases::compare_norms(backends, 41, 131, 64)),
-        Box::new(move || cases::compare_norms(backends, 42, 5, 1016)),
-        Box::new(move || cases::compare_norms(backends, 43, 2, 2056)),
-        Box::new(move || cases::compare_norms(backends, 44, 2, 8192)),
-        Box::new(move || cases::compare_norms(backends, 45, 1, 8200)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 46, 21, 3, 64, 2)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 47, 3, 40, 8, 1)),
-        Box::new(move || cases::compare_head_norm_and_rope(backends, 48, 2, 1, 264, 3)),
-        Box::new(move || cases::compare_activations(backends, 49, 3, 2056)),
-        Box::new(move || cases::compare_activations(backends, 50, 17, 8)),
-        Box::new(move || cases::compare_classifier(backends, 51, 5, 8, 2088, None)),
-        Box::new(move || cases::compare_classifier(backends, 52, 3, 8, 2051, Some(2.0))),
+        (40, FixedCase::Norms { m: 3, d: 8 }),
+        (41, FixedCase::Norms { m: 131, d: 64 }),
+        (42, FixedCase::Norms { m: 5, d: 1016 }),
+        (43, FixedCase::Norms { m: 2, d: 2056 }),
+        (44, FixedCase::Norms { m: 2, d: 8192 }),
+        (45, FixedCase::Norms { m: 1, d: 8200 }),
+        (46, FixedCase::HeadNormAndRope([21, 3, 64, 2])),
+        (47, FixedCase::HeadNormAndRope([3, 40, 8, 1])),
+        (48, FixedCase::HeadNormAndRope([2, 1, 264, 3])),
+        (49, FixedCase::Activations { m: 3, f: 2056 }),
+        (50, FixedCase::Activations { m: 17, f: 8 }),
+        (51, classifier(5, 2088, None)),
+        (52, classifier(3, 2051, Some(2.0))),
     ]
 }
 
 /// Returns conformance cases of attention over several tiles that are entirely, partly or not
-/// visible.
+/// visible, each with its seed.
 ///
 /// The heads have every size for which a kernel exists and sizes between them. The cases cover
 /// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide
 /// exactly one position of a chunk.
-pub(super) fn list_tiled_attention_cases<'a>(backends: &'a Backends) -> Vec<FixedCase<'a>> {
+fn list_tiled_attention_cases() -> Vec<(u64, FixedCase)> {
     let no_window = usize::MAX;
     let shape = AttentionShape::new;
     let (softcap, dropout) = (Some(3.0), Some(cases::derive_dropout(1 << 30)));
+    let shape_with_both = |shape| AttentionShape { softcap, dropout, ..shape };
     vec![
-        Box::new(move || cases::compare_windowed_attention(backends, 20, no_window, shape(1, 256, 2, 1, 64))),
-        Box::new(move || {
-            cases::compare_windowed_attention(backends, 21, no_window, shape(1, 290, 1, 1, 128))
-        }),
-        Box::new(move || cases::compare_windowed_attention(backends, 22, 95, shape(1, 300, 3, 1, 40))),
-        Box::new(move || cases::compare_windowed_attention(backends, 23, 79, shape(2, 210, 2, 1, 72))),
-        Box::new(move || cases::compare_windowed_attention(backends, 24, 1, shape(1, 150, 8, 1, 16))),
-        Box::new(move || cases::compare_document_attention(backends, 25, shape(1, 257, 4, 2, 96))),
-        Box::new(move || cases::compare_document_attention(backends, 26, shape(2, 129, 8, 1, 64))),
-        Box::new(move || cases::compare_ragged_attention(backends, 27, shape(1, 270, 2, 2, 63))),
-        Box::new(move || cases::compare_ragged_attention(backends, 28, shape(1, 200, 2, 1, 127))),
-        Box::new(move || {
-            cases::compare_windowed_attention(
-                backends,
-                29,
-                no_window,
-                AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_windowed_attention(
-                backends,
-                30,
-                150,
-                AttentionShape { softcap, dropout, ..shape(1, 260, 2, 1, 64) },
-            )
-        }),
-        Box::new(move || {
-            cases::compare_ragged_attention(
-                backends,
-                31,
-                AttentionShape { softcap, dropout, ..shape(1, 230, 2, 1, 120) },
-            )
-        }),
+        (20, FixedCase::Window(no_window, shape(1, 256, 2, 1, 64))),
+        (21, FixedCase::Window(no_window, shape(1, 290, 1, 1, 128))),
+        (22, FixedCase::Window(95, shape(1, 300, 3, 1, 40))),
+        (23, FixedCase::Window(79, shape(2, 210, 2, 1, 72))),
+        (24, FixedCase::Window(1, shape(1, 150, 8, 1, 16))),
+        (25, FixedCase::Documents(shape(1, 257, 4, 2, 96))),
+        (26, FixedCase::Documents(shape(2, 129, 8, 1, 64))),
+        (27, FixedCase::Ragged(shape(1, 270, 2, 2, 63))),
+        (28, FixedCase::Ragged(shape(1, 200, 2, 1, 127))),
+        (29, FixedCase::Window(no_window, AttentionShape { softcap, ..shape(1, 260, 1, 1, 128) })),
+        (30, FixedCase::Window(150, shape_with_both(shape(1, 260, 2, 1, 64)))),
+        (31, FixedCase::Ragged(shape_with_both(shape(1, 230, 2, 1, 120)))),
     ]
 }

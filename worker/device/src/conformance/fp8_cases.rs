@@ -1,7 +1,7 @@
 //! Conformance cases of fp8: matmuls, and the rounding of every operand bit by bit, compared with
 //! the CPU.
 use super::comparison::{
-    Backends, CaseBuffer, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
+    Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
 use super::error::ConformanceError;
 use crate::Buf;
@@ -12,8 +12,8 @@ use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 /// has. Wrong rounding of an operand causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
-/// Formats of the left and right operand in the three matmuls of a layer: in a forward pass, in a
-/// backward pass, and in the backward pass of a Conv1D weight.
+/// The fp8 formats of the left and the right operand, for each kind of matmul of a layer: forward
+/// pass, backward pass, and backward pass of a Conv1D weight.
 const OPERAND_FORMATS: [[Fp8Format; 2]; 3] = [
     [Fp8Format::E4M3, Fp8Format::E4M3],
     [Fp8Format::E5M2, Fp8Format::E4M3],
@@ -27,21 +27,24 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     let mut rng = CaseRng::new(seed);
     for write in [WriteMode::Overwrite, WriteMode::Accumulate] {
         for (i, [left, right]) in OPERAND_FORMATS.into_iter().enumerate() {
-            let mut output = |len| {
-                if write == WriteMode::Accumulate { rng.draw_vector(len) } else { make_nan_values(len) }
-            };
-            let outputs = [make_typed_buffer(output(m * n)), make_f32_buffer(output(m * n))];
-            let operands =
-                [make_typed_buffer(rng.draw_vector(m * k)), make_typed_buffer(rng.draw_vector(k * n))];
-            let buffers: Vec<CaseBuffer> = outputs.into_iter().chain(operands).collect();
+            let buffers = [
+                make_typed_buffer(rng.draw_output(write, m * n)),
+                make_f32_buffer(rng.draw_output(write, m * n)),
+                make_typed_buffer(rng.draw_vector(m * k)),
+                make_typed_buffer(rng.draw_vector(k * n)),
+            ];
             let case = format!("fp8 {left:?} {right:?} {m} {n} {k} {write:?}");
-            errors += backends.compare_with_min_tolerance(SUM_TOLERANCE, &case, &buffers, |ops, bufs| {
-                let [c, c32, a, b] = bufs else { unreachable!("four buffers") };
-                let a = Fp8Operand { x: a.view(), format: left, transposed: i == 1 };
-                let b = Fp8Operand { x: b.view(), format: right, transposed: i == 0 };
-                ops.fp8_matmul(c.view_mut(), a, b, m, n, k, write);
-                ops.fp8_matmul(c32.view_mut(), a, b, m, n, k, write);
-            })?;
+            errors += backends.compare_with_min_tolerance(
+                SUM_TOLERANCE,
+                &case,
+                buffers,
+                |ops, [c, c32, a, b]| {
+                    let a = Fp8Operand { x: a.view(), format: left, transposed: i == 1 };
+                    let b = Fp8Operand { x: b.view(), format: right, transposed: i == 0 };
+                    ops.fp8_matmul(c.view_mut(), a, b, m, n, k, write);
+                    ops.fp8_matmul(c32.view_mut(), a, b, m, n, k, write);
+                },
+            )?;
         }
     }
     Ok(errors)

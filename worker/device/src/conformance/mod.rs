@@ -58,25 +58,12 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
             run_family(cuda, family, (0..rounds).map(|_| compare(backends, &mut rng)))
         })
         .collect();
-    reports.push(run_family(
-        cuda,
-        "boundary shapes",
-        fixed_cases::list_boundary_cases(backends)
-            .into_iter()
-            .chain(fixed_cases::list_tiled_attention_cases(backends))
-            .chain(fixed_cases::list_vectorised_cases(backends))
-            .map(|compare| compare()),
-    ));
+    reports.push(run_family(cuda, "boundary shapes", fixed_cases::compare_fixed_cases(backends)));
     if cuda.properties().has_fp8() {
         let mut rng = CaseRng::new(seed ^ (99 << 32));
-        let matmul_results = (0..rounds)
-            .map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng))
-            .collect::<Vec<_>>();
-        reports.push(run_family(
-            cuda,
-            "fp8 matmul",
-            matmul_results.into_iter().chain([fp8_cases::compare_operand_rounding(backends)]),
-        ));
+        let matmuls = (0..rounds).map(|_| random_cases::compare_random_fp8_matmuls(backends, &mut rng));
+        let rounding = std::iter::once_with(|| fp8_cases::compare_operand_rounding(backends));
+        reports.push(run_family(cuda, "fp8 matmul", matmuls.chain(rounding)));
     }
     reports
 }

@@ -1,7 +1,7 @@
 //! Conformance cases of random shapes: one function for each family of ops.
 use super::comparison::{Backends, CaseResult, CaseRng};
 use super::{cases, expert_cases, fp8_cases};
-use crate::ops::AttentionShape;
+use crate::ops::{AttentionShape, ClassifierShape};
 
 /// Function that compares a family of ops on the GPU with the CPU, for one random shape.
 type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
@@ -22,41 +22,27 @@ pub(super) const FAMILIES: [(&str, RandomCase); 9] = [
 
 /// Compares the matmuls of a random shape on the GPU with the CPU.
 fn compare_random_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_matmuls(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 40),
-    )
+    let (seed, [m, n, k]) = rng.draw_case([40, 40, 40]);
+    cases::compare_matmuls(backends, seed, m, n, k)
 }
 
 /// Compares RMSNorm, LayerNorm and bias of a random shape on the GPU with the CPU.
 fn compare_random_norms(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_norms(backends, rng.draw_number(), rng.draw_in_range(1, 150), rng.draw_in_range(1, 90))
+    let (seed, [m, d]) = rng.draw_case([150, 90]);
+    cases::compare_norms(backends, seed, m, d)
 }
 
 /// Compares RMSNorm of heads and rotary position embeddings of a random shape on the GPU with the
 /// CPU.
 fn compare_random_head_norm_and_rope(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_head_norm_and_rope(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 5),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 3),
-    )
+    let (seed, [rows, heads, head_dim, b]) = rng.draw_case([40, 5, 40, 3]);
+    cases::compare_head_norm_and_rope(backends, seed, rows, heads, head_dim, b)
 }
 
 /// Compares SwiGLU, GeGLU and GELU of a random shape on the GPU with the CPU.
 fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_activations(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 20),
-        rng.draw_in_range(1, 300),
-    )
+    let (seed, [m, f]) = rng.draw_case([20, 300]);
+    cases::compare_activations(backends, seed, m, f)
 }
 
 /// Compares attention on the GPU with attention on the CPU for one random shape. Some shapes also
@@ -72,72 +58,43 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
     );
     let softcap = shape.t.is_multiple_of(2).then_some(2.0);
     let dropout = shape.t.is_multiple_of(3).then(|| cases::derive_dropout(rng.draw_number()));
-    cases::compare_document_attention(
-        backends,
-        rng.draw_number(),
-        AttentionShape { softcap, dropout, ..shape },
-    )
+    let shape = AttentionShape { softcap, dropout, ..shape };
+    cases::compare_document_attention(backends, rng.draw_number(), shape)
 }
 
 /// Compares the classifier of a random shape on the GPU with the CPU. Some shapes also use softcap.
 fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    let cap = (rng.draw_below(2) == 0).then_some(3.0);
-    cases::compare_classifier(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 40),
-        rng.draw_in_range(1, 200),
-        cap,
-    )
+    let softcap = (rng.draw_below(2) == 0).then_some(3.0);
+    let (seed, [m, d, v]) = rng.draw_case([40, 40, 200]);
+    cases::compare_classifier(backends, seed, ClassifierShape { m, d, v, softcap })
 }
 
 /// Compares the router, the row ops of experts and grouped matmuls of random shapes on the GPU with
 /// the CPU.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
-    let mut errors = expert_cases::compare_expert_ops(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 30),
-        count,
-        rng.draw_in_range(1, 5).min(count),
-        rng.draw_in_range(1, 50),
-    )?;
+    let (seed, [m, per_token, d]) = rng.draw_case([30, 5, 50]);
+    let mut errors = expert_cases::compare_expert_ops(backends, seed, m, count, per_token.min(count), d)?;
     let sizes: Vec<usize> = (0..rng.draw_in_range(1, 5)).map(|_| rng.draw_below(9)).collect();
-    errors += expert_cases::compare_grouped_matmul(
-        backends,
-        rng.draw_number(),
-        &sizes,
-        rng.draw_in_range(1, 30),
-        rng.draw_in_range(1, 30),
-    )?;
+    let (seed, [n, k]) = rng.draw_case([30, 30]);
+    errors += expert_cases::compare_grouped_matmul(backends, seed, &sizes, n, k)?;
     Ok(errors)
 }
 
 /// Compares the token embedding of a random shape on the GPU with the CPU.
 fn compare_random_embedding(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_embedding(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 120),
-        rng.draw_in_range(1, 70),
-        rng.draw_in_range(1, 50),
-    )
+    let (seed, [m, d, v]) = rng.draw_case([120, 70, 50]);
+    cases::compare_embedding(backends, seed, m, d, v)
 }
 
 /// Compares elementwise ops and optimizers on vectors of a random length on the GPU with the CPU.
 fn compare_random_vectors_and_optimizers(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    cases::compare_vectors_and_optimizers(backends, rng.draw_number(), rng.draw_in_range(1, 9000))
+    let (seed, [n]) = rng.draw_case([9000]);
+    cases::compare_vectors_and_optimizers(backends, seed, n)
 }
 
 /// Compares the fp8 matmuls of a random shape on the GPU with the CPU.
 pub(super) fn compare_random_fp8_matmuls(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
-    fp8_cases::compare_matmuls(
-        backends,
-        rng.draw_number(),
-        rng.draw_in_range(1, 70),
-        16 * rng.draw_in_range(1, 4),
-        rng.draw_in_range(1, 50),
-    )
+    let (seed, [m, n, k]) = rng.draw_case([70, 4, 50]);
+    fp8_cases::compare_matmuls(backends, seed, m, 16 * n, k)
 }

@@ -4,225 +4,65 @@
 //! Keys and values of a sequence are packed once, tile by tile, for all query heads. Scores exist
 //! only for a strip of a few queries and one tile of keys. The result of a query depends on the
 //! tiles of keys, but not on the other queries of its tile.
+use super::attention_backward::{AttentionBackwardInputs, differentiate_attention};
 use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
+use super::attention_layout::{
+    AttentionLayout, HeadSlice, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows, find_visible_keys,
+    softcap_scores, transpose_rows,
+};
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
-use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
+use super::elements::{InputElements, OutputElements, PriorContents};
 use super::instruction_set::multiversion;
 use super::micro_kernel::multiply_small_matrices;
-use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes, tanh};
-use crate::ops::AttentionShape;
-use crate::ops::expect_len;
+use super::row_outputs::SliceRows;
+use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
 
-/// Number of queries in a tile.
-pub(crate) const QUERY_TILE: usize = 64;
-/// Number of elements past the end of a scratch matrix that the micro-kernel may read if the number
-/// of rows is not a multiple of its tile.
-pub(crate) const READ_SLACK: usize = 16;
-/// Maximum number of rows of a micro tile on any instruction set.
-pub(crate) const MAX_TILE_ROWS: usize = 8;
-
-/// Shape of an attention op, and sizes that follow from the shape.
-#[derive(Clone, Copy)]
-pub(crate) struct AttentionLayout {
-    /// The shape and options of the attention.
-    pub(crate) shape: AttentionShape,
-    /// Number of elements in a row of qkv.
-    pub(crate) stride: usize,
-    /// Number of query heads that share a key head.
-    pub(crate) group: usize,
-    /// `head_dim`, rounded up to a multiple of the vector length.
-    pub(crate) padded: usize,
-    /// Factor by which every score q·k is multiplied.
-    pub(crate) scale: f32,
-}
-
-impl AttentionLayout {
-    /// Computes the layout of an attention. Panics if the shape or an argument that forward and
-    /// backward pass share is invalid. `qkv` is the length of qkv, and `op` the op's name in
-    /// panics.
-    pub(crate) fn new(op: &str, qkv: usize, starts: &[u32], shape: AttentionShape) -> Self {
+impl AttentionOps for Cpu {
+    /// A task computes one tile of queries of one head.
+    fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-        assert!(
-            kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
-            "{op}: {heads} query heads are not a multiple of {kv_heads} key heads"
-        );
-        assert!(head_dim > 0, "{op}: head_dim is 0");
-        if let Some(d) = &shape.dropout {
-            d.check(op, &shape);
-        }
-        let stride = (heads + 2 * kv_heads) * head_dim;
-        expect_len(op, "qkv", qkv, b * t * stride);
-        expect_len(op, "starts", starts.len(), b * t);
-        for (i, &start) in starts.iter().enumerate() {
-            assert!(start as usize <= i % t, "{op}: the start {start} of token {} is after the token", i % t);
-        }
-        AttentionLayout {
-            shape,
-            stride,
-            group: heads / kv_heads,
-            padded: head_dim.next_multiple_of(LANES),
-            scale: shape.scale,
-        }
+        let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
+        let (o, lse, qkv) = (self.as_output(o), DisjointSlices::new(lse.host()), InputElements::from(qkv));
+        let per_head = g.key_tile_count() * KEY_TILE * (head_dim + g.padded);
+        let mut packed_kv = self.scratch.take(b * kv_heads * per_head);
+        let packed_kv = &mut packed_kv[..b * kv_heads * per_head];
+        let outputs = SliceRows::new(&mut *packed_kv, per_head);
+        self.write_each_row(b * kv_heads, per_head, outputs, |task, dst| {
+            pack_keys_and_values(self.instruction_set, dst, qkv, g, task);
+        });
+        let (tiles, packed_kv) = (t.div_ceil(QUERY_TILE), &*packed_kv);
+        self.pool.run(b * heads * tiles, &|task| {
+            // The last tiles attend to the most keys, so they come first.
+            let (head, tile) = (task % (b * heads), tiles - 1 - task / (b * heads));
+            let (seq, h) = (head / heads, head % heads);
+            let kv = &packed_kv[(seq * kv_heads + h / g.group) * per_head..][..per_head];
+            let query = QueryTile { g, seq, h, rows: tile * QUERY_TILE..((tile + 1) * QUERY_TILE).min(t) };
+            let mut scratch = self.scratch.take(compute_scratch_len(g));
+            attend(self.instruction_set, &o, &lse, query, qkv, starts, kv, &mut scratch);
+        });
     }
 
-    /// Returns the number of tiles of keys in a sequence.
-    pub(crate) fn key_tile_count(&self) -> usize {
-        self.shape.t.div_ceil(KEY_TILE)
+    fn attention_backward(
+        &self,
+        dqkv: ViewMut,
+        d_o: View,
+        o: View,
+        lse: View,
+        qkv: View,
+        starts: &[u32],
+        shape: AttentionShape,
+    ) {
+        let op = "attention_backward";
+        let g = AttentionLayout::new(op, o.len(), lse.len(), qkv.len(), starts, shape);
+        expect_lens(op, [("dqkv", dqkv.len(), qkv.len()), ("d_o", d_o.len(), o.len())]);
+        let (d_o, o, lse, qkv) = (d_o.into(), o.into(), lse.host(), qkv.into());
+        let inputs = AttentionBackwardInputs { d_o, o, lse, qkv, starts };
+        differentiate_attention(self, self.as_output(dqkv), inputs, g);
     }
-
-    /// Returns the column at which query head `h` begins in a row of qkv.
-    pub(crate) fn query_column(&self, h: usize) -> usize {
-        h * self.shape.head_dim
-    }
-
-    /// Returns the column at which key head `h` begins in a row of qkv.
-    pub(crate) fn key_column(&self, h: usize) -> usize {
-        (self.shape.heads + h) * self.shape.head_dim
-    }
-
-    /// Returns the column at which value head `h` begins in a row of qkv.
-    pub(crate) fn value_column(&self, h: usize) -> usize {
-        (self.shape.heads + self.shape.kv_heads + h) * self.shape.head_dim
-    }
-}
-
-/// Consecutive rows of one head inside a wider matrix, such as qkv.
-#[derive(Clone, Copy)]
-pub(crate) struct HeadSlice<'a> {
-    /// The elements of the whole matrix.
-    pub(crate) data: InputElements<'a>,
-    /// Index of the first row.
-    pub(crate) first: usize,
-    /// Number of rows.
-    pub(crate) count: usize,
-    /// Number of elements from one row of the matrix to the next.
-    pub(crate) stride: usize,
-    /// First column of the head.
-    pub(crate) column: usize,
-    /// Number of elements of the head in each row.
-    pub(crate) width: usize,
-}
-
-impl<'a> HeadSlice<'a> {
-    /// Returns the elements of row `i` of the slice.
-    #[inline(always)]
-    fn row(&self, i: usize) -> InputElements<'a> {
-        let first = (self.first + i) * self.stride + self.column;
-        self.data.slice(first..first + self.width)
-    }
-}
-
-/// Copies the rows of a head, multiplied by a factor: `dst[i·padded + j] = rows[i][j]·factor`.
-/// Elements past the width, and rows past the last row up to `height`, become 0.
-#[inline(always)]
-pub(crate) fn copy_scaled_rows<S: Simd>(
-    s: S,
-    dst: &mut [f32],
-    rows: HeadSlice,
-    padded: usize,
-    height: usize,
-    factor: f32,
-) {
-    let factor = s.splat(factor);
-    for i in 0..rows.count {
-        let dst = &mut dst[i * padded..][..padded];
-        with_elements!(rows.row(i), row => write_scaled_row(s, dst, row, factor));
-    }
-    dst[rows.count * padded..height * padded].fill(0.0);
-}
-
-/// Writes one row, multiplied by `factor`, to `dst`.
-#[inline(always)]
-fn write_scaled_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
-    for j in (0..row.len()).step_by(LANES) {
-        store_lanes(s, dst, j, s.mul(E::load_lanes(s, row, j), factor));
-    }
-}
-
-/// Transposes the rows of a head: `dst[j·KEY_TILE + i] = rows[i][j]`. Columns past the last row
-/// become 0.
-#[inline(always)]
-pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
-    assert!(rows.count <= KEY_TILE && dst.len() >= rows.width * KEY_TILE);
-    let (whole, deep) = (rows.count / 8 * 8, rows.width / 8 * 8);
-    for i in (0..whole).step_by(8) {
-        let first = (rows.first + i) * rows.stride + rows.column;
-        let from = rows.data.slice(first..first + 7 * rows.stride + rows.width);
-        with_elements!(from, from => transpose_strip(s, &mut dst[i..], from, rows.stride, deep));
-    }
-    for j in 0..rows.width {
-        let line = &mut dst[j * KEY_TILE..][..KEY_TILE];
-        let start = if j < deep { whole } else { 0 };
-        for (i, x) in line.iter_mut().enumerate().skip(start) {
-            *x = if i < rows.count { rows.row(i).get(j) } else { 0.0 };
-        }
-    }
-}
-
-/// Transposes 8 rows of a matrix: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in
-/// 0..deep. `deep` must be a multiple of 8.
-#[inline(always)]
-fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
-    for j in (0..deep).step_by(8) {
-        let (from, dst) = (&from[j..7 * stride + j + 8], &mut dst[j * KEY_TILE..][..7 * KEY_TILE + 8]);
-        // SAFETY: `from` and `dst` have 8 rows of 8 elements.
-        unsafe { E::transpose8(s, from.as_ptr(), stride, dst.as_mut_ptr(), KEY_TILE) };
-    }
-}
-
-/// Returns the keys to which query `q` attends in the tile that begins at key `k0`, as a range of
-/// columns of the tile. `start` is the first position to which the query attends.
-#[inline(always)]
-pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
-    let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;
-    (start as usize).clamp(k0, k0 + end) - k0..end
-}
-
-/// Implements [`crate::Ops::attention_forward`]. A task computes one tile of queries of one head.
-pub(crate) fn forward(
-    cpu: &Cpu,
-    o: OutputElements,
-    lse: &mut [f32],
-    qkv: InputElements,
-    starts: &[u32],
-    shape: AttentionShape,
-) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-    let g = AttentionLayout::new("attention_forward", qkv.len(), starts, shape);
-    expect_len("attention_forward", "o", o.len(), b * t * heads * head_dim);
-    expect_len("attention_forward", "lse", lse.len(), b * heads * t);
-    let per_tile = KEY_TILE * (head_dim + g.padded);
-    let per_head = g.key_tile_count() * per_tile;
-    let mut packed_kv = cpu.scratch.take(b * kv_heads * per_head);
-    let parts = DisjointSlices::new(&mut packed_kv);
-    cpu.pool.run(b * kv_heads, &|task| {
-        // SAFETY: each task writes different heads.
-        let dst = unsafe { parts.slice_mut(task * per_head..(task + 1) * per_head) };
-        pack_keys_and_values(cpu.instruction_set, dst, qkv, g, task);
-    });
-    let tiles = t.div_ceil(QUERY_TILE);
-    let lse = DisjointSlices::new(lse);
-    let packed_kv = &packed_kv[..b * kv_heads * per_head];
-    cpu.pool.run(b * heads * tiles, &|task| {
-        // The last tiles attend to the most keys, so they come first.
-        let (head, tile) = (task % (b * heads), tiles - 1 - task / (b * heads));
-        let (seq, h) = (head / heads, head % heads);
-        let kv = (seq * kv_heads + h / g.group) * per_head;
-        let query = QueryTile { g, seq, h, rows: tile * QUERY_TILE..((tile + 1) * QUERY_TILE).min(t) };
-        let mut scratch = cpu.scratch.take(compute_scratch_len(g));
-        attend(
-            cpu.instruction_set,
-            &o,
-            &lse,
-            query,
-            qkv,
-            starts,
-            &packed_kv[kv..kv + per_head],
-            &mut scratch,
-        );
-    });
 }
 
 /// The tile of queries that one task of the forward pass computes.
@@ -315,7 +155,7 @@ fn attend_tile<S: Simd>(
         column: g.query_column(h),
         width: head_dim,
     };
-    copy_scaled_rows(s, q, source, g.padded, height, g.scale);
+    copy_scaled_rows(s, q, source, g.padded, height, g.shape.scale);
     out.fill(0.0);
     sums.fill(0.0);
     let starts = &starts[seq * t + rows.start..seq * t + rows.end];
@@ -434,18 +274,8 @@ impl OnlineSoftmaxState<'_> {
     }
 }
 
-/// Applies the softcap in place: a score `s` becomes `cap·tanh(s / cap)`.
-#[inline(always)]
-pub(crate) fn softcap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
-    let (cap, inverse) = (s.splat(cap), s.splat(1.0 / cap));
-    for v in scores.as_chunks_mut().0 {
-        let capped = s.mul(cap, tanh(s, s.mul(load_array(s, v), inverse)));
-        store_array(s, v, capped);
-    }
-}
-
-/// Masks the scores of a tile, replaces them by e^(score − max), and adds them to the queries'
-/// sums. If the maximum of a query rises, its sum and output are rescaled.
+/// Masks the scores of a tile, replaces each score by e^(score − max), and adds the results to the
+/// queries' sums. If the maximum of a query rises, its sum and output are rescaled.
 #[inline(always)]
 fn update_online_softmax<S: Simd>(
     s: S,

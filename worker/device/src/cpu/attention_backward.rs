@@ -4,11 +4,11 @@
 //! keys, for each over the query heads, and for each of these over tiles of queries. All loops run
 //! in rising order, so every sum has one order. Probabilities are recomputed from the scores and
 //! `lse`, one tile at a time.
-use super::attention::{
+use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
+use super::attention_layout::{
     AttentionLayout, HeadSlice, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows, find_visible_keys,
     softcap_scores, transpose_rows,
 };
-use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
@@ -16,9 +16,8 @@ use super::instruction_set::multiversion;
 use super::micro_kernel::multiply_small_matrices;
 use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
 use crate::ops::AttentionShape;
-use crate::ops::expect_len;
 
-/// Inputs of [`crate::Ops::attention_backward`], with elements of any type.
+/// Inputs of attention's backward pass, with elements of any type.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionBackwardInputs<'a> {
     /// Gradient of the attention output.
@@ -33,34 +32,22 @@ pub(crate) struct AttentionBackwardInputs<'a> {
     pub(crate) starts: &'a [u32],
 }
 
-/// Implements [`crate::Ops::attention_backward`]. A task computes one key head of one sequence.
-pub(crate) fn backward(
+/// Computes the gradient of attention with respect to qkv, and writes it to `dqkv`. A task computes
+/// one key head of one sequence.
+pub(crate) fn differentiate_attention(
     cpu: &Cpu,
     dqkv: OutputElements,
     inputs: AttentionBackwardInputs,
-    shape: AttentionShape,
+    g: AttentionLayout,
 ) {
-    let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-    let op = "attention_backward";
-    let g = AttentionLayout::new(op, inputs.qkv.len(), inputs.starts, shape);
-    expect_len(op, "dqkv", dqkv.len(), inputs.qkv.len());
-    expect_len(op, "d_o", inputs.d_o.len(), b * t * heads * head_dim);
-    expect_len(op, "o", inputs.o.len(), b * t * heads * head_dim);
-    expect_len(op, "lse", inputs.lse.len(), b * heads * t);
+    let AttentionShape { b, kv_heads, .. } = g.shape;
     // The gradient of a query is summed over tiles of keys, so it is kept in f32 until the end.
     let work = |dqkv: &mut [f32]| {
         let dqkv = DisjointSlices::new(dqkv);
         cpu.pool.run(b * kv_heads, &|task| {
             let mut scratch = cpu.scratch.take(KeyHeadScratch::total_len(g));
-            differentiate_key_head(
-                cpu.instruction_set,
-                &dqkv,
-                inputs,
-                g,
-                task / kv_heads,
-                task % kv_heads,
-                &mut scratch,
-            );
+            let (seq, kv) = (task / kv_heads, task % kv_heads);
+            differentiate_key_head(cpu.instruction_set, &dqkv, inputs, g, seq, kv, &mut scratch);
         });
     };
     // SAFETY: this call owns the output.
@@ -283,7 +270,7 @@ impl KeyHeadTask<'_> {
         };
         transpose_rows(s, tiles.keys_t, keys);
         transpose_rows(s, tiles.values_t, HeadSlice { column: g.value_column(self.kv), ..keys });
-        copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.scale);
+        copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.shape.scale);
     }
 
     /// Copies a tile of queries and of the outputs' gradients to the scratch matrices.
@@ -299,7 +286,7 @@ impl KeyHeadTask<'_> {
             column: g.query_column(pair.h),
             width: g.shape.head_dim,
         };
-        copy_scaled_rows(s, tiles.q, queries, g.padded, height, g.scale);
+        copy_scaled_rows(s, tiles.q, queries, g.padded, height, g.shape.scale);
         let stride = g.shape.heads * g.shape.head_dim;
         let d_o = HeadSlice { data: self.inputs.d_o, stride, ..queries };
         copy_scaled_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);

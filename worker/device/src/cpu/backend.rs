@@ -2,6 +2,7 @@
 use super::instruction_set::InstructionSet;
 use super::scratch::ScratchPool;
 use super::thread_pool::ThreadPool;
+use crate::ops::Ops;
 use std::ops::Range;
 
 /// The CPU backend: computes ops on host memory with several threads.
@@ -10,6 +11,8 @@ pub struct Cpu {
     pub(super) pool: ThreadPool,
     pub(super) scratch: ScratchPool,
 }
+
+impl Ops for Cpu {}
 
 impl Cpu {
     /// Creates a backend that computes on `threads` threads: the caller's thread and `threads − 1`
@@ -58,11 +61,5 @@ impl Cpu {
         self.pool.run(rows.div_ceil(per_task), &|task| {
             work(task * per_task..((task + 1) * per_task).min(rows));
         });
-    }
-
-    /// Divides `0..len` into ranges, runs `work` on them in parallel, and returns when all ranges
-    /// are done.
-    pub(super) fn run_over_elements(&self, len: usize, work: impl Fn(Range<usize>) + Sync) {
-        self.run_over_rows(len, 1, work);
     }
 }

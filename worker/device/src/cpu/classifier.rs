@@ -6,14 +6,14 @@
 //! input.
 use super::attention_backward::compute_softcap_gradient;
 use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::instruction_set::multiversion;
 use super::matmul::{MatmulShape, matmul_f32};
 use super::packing::Operand;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, exp, load_lanes, store_lanes, tanh};
-use crate::ops::expect_len;
-use crate::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
 /// Maximum number of logits in a chunk, unless the chunk has the minimum number of rows. The number
@@ -33,84 +33,50 @@ pub fn choose_classifier_chunk_rows(m: usize, v: usize) -> usize {
     (MAX_CHUNK_LOGITS / v.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS).min(m)
 }
 
-/// Sizes and softcap of one call of the classifier.
-#[derive(Clone, Copy)]
-pub(crate) struct ClassifierShape {
-    /// Number of rows of the input: one per position.
-    pub(crate) m: usize,
-    /// Number of elements in a row of the input.
-    pub(crate) d: usize,
-    /// Number of classes: the size of the vocabulary.
-    pub(crate) v: usize,
-    /// Softcap of the logits. With `Some(cap)`, a logit `l` becomes `cap·tanh(l / cap)`.
-    pub(crate) cap: Option<f32>,
-}
-
-/// Implements [`crate::Ops::compute_softcapped_classifier_loss`].
-pub(crate) fn compute_loss_in_chunks(
-    cpu: &Cpu,
-    loss: &mut [f32],
-    x: InputElements,
-    w: InputElements,
-    labels: &[u32],
-    shape: ClassifierShape,
-    grads: Option<ClassifierGrads>,
-) {
-    let ClassifierShape { m, d, v, .. } = shape;
-    check_arguments(loss.len(), x.len(), w.len(), labels, shape);
-    let mut grads = grads.map(|g| {
-        expect_len("classifier", "dx", g.dx.len(), m * d);
-        if !g.dw.is_empty() {
-            expect_len("classifier", "dw", g.dw.len(), v * d);
-        }
-        ClassifierBackwardOutputs {
-            dx: OutputElements::new(cpu, g.dx),
-            dw: g.dw.host(),
-            dw_write: g.dw_write,
-            scale: g.scale,
-        }
-    });
-    if let (0, Some(g)) = (m, &mut grads)
-        && g.dw_write == WriteMode::Overwrite
-    {
-        g.dw.fill(0.0);
-    }
-    let rows = choose_classifier_chunk_rows(m, v);
-    let mut logits = cpu.scratch.take(rows * v);
-    let mut statistics = cpu.scratch.take(rows * LogitStatistics::FLOATS);
-    for start in (0..m).step_by(rows.max(1)) {
-        let rows = start..(start + rows).min(m);
-        let chunk = ClassifierChunk {
-            cpu,
-            x: x.slice(rows.start * d..rows.end * d),
-            w,
-            labels: &labels[rows.clone()],
-            shape: ClassifierShape { m: rows.len(), ..shape },
-        };
-        let logits = &mut logits[..rows.len() * v];
-        let statistics: &mut [LogitStatistics] =
-            bytemuck::cast_slice_mut(&mut statistics[..rows.len() * LogitStatistics::FLOATS]);
-        chunk.forward(logits, statistics);
-        for ((loss, statistics), &label) in loss[rows.clone()].iter_mut().zip(&*statistics).zip(chunk.labels)
+impl ClassifierOps for Cpu {
+    fn compute_classifier_loss(
+        &self,
+        loss: ViewMut,
+        x: View,
+        w: View,
+        labels: &[u32],
+        shape: ClassifierShape,
+        grads: Option<ClassifierGrads>,
+    ) {
+        let ClassifierShape { m, d, v, .. } = shape;
+        shape.check_arguments([loss.len(), x.len(), w.len()], labels, grads.as_ref());
+        let (loss, x, w) = (loss.host(), InputElements::from(x), InputElements::from(w));
+        let mut grads = grads.map(|ClassifierGrads { dx, dw, dw_write, scale }| ClassifierBackwardOutputs {
+            dx: self.as_output(dx),
+            dw: dw.host(),
+            dw_write,
+            scale,
+        });
+        if let (0, Some(g)) = (m, &mut grads)
+            && g.dw_write == WriteMode::Overwrite
         {
-            *loss = if label == IGNORE_LABEL { 0.0 } else { statistics.compute_loss() };
+            g.dw.fill(0.0);
         }
-        if let Some(g) = &mut grads {
-            chunk.backward(logits, statistics, g, rows.start);
+        let rows = choose_classifier_chunk_rows(m, v);
+        let mut logits = self.scratch.take(rows * v);
+        let mut statistics = self.scratch.take(rows * LogitStatistics::FLOATS);
+        for start in (0..m).step_by(rows.max(1)) {
+            let rows = start..(start + rows).min(m);
+            let shape = ClassifierShape { m: rows.len(), ..shape };
+            let (x, labels) = (x.slice(rows.start * d..rows.end * d), &labels[rows.clone()]);
+            let chunk = ClassifierChunk { cpu: self, x, w, labels, shape };
+            let logits = &mut logits[..rows.len() * v];
+            let statistics: &mut [LogitStatistics] =
+                bytemuck::cast_slice_mut(&mut statistics[..rows.len() * LogitStatistics::FLOATS]);
+            chunk.forward(logits, statistics);
+            for ((loss, statistics), &label) in loss[rows.clone()].iter_mut().zip(&*statistics).zip(labels) {
+                *loss = if label == IGNORE_LABEL { 0.0 } else { statistics.compute_loss() };
+            }
+            if let Some(g) = &mut grads {
+                chunk.backward(logits, statistics, g, rows.start);
+            }
         }
     }
-}
-
-/// Panics if a length or a label does not fit the shape.
-fn check_arguments(loss: usize, x: usize, w: usize, labels: &[u32], shape: ClassifierShape) {
-    let ClassifierShape { m, d, v, .. } = shape;
-    assert!(v > 0 && d > 0, "classifier: the vocabulary ({v}) and the model ({d}) must not be empty");
-    expect_len("classifier", "loss", loss, m);
-    expect_len("classifier", "x", x, m * d);
-    expect_len("classifier", "w", w, v * d);
-    expect_len("classifier", "labels", labels.len(), m);
-    let outside = labels.iter().find(|&&l| l != IGNORE_LABEL && l as usize >= v);
-    assert!(outside.is_none(), "classifier: label {outside:?} is not below the vocabulary size {v}");
 }
 
 /// Outputs of the classifier's backward pass; see [`ClassifierGrads`] for the fields.
@@ -173,26 +139,21 @@ impl ClassifierChunk<'_> {
         let ClassifierShape { m, d, v, .. } = self.shape;
         statistics.fill(LogitStatistics::EMPTY);
         for block in self.vocab_blocks() {
-            let a = Operand { data: self.x, row_stride: d, depth_stride: 1 };
-            let b = Operand { data: self.w.slice(self.weight_range(&block)), row_stride: d, depth_stride: 1 };
+            let a = Operand::from_rows(self.x, d);
+            let b = Operand::from_rows(self.w.slice(self.weight_range(&block)), d);
             let shape = MatmulShape { m, n: block.len(), k: d, ldc: v, write: WriteMode::Overwrite };
             matmul_f32(self.cpu, &mut logits[block.start..], a, b, shape);
-            let (statistics, logits) = (DisjointSlices::new(statistics), DisjointSlices::new(logits));
-            self.cpu.run_over_rows(m, 4 * block.len(), |rows| {
-                // SAFETY: each task writes different rows.
-                let statistics = unsafe { statistics.slice_mut(rows.clone()) };
-                for (statistics, row) in statistics.iter_mut().zip(rows) {
-                    // SAFETY: as above.
-                    let logits = unsafe { logits.slice_mut(row * v + block.start..row * v + block.end) };
-                    if let Some(cap) = self.shape.cap {
-                        cap_logits(self.cpu.instruction_set, logits, cap);
-                    }
-                    let label = self.labels[row] as usize;
-                    if block.contains(&label) {
-                        statistics.label_logit = f64::from(logits[label - block.start]);
-                    }
-                    update_row_statistics(self.cpu.instruction_set, statistics, logits);
+            let outputs = (SliceRows::new(&mut *statistics, 1), SliceRows::new(&mut *logits, v));
+            self.cpu.write_each_row(m, 4 * block.len(), outputs, |row, (statistics, logits)| {
+                let (statistics, logits) = (&mut statistics[0], &mut logits[block.clone()]);
+                if let Some(cap) = self.shape.softcap {
+                    cap_logits(self.cpu.instruction_set, logits, cap);
                 }
+                let label = self.labels[row] as usize;
+                if block.contains(&label) {
+                    statistics.label_logit = f64::from(logits[label - block.start]);
+                }
+                update_row_statistics(self.cpu.instruction_set, statistics, logits);
             });
         }
     }
@@ -228,15 +189,14 @@ impl ClassifierChunk<'_> {
         for block in self.vocab_blocks() {
             self.replace_logits_by_gradients(logits, statistics, &block, scale);
             let dlogits = InputElements::F32(&logits[block.start..]);
-            let a = Operand { data: dlogits, row_stride: v, depth_stride: 1 };
-            let b = Operand { data: self.w.slice(self.weight_range(&block)), row_stride: 1, depth_stride: d };
+            let a = Operand::from_rows(dlogits, v);
+            let b = Operand::from_transposed(self.w.slice(self.weight_range(&block)), d);
             let write = if block.start == 0 { WriteMode::Overwrite } else { WriteMode::Accumulate };
             matmul_f32(self.cpu, dx, a, b, MatmulShape { m, n: d, k: block.len(), ldc: d, write });
             if dw.is_empty() {
                 continue;
             }
-            let a = Operand { data: dlogits, row_stride: 1, depth_stride: v };
-            let b = Operand { data: self.x, row_stride: 1, depth_stride: d };
+            let (a, b) = (Operand::from_transposed(dlogits, v), Operand::from_transposed(self.x, d));
             let shape = MatmulShape { m: block.len(), n: d, k: m, ldc: d, write: dw_write };
             matmul_f32(self.cpu, &mut dw[self.weight_range(&block)], a, b, shape);
         }
@@ -251,30 +211,24 @@ impl ClassifierChunk<'_> {
         block: &Range<usize>,
         scale: f32,
     ) {
-        let v = self.shape.v;
-        let logits = DisjointSlices::new(logits);
-        self.cpu.run_over_rows(self.shape.m, 4 * block.len(), |rows| {
-            for row in rows {
-                // SAFETY: each task writes different rows.
-                let row_logits = unsafe { logits.slice_mut(row * v + block.start..row * v + block.end) };
-                let label = self.labels[row] as usize;
-                if self.labels[row] == IGNORE_LABEL {
-                    row_logits.fill(0.0);
-                    continue;
-                }
-                let factor = (f64::from(scale) / statistics[row].total) as f32;
-                let at_label = block.contains(&label).then(|| label - block.start);
-                let slope = |l: f32| self.shape.cap.map_or(1.0, |cap| 1.0 - (l / cap) * (l / cap));
-                let label_gradient =
-                    at_label.map(|label_column| (label_column, scale * slope(row_logits[label_column])));
-                let max = statistics[row].max as f32;
-                match self.shape.cap {
-                    Some(cap) => exponentiate_capped(self.cpu.instruction_set, row_logits, max, factor, cap),
-                    None => exponentiate(self.cpu.instruction_set, row_logits, max, factor),
-                }
-                if let Some((label_column, label_term)) = label_gradient {
-                    row_logits[label_column] -= label_term;
-                }
+        let cost = 4 * block.len();
+        let outputs = SliceRows::new(logits, self.shape.v);
+        self.cpu.write_each_row(self.shape.m, cost, outputs, |row, logits| {
+            let logits = &mut logits[block.clone()];
+            if self.labels[row] == IGNORE_LABEL {
+                return logits.fill(0.0);
+            }
+            let (label, max) = (self.labels[row] as usize, statistics[row].max as f32);
+            let factor = (f64::from(scale) / statistics[row].total) as f32;
+            let slope = |l: f32| self.shape.softcap.map_or(1.0, |cap| 1.0 - (l / cap) * (l / cap));
+            let label_column = block.contains(&label).then(|| label - block.start);
+            let label_gradient = label_column.map(|column| (column, scale * slope(logits[column])));
+            match self.shape.softcap {
+                Some(cap) => exponentiate_capped(self.cpu.instruction_set, logits, max, factor, cap),
+                None => exponentiate(self.cpu.instruction_set, logits, max, factor),
+            }
+            if let Some((column, gradient)) = label_gradient {
+                logits[column] -= gradient;
             }
         });
     }
@@ -286,7 +240,6 @@ multiversion! {
 multiversion! {
     fn exponentiate = exponentiate_logits(x: &mut [f32], shift: f32, factor: f32)
 }
-
 multiversion! {
     fn cap_logits = softcap_each_logit(x: &mut [f32], cap: f32)
 }

@@ -24,8 +24,7 @@ impl<'a, T> DisjointSlices<'a, T> {
     /// # Safety
     ///
     /// While the returned slice is in use, no overlapping range of the elements may be in use.
-    #[allow(clippy::mut_from_ref)] // the caller guarantees disjointness
-    pub(crate) unsafe fn slice_mut(&self, r: Range<usize>) -> &mut [T] {
+    pub(crate) unsafe fn slice_mut(&self, r: Range<usize>) -> &'a mut [T] {
         assert!(r.start <= r.end && r.end <= self.len, "range {r:?} is outside 0..{}", self.len);
         // SAFETY: within the slice, and exclusive by the caller's guarantee.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(r.start), r.len()) }

@@ -13,7 +13,7 @@ use super::instruction_set::{InstructionSet, multiversion};
 use super::scratch::ScratchBuf;
 use super::simd::{LANES, Simd, load_array, load_lanes};
 use crate::buffer::{Dtype, View, ViewMut};
-use crate::ops::expect_len;
+use crate::ops::WriteMode;
 use std::ops::{Deref, DerefMut, Range};
 
 /// A 16-bit floating-point format of buffers.
@@ -163,9 +163,16 @@ macro_rules! with_elements {
 }
 pub(crate) use with_elements;
 
+multiversion! {
+    fn widen = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
+}
+multiversion! {
+    fn round = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
+}
+
 /// Converts the 16-bit numbers of `from` to `f32` and writes them to `to`. The conversion is exact.
 #[inline(always)]
-pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
+fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) {
     match format {
         HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16_to_f32(*x)),
         HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f16_to_f32(*x)),
@@ -175,28 +182,11 @@ pub(crate) fn widen_into(format: HalfFormat, to: &mut [f32], from: &[u16]) {
 /// Rounds the numbers of `from` to the nearest 16-bit numbers, ties to even, and writes their bits
 /// to `to`.
 #[inline(always)]
-fn round_into(format: HalfFormat, to: &mut [u16], from: &[f32]) {
+fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) {
     match format {
         HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_bf16(*x)),
         HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_f16(*x)),
     }
-}
-
-multiversion! {
-    fn widen = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
-}
-multiversion! {
-    fn round = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
-}
-
-#[inline(always)]
-fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) {
-    widen_into(format, to, from);
-}
-
-#[inline(always)]
-fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) {
-    round_into(format, to, from);
 }
 
 /// The elements of an op's input, of any type.
@@ -238,10 +228,7 @@ impl<'a> InputElements<'a> {
 
     /// Returns the elements with indices in `r` as `f32`: the slice itself, or a converted copy in
     /// scratch memory.
-    pub(crate) fn to_f32<'c>(self, cpu: &'c Cpu, r: Range<usize>) -> F32Input<'c>
-    where
-        'a: 'c,
-    {
+    pub(crate) fn to_f32(self, cpu: &'a Cpu, r: Range<usize>) -> F32Input<'a> {
         match self.slice(r) {
             InputElements::F32(x) => F32Input::Borrowed(x),
             InputElements::Half(format, x) => {
@@ -252,11 +239,14 @@ impl<'a> InputElements<'a> {
         }
     }
 
+    /// Returns whole rows of `width` elements as `f32`: the slice itself, or a converted copy in
+    /// scratch memory.
+    pub(crate) fn rows_to_f32(self, cpu: &'a Cpu, rows: &Range<usize>, width: usize) -> F32Input<'a> {
+        self.to_f32(cpu, rows.start * width..rows.end * width)
+    }
+
     /// Returns all elements as `f32`: the slice itself, or a converted copy in scratch memory.
-    pub(crate) fn all_to_f32<'c>(self, cpu: &'c Cpu) -> F32Input<'c>
-    where
-        'a: 'c,
-    {
+    pub(crate) fn all_to_f32(self, cpu: &'a Cpu) -> F32Input<'a> {
         self.to_f32(cpu, 0..self.len())
     }
 
@@ -306,6 +296,15 @@ pub(crate) enum PriorContents {
     Read,
 }
 
+impl From<WriteMode> for PriorContents {
+    fn from(write: WriteMode) -> Self {
+        match write {
+            WriteMode::Overwrite => PriorContents::Ignored,
+            WriteMode::Accumulate => PriorContents::Read,
+        }
+    }
+}
+
 /// The elements of an op's output, of any type. Tasks write different ranges of the output at the
 /// same time.
 pub(crate) struct OutputElements<'a> {
@@ -350,7 +349,7 @@ impl<'a> OutputElements<'a> {
     /// # Safety
     ///
     /// While the returned value is in use, no overlapping range of the output may be in use.
-    pub(crate) unsafe fn slice_as_f32(&self, r: Range<usize>, prior: PriorContents) -> F32Output<'_> {
+    pub(crate) unsafe fn slice_as_f32(&self, r: Range<usize>, prior: PriorContents) -> F32Output<'a> {
         match &self.elements {
             // SAFETY: guaranteed by the caller.
             OutputSlices::F32(x, _) => F32Output::Borrowed(unsafe { x.slice_mut(r) }),
@@ -393,7 +392,7 @@ impl<'a> OutputElements<'a> {
                 }
                 work(wide);
                 let (to, from, format) = (DisjointSlices::new(to), &*wide, *format);
-                cpu.run_over_elements(from.len(), |r| {
+                cpu.run_over_rows(from.len(), 1, |r| {
                     // SAFETY: each task writes a different range.
                     round(cpu.instruction_set, format, unsafe { to.slice_mut(r.clone()) }, &from[r]);
                 });
@@ -452,20 +451,9 @@ impl Drop for F32Output<'_> {
 /// Converts `from` to `f32` on all threads, and writes the numbers to `to`.
 fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
     let parts = DisjointSlices::new(to);
-    cpu.run_over_elements(from.len(), |r| {
+    cpu.run_over_rows(from.len(), 1, |r| {
         // SAFETY: each task writes a different range.
         from.slice(r.clone()).copy_to_f32(cpu, unsafe { parts.slice_mut(r) });
-    });
-}
-
-/// Implements [`crate::Ops::cast`]: converts the elements of `from` to the type of `to`.
-pub(crate) fn cast(cpu: &Cpu, to: ViewMut, from: InputElements) {
-    expect_len("cast", "from", from.len(), to.len());
-    let to = OutputElements::new(cpu, to);
-    cpu.run_over_elements(from.len(), |r| {
-        let from = from.to_f32(cpu, r.clone());
-        // SAFETY: each task writes a different range.
-        unsafe { to.slice_as_f32(r, PriorContents::Ignored) }.copy_from_slice(&from);
     });
 }
 
@@ -473,6 +461,12 @@ impl Cpu {
     /// Wraps `v`, of any element type, as an output that this backend's tasks write.
     pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
+    }
+
+    /// Returns the elements of `x` as `f32`: the slice itself, or a converted copy in scratch
+    /// memory.
+    pub(super) fn to_f32<'a>(&'a self, x: View<'a>) -> F32Input<'a> {
+        InputElements::from(x).all_to_f32(self)
     }
 }
 

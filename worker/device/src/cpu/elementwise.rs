@@ -1,113 +1,125 @@
-//! Elementwise ops on vectors, dropout and matrix transposition.
+//! Elementwise ops on vectors, dropout, matrix transposition, and sums of squares.
 use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
-use super::elements::{InputElements, OutputElements, PriorContents};
+use super::elements::{InputElements, PriorContents};
 use super::instruction_set::multiversion;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
-use crate::ops::expect_len;
-use crate::{ops::SampleDropout, philox::compute_random_words};
+use super::stochastic_rounding::round_range;
+use crate::buffer::{View, ViewMut};
+use crate::ops::{NORM_BLOCK_LEN, SampleDropout, StochasticRounding, VectorOps, expect_lens};
+use crate::philox::compute_random_words;
 
-/// Implements [`crate::Ops::add`].
-pub(crate) fn add(cpu: &Cpu, y: OutputElements, x: InputElements) {
-    expect_len("add", "x", x.len(), y.len());
-    cpu.run_over_elements(y.len(), |r| {
-        // SAFETY: each task writes a different range.
-        add_slices(
-            cpu.instruction_set,
-            &mut unsafe { y.slice_as_f32(r.clone(), PriorContents::Read) },
-            &x.to_f32(cpu, r),
-        );
-    });
-}
-
-/// Implements [`crate::Ops::scale`].
-pub(crate) fn scale(cpu: &Cpu, y: OutputElements, factor: f32) {
-    cpu.run_over_elements(y.len(), |r| {
-        // SAFETY: each task writes a different range.
-        scale_slice(cpu.instruction_set, &mut unsafe { y.slice_as_f32(r, PriorContents::Read) }, factor);
-    });
-}
-
-/// Implements [`crate::Ops::add_scalar`].
-pub(crate) fn add_scalar(cpu: &Cpu, y: &mut [f32], s: f32) {
-    let len = y.len();
-    let y = DisjointSlices::new(y);
-    cpu.run_over_elements(len, |r| {
-        // SAFETY: each task writes a different range.
-        unsafe { y.slice_mut(r) }.iter_mut().for_each(|y| *y += s);
-    });
-}
-
-/// Implements [`crate::Ops::axpby`].
-pub(crate) fn axpby(cpu: &Cpu, y: &mut [f32], a: f32, x: &[f32], b: f32) {
-    expect_len("axpby", "x", x.len(), y.len());
-    let y = DisjointSlices::new(y);
-    cpu.run_over_elements(x.len(), |r| {
-        // SAFETY: each task writes a different range.
-        let y = unsafe { y.slice_mut(r.clone()) };
-        y.iter_mut().zip(&x[r]).for_each(|(y, x)| *y = a * *y + b * x);
-    });
-}
-
-/// Implements [`crate::Ops::softcap`].
-pub(crate) fn softcap(cpu: &Cpu, y: &mut [f32], cap: f32) {
-    let len = y.len();
-    let y = DisjointSlices::new(y);
-    cpu.run_over_elements(len, |r| {
-        // SAFETY: each task writes a different range.
-        unsafe { y.slice_mut(r) }.iter_mut().for_each(|y| *y = cap * libm::tanhf(*y / cap));
-    });
-}
-
-/// Implements [`crate::Ops::transpose`].
-pub(crate) fn transpose(cpu: &Cpu, y: &mut [f32], x: &[f32], rows: usize, columns: usize) {
-    expect_len("transpose", "x", x.len(), rows * columns);
-    expect_len("transpose", "y", y.len(), rows * columns);
-    let y = DisjointSlices::new(y);
-    cpu.run_over_rows(columns, rows, |range| {
-        // SAFETY: each task writes different rows of the result.
-        let y = unsafe { y.slice_mut(range.start * rows..range.end * rows) };
-        for (column, row) in range.zip(y.chunks_exact_mut(rows.max(1))) {
-            row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
-        }
-    });
-}
-
-/// Implements [`crate::Ops::dropout`].
-pub(crate) fn dropout(cpu: &Cpu, x: OutputElements, d: &SampleDropout) {
-    let (len, threshold, keep_scale) = (x.len(), d.drop_threshold(), d.keep_scale());
-    if d.sample_len == 0 {
-        return expect_len("dropout", "x", len, 0);
+impl VectorOps for Cpu {
+    fn cast(&self, y: ViewMut, x: View) {
+        let len = y.len();
+        expect_lens("cast", [("x", x.len(), len)]);
+        let x = InputElements::from(x);
+        self.write_rows(len, 1, self.overwritten_rows(y, 1), |range, mut y| {
+            y.copy_from_slice(&x.to_f32(self, range));
+        });
     }
-    let per_sample = d.sample_len.div_ceil(4);
-    expect_len("dropout", "x", len % d.sample_len, 0);
-    // Returns how many elements precede a block, counted over all samples.
-    let elements_before = |block: usize| block / per_sample * d.sample_len + 4 * (block % per_sample);
-    cpu.run_over_rows(len / d.sample_len * per_sample, 4, |range| {
-        let first = elements_before(range.start);
-        // SAFETY: different blocks have different elements.
-        let mut x = unsafe { x.slice_as_f32(first..elements_before(range.end), PriorContents::Read) };
-        let mut rest = &mut x[..];
-        for block in range {
-            let (sample, block_of_sample) = (block / per_sample, block % per_sample);
-            let words =
-                compute_random_words(d.key, block_of_sample as u64, d.first_sample + sample as u64, 0);
-            let (values, after) =
-                rest.split_at_mut((elements_before(block + 1) - elements_before(block)).min(4));
-            for (value, word) in values.iter_mut().zip(words) {
-                *value = if u64::from(word) < threshold { 0.0 } else { *value * keep_scale };
+
+    fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding) {
+        rounding.check(&y);
+        let len = y.len();
+        expect_lens("round_stochastically", [("x", x.len(), len)]);
+        let x = x.host();
+        self.write_rows(len, 1, SliceRows::new(y.half_bits(), 1), |r, y| {
+            let first_element = rounding.first_element + r.start as u64;
+            let rounding = StochasticRounding { first_element, ..*rounding };
+            round_range(self.instruction_set, y, &x[r], rounding);
+        });
+    }
+
+    fn add(&self, y: ViewMut, x: View) {
+        expect_lens("add", [("x", x.len(), y.len())]);
+        let x = InputElements::from(x);
+        self.update_elements(y, |r, y| add_slices(self.instruction_set, y, &x.to_f32(self, r)));
+    }
+
+    fn scale(&self, y: ViewMut, s: f32) {
+        self.update_elements(y, |_, y| scale_slice(self.instruction_set, y, s));
+    }
+
+    fn add_scalar(&self, y: ViewMut, s: f32) {
+        self.update_elements(y.host().into(), |_, y| y.iter_mut().for_each(|y| *y += s));
+    }
+
+    fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32) {
+        expect_lens("axpby", [("x", x.len(), y.len())]);
+        let x = x.host();
+        self.update_elements(y.host().into(), |r, y| {
+            y.iter_mut().zip(&x[r]).for_each(|(y, x)| *y = a * *y + b * x);
+        });
+    }
+
+    fn softcap(&self, y: ViewMut, cap: f32) {
+        self.update_elements(y.host().into(), |_, y| {
+            y.iter_mut().for_each(|y| *y = cap * libm::tanhf(*y / cap));
+        });
+    }
+
+    fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize) {
+        let len = rows * columns;
+        expect_lens("transpose", [("x", x.len(), len), ("y", y.len(), len)]);
+        let x = x.host();
+        self.write_each_row(columns, rows, SliceRows::new(y.host(), rows), |column, row| {
+            row.iter_mut().enumerate().for_each(|(i, y)| *y = x[i * columns + column]);
+        });
+    }
+
+    fn dropout(&self, x: ViewMut, d: &SampleDropout) {
+        let (len, threshold, keep_scale) = (x.len(), d.drop_threshold(), d.keep_scale());
+        let samples = len.checked_div(d.sample_len).unwrap_or(0);
+        expect_lens("dropout", [("x", len, samples * d.sample_len)]);
+        let per_sample = d.sample_len.div_ceil(4);
+        // Returns how many elements precede a block, counted over all samples.
+        let elements_before = |block: usize| block / per_sample * d.sample_len + 4 * (block % per_sample);
+        let x = self.as_output(x);
+        self.run_over_rows(samples * per_sample, 4, |range| {
+            let first = elements_before(range.start);
+            // SAFETY: different blocks have different elements.
+            let mut x = unsafe { x.slice_as_f32(first..elements_before(range.end), PriorContents::Read) };
+            let mut rest = &mut x[..];
+            for block in range {
+                let (sample, block_of_sample) =
+                    (d.first_sample + (block / per_sample) as u64, block % per_sample);
+                let words = compute_random_words(d.key, block_of_sample as u64, sample, 0);
+                let (values, after) =
+                    rest.split_at_mut((elements_before(block + 1) - elements_before(block)).min(4));
+                for (value, word) in values.iter_mut().zip(words) {
+                    *value = if u64::from(word) < threshold { 0.0 } else { *value * keep_scale };
+                }
+                rest = after;
             }
-            rest = after;
-        }
-    });
+        });
+    }
+
+    /// Adds the squares in the order of the elements, on the calling thread.
+    fn sum_squares(&self, x: View) -> f64 {
+        x.host().iter().map(|v| f64::from(*v).powi(2)).sum()
+    }
+
+    fn sum_squares_by_block(&self, out: &mut [f64], x: View) {
+        let blocks = x.len().div_ceil(NORM_BLOCK_LEN);
+        expect_lens("sum_squares_by_block", [("out", out.len(), blocks)]);
+        let x = x.host();
+        self.write_rows(blocks, NORM_BLOCK_LEN, SliceRows::new(out, 1), |range, out| {
+            for (out, block) in out.iter_mut().zip(x.chunks(NORM_BLOCK_LEN).skip(range.start)) {
+                *out = sum_block(self.instruction_set, block);
+            }
+        });
+    }
 }
 
 multiversion! {
     pub(super) fn add_slices = add_vectors(y: &mut [f32], x: &[f32])
 }
-
 multiversion! {
     fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
+}
+multiversion! {
+    fn sum_block = sum_block_simd(x: &[f32]) -> f64
 }
 
 /// Adds `x` to `y` elementwise: `y += x`, on the calling thread.
@@ -124,4 +136,27 @@ fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
     for i in (0..y.len()).step_by(LANES) {
         store_lanes(s, y, i, s.mul(load_lanes(s, y, i), s.splat(factor)));
     }
+}
+
+/// Returns the sum of squares of a block. Element i is added to lane i mod 16, and the lanes are
+/// added in the order of [`Simd::sum`]. Squares are exact, because the square of an `f32` is
+/// representable in `f64`.
+#[inline(always)]
+fn sum_block_simd<S: Simd>(_: S, x: &[f32]) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(x) * f64::from(x);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f64::from(x) * f64::from(x);
+    }
+    for w in [8, 4, 2, 1] {
+        for i in 0..w {
+            lanes[i] += lanes[i + w];
+        }
+    }
+    lanes[0]
 }

@@ -1,26 +1,74 @@
 //! Ops on rows that are sent to experts and return: gather, weighted sums, scaling and dot
 //! products.
 use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
-use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
+use super::elements::{Element, InputElements, with_elements};
 use super::instruction_set::multiversion;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
-use crate::ops::WriteMode;
-use crate::ops::expect_len;
+use crate::buffer::{View, ViewMut};
+use crate::ops::{RowOps, WriteMode, expect_lens};
 
-/// Implements [`crate::Ops::gather_rows`].
-pub(crate) fn gather_rows(cpu: &Cpu, y: OutputElements, x: InputElements, rows: &[u32], d: usize) {
-    expect_len("gather_rows", "y", y.len(), rows.len() * d);
-    cpu.run_over_rows(rows.len(), d, |range| {
-        // SAFETY: each task writes different rows.
-        let mut y = unsafe { y.slice_as_f32(range.start * d..range.end * d, PriorContents::Ignored) };
+impl RowOps for Cpu {
+    fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize) {
+        copy_selected_rows(self, "gather_rows", y, x, rows, d);
+    }
+
+    fn combine_rows(
+        &self,
+        y: ViewMut,
+        x: View,
+        weights: Option<View>,
+        row_indices: &[u32],
+        m: usize,
+        d: usize,
+        write: WriteMode,
+    ) {
+        let (op, terms) = ("combine_rows", row_indices.len());
+        let per_row = terms.checked_div(m).unwrap_or(0);
+        expect_lens(op, [("y", y.len(), m * d), ("row_indices", terms, m * per_row)]);
+        let weights = weights.map(View::host);
+        expect_lens(op, [("weights", weights.map_or(terms, <[f32]>::len), terms)]);
+        let sum = WeightedRowSum { x: x.into(), weights, row_indices, d, write };
+        self.write_each_row(m, d * per_row.max(1), self.written_rows(y, d, write), |row, mut y| {
+            sum_selected_rows(self.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
+        });
+    }
+
+    fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize) {
+        let rows = out.len();
+        expect_lens("dot_rows", [("a", a.len(), rows * d), ("b", b.len(), rows * d)]);
+        let (a, b) = (InputElements::from(a), InputElements::from(b));
+        self.write_rows(rows, d, SliceRows::new(out.host(), 1), |rows, out| {
+            let (a, b) = (a.rows_to_f32(self, &rows, d), b.rows_to_f32(self, &rows, d));
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = dot(self.instruction_set, &a[i * d..][..d], &b[i * d..][..d]);
+            }
+        });
+    }
+
+    fn scale_rows(&self, x: ViewMut, factors: View, d: usize) {
+        expect_lens("scale_rows", [("x", x.len(), factors.len() * d)]);
+        let factors = factors.host();
+        self.write_rows(factors.len(), d, self.updated_rows(x, d), |rows, mut x| {
+            for (x, factor) in x.chunks_exact_mut(d.max(1)).zip(&factors[rows]) {
+                x.iter_mut().for_each(|x| *x *= factor);
+            }
+        });
+    }
+}
+
+/// Copies rows for the op `op`: `y[i] = x[rows[i]]`, for rows of `d` elements.
+pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows: &[u32], d: usize) {
+    expect_lens(op, [("y", y.len(), rows.len() * d)]);
+    let x = InputElements::from(x);
+    cpu.write_rows(rows.len(), d, cpu.overwritten_rows(y, d), |range, mut y| {
         for (y, &row) in y.chunks_exact_mut(d.max(1)).zip(&rows[range]) {
             x.slice(row as usize * d..(row as usize + 1) * d).copy_to_f32(cpu, y);
         }
     });
 }
 
-/// Arguments of [`combine_rows`], as in [`crate::Ops::combine_rows`].
+/// Arguments of [`RowOps::combine_rows`] other than the output.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedRowSum<'a> {
     /// The matrix whose rows are summed.
@@ -34,52 +82,6 @@ pub(crate) struct WeightedRowSum<'a> {
     pub(crate) d: usize,
     /// Whether the sums overwrite the output or are added to it.
     pub(crate) write: WriteMode,
-}
-
-/// Implements [`crate::Ops::combine_rows`].
-pub(crate) fn combine_rows(cpu: &Cpu, y: OutputElements, m: usize, sum: WeightedRowSum) {
-    let per_row = sum.row_indices.len().checked_div(m).unwrap_or(0);
-    expect_len("combine_rows", "y", y.len(), m * sum.d);
-    expect_len("combine_rows", "row_indices", sum.row_indices.len(), m * per_row);
-    if let Some(w) = sum.weights {
-        expect_len("combine_rows", "weights", w.len(), sum.row_indices.len());
-    }
-    let prior = if sum.write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
-    cpu.run_over_rows(m, sum.d * per_row.max(1), |range| {
-        for row in range {
-            // SAFETY: each task writes different rows.
-            let mut y = unsafe { y.slice_as_f32(row * sum.d..(row + 1) * sum.d, prior) };
-            sum_selected_rows(cpu.instruction_set, &mut y, row * per_row..(row + 1) * per_row, sum);
-        }
-    });
-}
-
-/// Implements [`crate::Ops::dot_rows`].
-pub(crate) fn dot_rows(cpu: &Cpu, out: &mut [f32], a: InputElements, b: InputElements, d: usize) {
-    expect_len("dot_rows", "a", a.len(), out.len() * d);
-    expect_len("dot_rows", "b", b.len(), out.len() * d);
-    let rows = out.len();
-    let out = DisjointSlices::new(out);
-    cpu.run_over_rows(rows, d, |range| {
-        let elements = range.start * d..range.end * d;
-        let (a, b) = (a.to_f32(cpu, elements.clone()), b.to_f32(cpu, elements));
-        // SAFETY: each task writes different rows.
-        for (i, out) in unsafe { out.slice_mut(range) }.iter_mut().enumerate() {
-            *out = dot(cpu.instruction_set, &a[i * d..][..d], &b[i * d..][..d]);
-        }
-    });
-}
-
-/// Implements [`crate::Ops::scale_rows`].
-pub(crate) fn scale_rows(cpu: &Cpu, x: OutputElements, factors: &[f32], d: usize) {
-    expect_len("scale_rows", "x", x.len(), factors.len() * d);
-    cpu.run_over_rows(factors.len(), d, |range| {
-        // SAFETY: each task writes different rows.
-        let mut x = unsafe { x.slice_as_f32(range.start * d..range.end * d, PriorContents::Read) };
-        for (x, factor) in x.chunks_exact_mut(d.max(1)).zip(&factors[range]) {
-            x.iter_mut().for_each(|x| *x *= factor);
-        }
-    });
 }
 
 multiversion! {

@@ -5,35 +5,41 @@
 //! bits and scales are at least 2⁻⁶⁰. (Values from 2¹²⁸·15/16 on, which round to 2¹²⁸, become
 //! infinite.)
 use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
-use super::elements::OutputElements;
 use super::elements::{HalfFormat, InputElements, f32_to_bf16};
 use super::matmul::{MatmulShape, matmul};
 use super::packing::Operand;
+use super::row_outputs::SliceRows;
 use crate::buffer::ViewMut;
-use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
+use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Number of elements that one task rounds to fp8.
+/// Number of elements of which one task finds the largest magnitude.
 const ELEMENTS_PER_TASK: usize = 16 << 10;
 
-/// Implements [`crate::Ops::fp8_matmul`].
-pub(super) fn matmul_fp8(
-    cpu: &Cpu,
-    c: ViewMut,
-    a: Fp8Operand,
-    b: Fp8Operand,
-    [m, n, k]: [usize; 3],
-    write: WriteMode,
-) {
-    check_fp8_shapes(c.len(), &a, &b, [m, n, k]);
-    let mut buffers = [m * k, k * n].map(|len| cpu.scratch.take(len.div_ceil(2)));
-    let [buffer_a, buffer_b] = &mut buffers;
-    let (rounded_a, rounded_b) = (round_to_fp8(cpu, buffer_a, a), round_to_fp8(cpu, buffer_b, b));
-    let (row, depth) = if a.transposed { (1, m) } else { (k, 1) };
-    let a = Operand { data: rounded_a, row_stride: row, depth_stride: depth };
-    let (row, depth) = if b.transposed { (k, 1) } else { (1, n) };
-    let b = Operand { data: rounded_b, row_stride: row, depth_stride: depth };
-    matmul(cpu, OutputElements::new(cpu, c), a, b, MatmulShape { m, n, k, ldc: n, write });
+impl Fp8Ops for Cpu {
+    fn fp8_matmul(
+        &self,
+        c: ViewMut,
+        a: Fp8Operand,
+        b: Fp8Operand,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    ) {
+        Fp8Operand::check_matmul(c.len(), &a, &b, [m, n, k]);
+        let mut buffers = [m * k, k * n].map(|len| self.scratch.take(len.div_ceil(2)));
+        let [buffer_a, buffer_b] = &mut buffers;
+        let (rounded_a, rounded_b) = (round_to_fp8(self, buffer_a, a), round_to_fp8(self, buffer_b, b));
+        let a = match a.transposed {
+            true => Operand::from_transposed(rounded_a, m),
+            false => Operand::from_rows(rounded_a, k),
+        };
+        let b = match b.transposed {
+            true => Operand::from_rows(rounded_b, k),
+            false => Operand::from_transposed(rounded_b, n),
+        };
+        matmul(self, self.as_output(c), a, b, MatmulShape { m, n, k, ldc: n, write });
+    }
 }
 
 /// Rounds a matrix to fp8 and returns the rounded elements as bf16, stored in `buffer`. Each `f32`
@@ -42,11 +48,8 @@ fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> Inp
     let (x, format) = (InputElements::from(matrix.x), matrix.format);
     let scale = format.compute_scale(find_largest_magnitude(cpu, x));
     let to = &mut bytemuck::cast_slice_mut(buffer)[..x.len()];
-    let parts = DisjointSlices::new(&mut *to);
-    cpu.pool.run(x.len().div_ceil(ELEMENTS_PER_TASK), &|task| {
-        let range = task * ELEMENTS_PER_TASK..((task + 1) * ELEMENTS_PER_TASK).min(x.len());
-        // SAFETY: each task writes a different range.
-        let to = unsafe { parts.slice_mut(range.clone()) };
+    let outputs = SliceRows::new(&mut *to, 1);
+    cpu.write_rows(x.len(), 1, outputs, |range, to| {
         for (to, x) in to.iter_mut().zip(x.to_f32(cpu, range).iter()) {
             *to = f32_to_bf16(format.decode(format.encode(x / scale)) * scale);
         }
@@ -58,13 +61,11 @@ fn round_to_fp8<'a>(cpu: &Cpu, buffer: &'a mut [f32], matrix: Fp8Operand) -> Inp
 fn find_largest_magnitude(cpu: &Cpu, x: InputElements) -> f32 {
     let tasks = x.len().div_ceil(ELEMENTS_PER_TASK);
     let mut maxima = cpu.scratch.take(tasks);
-    let parts = DisjointSlices::new(&mut maxima[..tasks]);
-    cpu.pool.run(tasks, &|task| {
+    let maxima = &mut maxima[..tasks];
+    let finite = |x: &f32| if x.is_finite() { x.abs() } else { 0.0 };
+    cpu.write_each_row(tasks, ELEMENTS_PER_TASK, SliceRows::new(&mut *maxima, 1), |task, maximum| {
         let range = task * ELEMENTS_PER_TASK..((task + 1) * ELEMENTS_PER_TASK).min(x.len());
-        let finite = |x: &f32| if x.is_finite() { x.abs() } else { 0.0 };
-        // SAFETY: each task writes a different element.
-        let maxima = unsafe { parts.slice_mut(task..task + 1) };
-        maxima[0] = x.to_f32(cpu, range).iter().map(finite).fold(0.0, f32::max);
+        maximum[0] = x.to_f32(cpu, range).iter().map(finite).fold(0.0, f32::max);
     });
-    maxima[..tasks].iter().copied().fold(0.0, f32::max)
+    maxima.iter().copied().fold(0.0, f32::max)
 }

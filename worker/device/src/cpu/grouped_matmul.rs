@@ -6,90 +6,72 @@
 //! another on all threads.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
-use super::elements::{InputElements, OutputElements};
+use super::elements::InputElements;
 use super::matmul::{MatmulShape, matmul_at_offset, matmul_f32};
 use super::packing::Operand;
-use crate::ops::expect_len;
-use crate::ops::{RowGroup, WriteMode};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{GroupedMatmulOps, RowGroup, WriteMode, expect_len};
 
-/// Implements [`crate::Ops::grouped_forward`]: `y[rows, n] = x[rows, k] · w[n, k]ᵀ` for each group.
-pub(crate) fn forward(
-    cpu: &Cpu,
-    y: OutputElements,
-    x: InputElements,
-    w: InputElements,
-    groups: &[RowGroup],
-    n: usize,
-    k: usize,
-) {
-    check_groups(groups, x.len(), k, w.len(), n * k);
-    expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
-    for_each_group(cpu, groups, |g| {
-        let (rows, m) = (&g.rows, g.rows.len());
-        let a = Operand { data: x.slice(rows.start * k..rows.end * k), row_stride: k, depth_stride: 1 };
-        let b = Operand {
-            data: w.slice(g.matrix_offset..g.matrix_offset + n * k),
-            row_stride: k,
-            depth_stride: 1,
-        };
-        let shape = MatmulShape { m, n, k, ldc: n, write: WriteMode::Overwrite };
-        // SAFETY: different groups have different rows.
-        unsafe { matmul_at_offset(cpu, &y, rows.start * n, a, b, shape) };
-    });
-}
+impl GroupedMatmulOps for Cpu {
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
+        check_groups(groups, x.len(), k, w.len(), n * k);
+        expect_len("grouped_forward", "y", y.len(), x.len() / k * n);
+        let (y, x, w) = (self.as_output(y), InputElements::from(x), InputElements::from(w));
+        for_each_group(self, groups, |g| {
+            let a = Operand::from_rows(x.slice(g.elements(k)), k);
+            let b = Operand::from_rows(w.slice(g.matrix(n * k)), k);
+            let shape = MatmulShape { m: g.rows.len(), n, k, ldc: n, write: WriteMode::Overwrite };
+            // SAFETY: different groups have different rows.
+            unsafe { matmul_at_offset(self, &y, g.rows.start * n, a, b, shape) };
+        });
+    }
 
-/// Implements [`crate::Ops::grouped_backward_input`]: `dx[rows, k] = dy[rows, n] · w[n, k]` for
-/// each group.
-pub(crate) fn backward_input(
-    cpu: &Cpu,
-    dx: OutputElements,
-    dy: InputElements,
-    w: InputElements,
-    groups: &[RowGroup],
-    n: usize,
-    k: usize,
-) {
-    check_groups(groups, dx.len(), k, w.len(), n * k);
-    expect_len("grouped_backward_input", "dy", dy.len(), dx.len() / k * n);
-    for_each_group(cpu, groups, |g| {
-        let (rows, m) = (&g.rows, g.rows.len());
-        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row_stride: n, depth_stride: 1 };
-        let b = Operand {
-            data: w.slice(g.matrix_offset..g.matrix_offset + n * k),
-            row_stride: 1,
-            depth_stride: k,
-        };
-        let shape = MatmulShape { m, n: k, k: n, ldc: k, write: WriteMode::Overwrite };
-        // SAFETY: different groups have different rows.
-        unsafe { matmul_at_offset(cpu, &dx, rows.start * k, a, b, shape) };
-    });
-}
+    fn grouped_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        check_groups(groups, dx.len(), k, w.len(), n * k);
+        expect_len("grouped_backward_input", "dy", dy.len(), dx.len() / k * n);
+        let (dx, dy, w) = (self.as_output(dx), InputElements::from(dy), InputElements::from(w));
+        for_each_group(self, groups, |g| {
+            let a = Operand::from_rows(dy.slice(g.elements(n)), n);
+            let b = Operand::from_transposed(w.slice(g.matrix(n * k)), k);
+            let shape = MatmulShape { m: g.rows.len(), n: k, k: n, ldc: k, write: WriteMode::Overwrite };
+            // SAFETY: different groups have different rows.
+            unsafe { matmul_at_offset(self, &dx, g.rows.start * k, a, b, shape) };
+        });
+    }
 
-/// Implements [`crate::Ops::grouped_backward_weight`]: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]` for
-/// each group, zeros for an empty group.
-pub(crate) fn backward_weight(
-    cpu: &Cpu,
-    dw: &mut [f32],
-    dy: InputElements,
-    x: InputElements,
-    groups: &[RowGroup],
-    n: usize,
-    k: usize,
-) {
-    check_groups(groups, x.len(), k, dw.len(), n * k);
-    expect_len("grouped_backward_weight", "dy", dy.len(), x.len() / k * n);
-    let mut matrices: Vec<usize> = groups.iter().map(|g| g.matrix_offset).collect();
-    matrices.sort_unstable();
-    assert!(matrices.windows(2).all(|m| m[0] + n * k <= m[1]), "grouped_backward_weight: matrices overlap");
-    let dw = DisjointSlices::new(dw);
-    for_each_group(cpu, groups, |g| {
-        let (rows, m) = (&g.rows, g.rows.len());
-        // SAFETY: the matrices do not overlap.
-        let dw = unsafe { dw.slice_mut(g.matrix_offset..g.matrix_offset + n * k) };
-        let a = Operand { data: dy.slice(rows.start * n..rows.end * n), row_stride: 1, depth_stride: n };
-        let b = Operand { data: x.slice(rows.start * k..rows.end * k), row_stride: 1, depth_stride: k };
-        matmul_f32(cpu, dw, a, b, MatmulShape { m: n, n: k, k: m, ldc: k, write: WriteMode::Overwrite });
-    });
+    fn grouped_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        let op = "grouped_backward_weight";
+        check_groups(groups, x.len(), k, dw.len(), n * k);
+        expect_len(op, "dy", dy.len(), x.len() / k * n);
+        let mut matrices: Vec<usize> = groups.iter().map(|g| g.matrix_offset).collect();
+        matrices.sort_unstable();
+        assert!(matrices.windows(2).all(|m| m[0] + n * k <= m[1]), "{op}: matrices overlap");
+        let (dw, dy, x) = (DisjointSlices::new(dw.host()), InputElements::from(dy), InputElements::from(x));
+        for_each_group(self, groups, |g| {
+            // SAFETY: the matrices do not overlap.
+            let dw = unsafe { dw.slice_mut(g.matrix(n * k)) };
+            let a = Operand::from_transposed(dy.slice(g.elements(n)), n);
+            let b = Operand::from_transposed(x.slice(g.elements(k)), k);
+            let shape = MatmulShape { m: n, n: k, k: g.rows.len(), ldc: k, write: WriteMode::Overwrite };
+            matmul_f32(self, dw, a, b, shape);
+        });
+    }
 }
 
 /// Panics unless the groups' rows are in order without overlap, and all rows and matrices are in

@@ -3,151 +3,83 @@
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. Gradients of
 //! weight and bias are summed over chunks of rows, and the chunks' sums are added in order.
 use super::backend::Cpu;
-use super::bias::add_partial_sums;
-use super::disjoint_slices::DisjointSlices;
-use super::elements::{InputElements, OutputElements, PriorContents};
+use super::elements::InputElements;
 use super::elementwise::add_slices;
 use super::instruction_set::multiversion;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
-use crate::ops::WriteMode;
-use crate::ops::expect_len;
+use crate::buffer::{View, ViewMut};
+use crate::ops::{LayerNormOps, LayerNormParams, WriteMode, expect_lens};
 
-/// Number of rows whose contributions to the gradients of weight and bias are summed first, before
-/// the sums are added in order.
-const ROWS_PER_PARTIAL_SUM: usize = 32;
-
-/// Parameters of a LayerNorm ([`crate::ops::LayerNormParams`]), as inputs with elements of any
-/// type.
-#[derive(Clone, Copy)]
-pub(crate) struct LayerNormParamInputs<'a> {
-    /// Weight, one element per column.
-    pub(crate) w: InputElements<'a>,
-    /// Bias, one element per column.
-    pub(crate) b: InputElements<'a>,
-    /// Number that is added to the variance before the square root.
-    pub(crate) eps: f32,
-}
-
-/// Implements [`crate::Ops::layernorm_forward`].
-pub(crate) fn forward(
-    cpu: &Cpu,
-    y: OutputElements,
-    stats: &mut [f32],
-    x: InputElements,
-    norm: LayerNormParamInputs,
-    m: usize,
-) {
-    let d = check_lengths("layernorm_forward", &[("y", y.len()), ("x", x.len())], stats.len(), norm, m);
-    let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
-    let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
-    cpu.run_over_rows(m, 3 * d, |rows| {
-        let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
-        // SAFETY: each task writes different rows.
-        let (mut y, stats) =
-            unsafe { (y.slice_as_f32(elements.clone(), PriorContents::Ignored), stats.slice_mut(pairs)) };
-        normalize(cpu.instruction_set, &mut y, stats, &x.to_f32(cpu, elements), params);
-    });
-}
-
-/// Implements [`crate::Ops::add_layernorm_forward`].
-pub(crate) fn forward_with_residual(
-    cpu: &Cpu,
-    y: OutputElements,
-    stats: &mut [f32],
-    x: OutputElements,
-    delta: InputElements,
-    norm: LayerNormParamInputs,
-    m: usize,
-) {
-    let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
-    let d = check_lengths("add_layernorm_forward", &lens, stats.len(), norm, m);
-    let (w, b, stats) = (norm.w.all_to_f32(cpu), norm.b.all_to_f32(cpu), DisjointSlices::new(stats));
-    let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
-    cpu.run_over_rows(m, 4 * d, |rows| {
-        let (elements, pairs) = (rows.start * d..rows.end * d, 2 * rows.start..2 * rows.end);
-        // SAFETY: each task writes different rows.
-        let (mut y, stats, mut x) = unsafe {
-            (
-                y.slice_as_f32(elements.clone(), PriorContents::Ignored),
-                stats.slice_mut(pairs),
-                x.slice_as_f32(elements.clone(), PriorContents::Read),
-            )
-        };
-        add_slices(cpu.instruction_set, &mut x, &delta.to_f32(cpu, elements));
-        x.round_now();
-        normalize(cpu.instruction_set, &mut y, stats, &x, params);
-    });
-}
-
-/// Implements [`crate::Ops::layernorm_backward`].
-pub(crate) fn backward(
-    cpu: &Cpu,
-    dx: OutputElements,
-    grads: [&mut [f32]; 2],
-    dy: InputElements,
-    x: InputElements,
-    w: InputElements,
-    stats: &[f32],
-    m: usize,
-    write: WriteMode,
-) {
-    let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
-    let [dw, db] = grads;
-    let d = check_lengths(
-        "layernorm_backward",
-        &lens,
-        stats.len(),
-        LayerNormParamInputs { w, b: InputElements::F32(db), eps: 0.0 },
-        m,
-    );
-    expect_len("layernorm_backward", "dw", dw.len(), d);
-    let w = w.all_to_f32(cpu);
-    let prior = if write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
-    let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
-    let mut sums = [cpu.scratch.take(chunks * d), cpu.scratch.take(chunks * d)];
-    let [w_sums, b_sums] = &mut sums;
-    let parts = [DisjointSlices::new(w_sums), DisjointSlices::new(b_sums)];
-    cpu.pool.run(chunks, &|chunk| {
-        let rows = chunk * ROWS_PER_PARTIAL_SUM..((chunk + 1) * ROWS_PER_PARTIAL_SUM).min(m);
-        let elements = rows.start * d..rows.end * d;
-        let chunk_sums = chunk * d..(chunk + 1) * d;
-        // SAFETY: each task writes different rows, and different rows of the partial sums.
-        let (mut dx, dw, db) = unsafe {
-            (
-                dx.slice_as_f32(elements.clone(), prior),
-                parts[0].slice_mut(chunk_sums.clone()),
-                parts[1].slice_mut(chunk_sums),
-            )
-        };
-        dw.fill(0.0);
-        db.fill(0.0);
-        let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
-        let inputs =
-            LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats: &stats[2 * rows.start..2 * rows.end] };
-        differentiate(cpu.instruction_set, &mut dx, dw, db, inputs, write);
-    });
-    let [w_sums, b_sums] = &mut sums;
-    add_partial_sums(dw, &mut w_sums[..chunks * d]);
-    add_partial_sums(db, &mut b_sums[..chunks * d]);
-}
-
-/// Checks the lengths of an op's arguments and returns the number of elements in a row. Panics if a
-/// length does not fit the shape.
-fn check_lengths(
-    op: &str,
-    matrices: &[(&str, usize)],
-    stats: usize,
-    norm: LayerNormParamInputs,
-    m: usize,
-) -> usize {
-    let d = norm.w.len();
-    assert!(d > 0, "{op}: d is 0");
-    for (name, len) in matrices {
-        expect_len(op, name, *len, m * d);
+impl LayerNormOps for Cpu {
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize) {
+        let d = norm.w.len();
+        let lens = [("y", y.len()), ("x", x.len())];
+        check_lengths("layernorm_forward", &lens, stats.len(), norm.b.len(), m, d);
+        let (x, w, b) = (InputElements::from(x), self.to_f32(norm.w), self.to_f32(norm.b));
+        let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
+        let outputs = (self.overwritten_rows(y, d), SliceRows::new(stats.host(), 2));
+        self.write_rows(m, 3 * d, outputs, |rows, (mut y, stats)| {
+            normalize(self.instruction_set, &mut y, stats, &x.rows_to_f32(self, &rows, d), params);
+        });
     }
-    expect_len(op, "stats", stats, 2 * m);
-    expect_len(op, "b", norm.b.len(), d);
-    d
+
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNormParams,
+        m: usize,
+    ) {
+        let d = norm.w.len();
+        let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
+        check_lengths("add_layernorm_forward", &lens, stats.len(), norm.b.len(), m, d);
+        let (delta, w, b) = (InputElements::from(delta), self.to_f32(norm.w), self.to_f32(norm.b));
+        let params = F32LayerNormParams { w: &w, b: &b, eps: norm.eps };
+        let x = self.updated_rows(x, d);
+        let outputs = (self.overwritten_rows(y, d), SliceRows::new(stats.host(), 2), x);
+        self.write_rows(m, 4 * d, outputs, |rows, (mut y, stats, mut x)| {
+            add_slices(self.instruction_set, &mut x, &delta.rows_to_f32(self, &rows, d));
+            x.round_now();
+            normalize(self.instruction_set, &mut y, stats, &x, params);
+        });
+    }
+
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: WriteMode,
+    ) {
+        let (op, d) = ("layernorm_backward", w.len());
+        let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
+        check_lengths(op, &lens, stats.len(), db.len(), m, d);
+        expect_lens(op, [("dw", dw.len(), d)]);
+        let (dy, x, w) = (InputElements::from(dy), InputElements::from(x), self.to_f32(w));
+        let (dx, stats) = (self.written_rows(dx, d, write), stats.host());
+        self.write_and_sum_rows(m, dx, [dw.host(), db.host()], |rows, mut dx, grads| {
+            let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
+            let stats = &stats[2 * rows.start..2 * rows.end];
+            let inputs = LayerNormBackwardRows { dy: &dy, x: &x, w: &w, stats };
+            let (dw, db) = grads.split_at_mut(d);
+            differentiate(self.instruction_set, &mut dx, dw, db, inputs, write);
+        });
+    }
+}
+
+/// Panics if the length of an argument of the op `op` does not fit `m` rows of `d` elements.
+fn check_lengths(op: &str, matrices: &[(&str, usize)], stats: usize, b: usize, m: usize, d: usize) {
+    assert!(d > 0, "{op}: d is 0");
+    matrices.iter().for_each(|(name, len)| expect_lens(op, [(name, *len, m * d)]));
+    expect_lens(op, [("stats", stats, 2 * m), ("b", b, d)]);
 }
 
 multiversion! {

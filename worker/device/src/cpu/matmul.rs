@@ -11,10 +11,11 @@
 use super::backend::Cpu;
 use super::bias::add_bias_to_rows;
 use super::disjoint_slices::DisjointSlices;
-use super::elements::{InputElements, OutputElements, PriorContents};
+use super::elements::{InputElements, OutputElements};
 use super::instruction_set::{InstructionSet, multiversion};
 use super::packing::{Operand, PackBlock, pack};
 use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
+use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
@@ -143,10 +144,10 @@ pub(crate) fn matmul_with_bias(
     c: OutputElements,
     a: Operand,
     b: Operand,
-    bias: Option<InputElements>,
+    bias: Option<View>,
     shape: MatmulShape,
 ) {
-    let bias = bias.map(|b| b.all_to_f32(cpu));
+    let bias = bias.map(|b| cpu.to_f32(b));
     // SAFETY: this call owns `c`.
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
@@ -187,23 +188,22 @@ unsafe fn matmul_row_blocks(
     let MatmulShape { m, n, ldc, write, .. } = shape;
     assert!(ldc == n, "the rows of the result are contiguous");
     let rows = if c.is_f32() { m } else { (F32_BLOCK_LEN / n.max(1)).max(MIN_BLOCK_ROWS).min(m) };
-    let prior = if write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
     for i in (0..m).step_by(rows.max(1)) {
         let m = rows.min(m - i);
         let elements = first + i * n..first + (i + m) * n;
         let block = |c: &mut [f32]| {
             matmul_f32(cpu, c, a.skip_rows(i), b, MatmulShape { m, ..shape });
             if let Some(bias) = bias {
-                add_bias_to_rows(cpu, c, bias);
+                add_bias_to_rows(cpu, c.into(), bias);
             }
         };
         // SAFETY: guaranteed by the caller.
-        unsafe { c.update_as_f32(elements, prior, block) };
+        unsafe { c.update_as_f32(elements, write.into(), block) };
     }
 }
 
-/// An operand of a matmul that may be packed: its elements, its number of rows (left operand) or
-/// columns (right operand), and how many of these are in a panel.
+/// An operand of a matmul that may be packed. Consists of the elements, the number of rows (left
+/// operand) or columns (right operand), and the number of rows or columns per panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,

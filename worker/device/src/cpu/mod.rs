@@ -5,12 +5,14 @@
 //! differently. Results do not depend on the machine's C library either, because logarithms, powers
 //! and tanh of single numbers come from the crate `libm`.
 //!
-//! Each group of ops has a module, and [`ops`] implements [`crate::Ops`] with them. Kernels are
-//! written once over [`simd::Simd`] and compiled for each instruction set. 16-bit elements are
-//! converted to `f32` on reading and rounded once on writing ([`elements`]).
+//! Each group of ops has a module. Kernels are written once over [`simd::Simd`] and compiled for
+//! each instruction set. 16-bit elements are converted to `f32` on reading and rounded once on
+//! writing ([`elements`]).
+mod activation;
 mod attention;
 mod attention_backward;
 mod attention_dropout;
+mod attention_layout;
 mod backend;
 mod bias;
 mod classifier;
@@ -20,27 +22,24 @@ mod elementwise;
 mod embedding;
 mod expert_rows;
 mod fp8_matmul;
-mod gelu;
 mod grouped_matmul;
 mod instruction_set;
 mod layer_norm;
 mod matmul;
+mod matmul_ops;
 mod micro_kernel;
-mod ops;
 mod optimizers;
 mod packing;
-mod peak_flops;
 mod portable;
-mod reductions;
 mod rms_norm;
 mod rms_norm_heads;
 mod rope;
 mod router;
+mod row_outputs;
 mod scratch;
 mod simd;
 mod stochastic_rounding;
 mod storage;
-mod swiglu;
 mod thread_pool;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -21,6 +21,17 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
+    /// Creates an operand whose terms of one sum are contiguous, in rows of `stride` elements.
+    pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
+        Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
+    }
+
+    /// Creates an operand that is stored transposed: one row of `stride` elements for each term of
+    /// the sums.
+    pub(crate) fn from_transposed(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
+        Operand { data: data.into(), row_stride: 1, depth_stride: stride }
+    }
+
     /// Returns the operand without its first `i` rows (left operand) or columns (right operand).
     pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
         Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }

@@ -17,6 +17,19 @@ fn build_lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     core::array::from_fn(f)
 }
 
+/// Defines methods of [`Simd`] that compute an expression in each lane.
+macro_rules! lanewise {
+    ($($name:ident($($x:ident),+) = $lane:expr;)+) => {$(
+        #[inline(always)]
+        fn $name(self, $($x: Self::V),+) -> Self::V {
+            build_lanes(|i| {
+                $(let $x = $x[i];)+
+                $lane
+            })
+        }
+    )+};
+}
+
 impl Simd for Portable {
     type V = [f32; LANES];
     const TILE_ROWS: usize = if HAS_FMA { 6 } else { 2 };
@@ -48,51 +61,23 @@ impl Simd for Portable {
             unsafe { *p.add(i) = *x }
         }
     }
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] + b[i])
-    }
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] - b[i])
-    }
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] * b[i])
-    }
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| a[i] / b[i])
-    }
-    #[inline(always)]
-    fn sqrt(self, a: Self::V) -> Self::V {
-        build_lanes(|i| a[i].sqrt())
-    }
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
-    }
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        build_lanes(|i| if a[i] < b[i] { a[i] } else { b[i] })
-    }
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        build_lanes(|i| if HAS_FMA { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
-    }
-    #[inline(always)]
-    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        build_lanes(|i| if HAS_FMA { (-a[i]).mul_add(b[i], c[i]) } else { c[i] - a[i] * b[i] })
-    }
-    #[inline(always)]
-    fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
-        build_lanes(|i| {
+    lanewise! {
+        add(a, b) = a + b;
+        sub(a, b) = a - b;
+        mul(a, b) = a * b;
+        div(a, b) = a / b;
+        sqrt(a) = a.sqrt();
+        max(a, b) = if a > b { a } else { b };
+        min(a, b) = if a < b { a } else { b };
+        fma(a, b, c) = if HAS_FMA { a.mul_add(b, c) } else { a * b + c };
+        fnma(a, b, c) = if HAS_FMA { (-a).mul_add(b, c) } else { c - a * b };
+        scale_pow2(v, n) = {
             // Two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of f32.
-            let n = n[i] as i32;
+            let n = n as i32;
             let high = n >> 1;
             let pow2 = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
-            v[i] * pow2(high) * pow2(n - high)
-        })
+            v * pow2(high) * pow2(n - high)
+        };
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {

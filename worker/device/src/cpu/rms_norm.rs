@@ -3,125 +3,87 @@
 //! Sums over a row have 16 lanes, which are then added in the order of [`Simd::sum`]. The gradient
 //! of the weight is summed over chunks of rows, and the chunks' sums are added in order.
 use super::backend::Cpu;
-use super::bias::add_partial_sums;
-use super::disjoint_slices::DisjointSlices;
-use super::elements::{F32Output, InputElements, OutputElements, PriorContents};
+use super::elements::{F32Output, InputElements};
 use super::elementwise::add_slices;
 use super::instruction_set::multiversion;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
-use crate::ops::WriteMode;
-use crate::ops::expect_len;
+use crate::buffer::{View, ViewMut};
+use crate::ops::{RmsNormOps, WriteMode, expect_lens};
 
-/// Number of rows whose contributions to the weight's gradient are summed first, before the sums
-/// are added in order.
-const ROWS_PER_PARTIAL_SUM: usize = 32;
+impl RmsNormOps for Cpu {
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
+        let op = "rmsnorm_forward";
+        check_lengths(op, &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
+        let (x, w) = (InputElements::from(x), self.to_f32(w));
+        let outputs = (self.overwritten_rows(y, d), SliceRows::new(rstd.host(), 1));
+        self.write_rows(m, 2 * d, outputs, |rows, (mut y, rstd)| {
+            normalize(self.instruction_set, &mut y, rstd, &x.rows_to_f32(self, &rows, d), &w, eps);
+        });
+    }
 
-/// Implements [`crate::Ops::rmsnorm_forward`].
-pub(crate) fn forward(
-    cpu: &Cpu,
-    y: OutputElements,
-    rstd: &mut [f32],
-    x: InputElements,
-    w: InputElements,
-    m: usize,
-    d: usize,
-    eps: f32,
-) {
-    check_lengths("rmsnorm_forward", &[("y", y.len()), ("x", x.len())], rstd.len(), w.len(), m, d);
-    let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
-    cpu.run_over_rows(m, 2 * d, |rows| {
-        // SAFETY: each task writes different rows.
-        let (mut y, rstd) = unsafe {
-            (
-                y.slice_as_f32(rows.start * d..rows.end * d, PriorContents::Ignored),
-                rstd.slice_mut(rows.clone()),
-            )
-        };
-        normalize(cpu.instruction_set, &mut y, rstd, &x.to_f32(cpu, rows.start * d..rows.end * d), &w, eps);
-    });
-}
-
-/// Implements [`crate::Ops::add_rmsnorm_forward`].
-pub(crate) fn forward_with_residual(
-    cpu: &Cpu,
-    y: OutputElements,
-    rstd: &mut [f32],
-    x: OutputElements,
-    delta: InputElements,
-    w: InputElements,
-    m: usize,
-    d: usize,
-    eps: f32,
-) {
-    let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
-    check_lengths("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
-    let (w, rstd) = (w.all_to_f32(cpu), DisjointSlices::new(rstd));
-    cpu.run_over_rows(m, 3 * d, |rows| {
-        let elements = rows.start * d..rows.end * d;
-        // SAFETY: each task writes different rows.
-        let (mut y, rstd, mut x) = unsafe {
-            (
-                y.slice_as_f32(elements.clone(), PriorContents::Ignored),
-                rstd.slice_mut(rows),
-                x.slice_as_f32(elements.clone(), PriorContents::Read),
-            )
-        };
-        let delta = delta.to_f32(cpu, elements);
-        match &mut x {
-            F32Output::Borrowed(x) => add_normalize(cpu.instruction_set, &mut y, rstd, x, &delta, &w, eps),
-            // The norm is computed from the rounded sum, which is what the backward pass reads.
-            sum => {
-                add_slices(cpu.instruction_set, sum, &delta);
-                sum.round_now();
-                normalize(cpu.instruction_set, &mut y, rstd, sum, &w, eps);
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    ) {
+        let lens = [("y", y.len()), ("x", x.len()), ("delta", delta.len())];
+        check_lengths("add_rmsnorm_forward", &lens, rstd.len(), w.len(), m, d);
+        let (delta, w) = (InputElements::from(delta), self.to_f32(w));
+        let x = self.updated_rows(x, d);
+        let outputs = (self.overwritten_rows(y, d), SliceRows::new(rstd.host(), 1), x);
+        self.write_rows(m, 3 * d, outputs, |rows, (mut y, rstd, mut x)| {
+            let delta = delta.rows_to_f32(self, &rows, d);
+            match &mut x {
+                F32Output::Borrowed(x) => {
+                    add_normalize(self.instruction_set, &mut y, rstd, x, &delta, &w, eps)
+                }
+                // The norm is computed from the rounded sum, which is what the backward pass reads.
+                sum => {
+                    add_slices(self.instruction_set, sum, &delta);
+                    sum.round_now();
+                    normalize(self.instruction_set, &mut y, rstd, sum, &w, eps);
+                }
             }
-        }
-    });
-}
+        });
+    }
 
-/// Implements [`crate::Ops::rmsnorm_backward`].
-pub(crate) fn backward(
-    cpu: &Cpu,
-    dx: OutputElements,
-    dw: &mut [f32],
-    dy: InputElements,
-    x: InputElements,
-    w: InputElements,
-    rstd: &[f32],
-    m: usize,
-    d: usize,
-    write: WriteMode,
-) {
-    let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
-    check_lengths("rmsnorm_backward", &lens, rstd.len(), w.len(), m, d);
-    expect_len("rmsnorm_backward", "dw", dw.len(), d);
-    let chunks = m.div_ceil(ROWS_PER_PARTIAL_SUM);
-    let mut sums = cpu.scratch.take(chunks * d);
-    let (w, parts) = (w.all_to_f32(cpu), DisjointSlices::new(&mut sums));
-    let prior = if write == WriteMode::Accumulate { PriorContents::Read } else { PriorContents::Ignored };
-    cpu.pool.run(chunks, &|chunk| {
-        let rows = chunk * ROWS_PER_PARTIAL_SUM..((chunk + 1) * ROWS_PER_PARTIAL_SUM).min(m);
-        let elements = rows.start * d..rows.end * d;
-        // SAFETY: each task writes different rows and its own row of partial sums.
-        let (mut dx, dw) = unsafe {
-            (dx.slice_as_f32(elements.clone(), prior), parts.slice_mut(chunk * d..(chunk + 1) * d))
-        };
-        dw.fill(0.0);
-        let (dy, x) = (dy.to_f32(cpu, elements.clone()), x.to_f32(cpu, elements));
-        let inputs = RmsNormBackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
-        differentiate(cpu.instruction_set, &mut dx, dw, inputs, write);
-    });
-    add_partial_sums(dw, &mut sums[..chunks * d]);
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: WriteMode,
+    ) {
+        let lens = [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())];
+        check_lengths("rmsnorm_backward", &lens, rstd.len(), w.len(), m, d);
+        expect_lens("rmsnorm_backward", [("dw", dw.len(), d)]);
+        let (dy, x, w) = (InputElements::from(dy), InputElements::from(x), self.to_f32(w));
+        let (dx, rstd) = (self.written_rows(dx, d, write), rstd.host());
+        self.write_and_sum_rows(m, dx, [dw.host()], |rows, mut dx, dw| {
+            let (dy, x) = (dy.rows_to_f32(self, &rows, d), x.rows_to_f32(self, &rows, d));
+            let inputs = RmsNormBackwardRows { dy: &dy, x: &x, w: &w, rstd: &rstd[rows] };
+            differentiate(self.instruction_set, &mut dx, dw, inputs, write);
+        });
+    }
 }
 
 /// Panics if the length of an argument of the op `op` does not fit `m` rows of `d` elements.
 fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m: usize, d: usize) {
     assert!(d > 0, "{op}: d is 0");
-    for (name, len) in matrices {
-        expect_len(op, name, *len, m * d);
-    }
-    expect_len(op, "rstd", rstd, m);
-    expect_len(op, "w", w, d);
+    matrices.iter().for_each(|(name, len)| expect_lens(op, [(name, *len, m * d)]));
+    expect_lens(op, [("rstd", rstd, m), ("w", w, d)]);
 }
 
 multiversion! {

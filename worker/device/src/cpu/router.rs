@@ -1,58 +1,70 @@
 //! The router of a layer with experts: softmax over the experts, the selection for each row, and
 //! the gradients of both.
 use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
 use super::instruction_set::multiversion;
+use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
-use crate::ops::expect_len;
-use crate::ops::{RouterBackwardInputs, RouterShape};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 
 /// Cost of computing an exponential, as a multiple of the cost of copying an element.
 const EXP_COST: usize = 4;
 
-/// Outputs of [`crate::Ops::router_forward`].
-pub(crate) struct RouterOutputs<'a> {
-    /// Probability of each expert for each row, `[m, experts]`.
-    pub(crate) probs: &'a mut [f32],
-    /// Weights of the selected experts, `[m, experts_per_token]`.
-    pub(crate) weights: &'a mut [f32],
-    /// Log-sum-exp of each row's logits, `[m]`.
-    pub(crate) lse: &'a mut [f32],
-    /// Selected experts, best first, `[m, experts_per_token]`.
-    pub(crate) chosen_experts: &'a mut [u32],
-}
-
-/// Implements [`crate::Ops::router_forward`].
-pub(crate) fn forward(cpu: &Cpu, out: RouterOutputs, logits: &[f32], shape: RouterShape) {
-    let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
-    assert!(
-        (1..=experts).contains(&experts_per_token),
-        "router: experts_per_token is {experts_per_token}, not in 1..={experts}"
-    );
-    expect_len("router_forward", "logits", logits.len(), m * experts);
-    expect_len("router_forward", "probs", out.probs.len(), m * experts);
-    expect_len("router_forward", "weights", out.weights.len(), m * experts_per_token);
-    expect_len("router_forward", "lse", out.lse.len(), m);
-    expect_len("router_forward", "chosen_experts", out.chosen_experts.len(), m * experts_per_token);
-    let (probs, weights) = (DisjointSlices::new(out.probs), DisjointSlices::new(out.weights));
-    let (lse, chosen) = (DisjointSlices::new(out.lse), DisjointSlices::new(out.chosen_experts));
-    cpu.run_over_rows(m, (EXP_COST + experts_per_token) * experts, |rows| {
-        for row in rows {
-            let (expert_range, chosen_range) =
-                (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
-            // SAFETY: each task writes different rows.
-            let (probs, weights) =
-                unsafe { (probs.slice_mut(expert_range.clone()), weights.slice_mut(chosen_range.clone())) };
-            // SAFETY: as above.
-            let (lse, chosen) = unsafe { (lse.slice_mut(row..row + 1), chosen.slice_mut(chosen_range)) };
-            lse[0] = softmax(cpu.instruction_set, probs, &logits[expert_range]);
+impl RouterOps for Cpu {
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen_experts: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    ) {
+        let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
+        let matrices = [("logits", logits.len()), ("probs", probs.len())];
+        let lists = [("weights", weights.len()), ("chosen_experts", chosen_experts.len())];
+        shape.check_arguments("router_forward", &matrices, &lists, lse.len());
+        let logits = logits.host();
+        let selections = (
+            SliceRows::new(weights.host(), experts_per_token),
+            SliceRows::new(chosen_experts, experts_per_token),
+        );
+        let outputs = (SliceRows::new(probs.host(), experts), SliceRows::new(lse.host(), 1), selections);
+        let cost = (EXP_COST + experts_per_token) * experts;
+        self.write_each_row(m, cost, outputs, |row, (probs, lse, (weights, chosen))| {
+            lse[0] = softmax(self.instruction_set, probs, &logits[row * experts..(row + 1) * experts]);
             select_experts(chosen, probs);
             let sum = if normalize_weights { chosen.iter().map(|&e| probs[e as usize]).sum() } else { 1.0 };
             for (w, &e) in weights.iter_mut().zip(&*chosen) {
                 *w = probs[e as usize] / sum;
             }
-        }
-    });
+        });
+    }
+
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        inputs: RouterBackwardInputs,
+        shape: RouterShape,
+    ) {
+        inputs.check_arguments(dlogits.len(), dweights.len(), shape);
+        let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
+        let (probs, lse, dweights) = (inputs.probs.host(), inputs.lse.host(), dweights.host());
+        self.write_each_row(
+            m,
+            EXP_COST * experts,
+            SliceRows::new(dlogits.host(), experts),
+            |row, dlogits| {
+                let probs = &probs[row * experts..(row + 1) * experts];
+                let selected = row * experts_per_token..(row + 1) * experts_per_token;
+                let (dweights, chosen) = (&dweights[selected.clone()], &inputs.chosen_experts[selected]);
+                dlogits.copy_from_slice(inputs.balance_grad);
+                add_weight_gradients(dlogits, dweights, probs, chosen, normalize_weights);
+                softmax_backward(dlogits, probs, 2.0 * inputs.z_loss_coef * lse[row]);
+            },
+        );
+    }
 }
 
 /// Writes the indices of the experts with the largest probabilities to `chosen`, best first. Of
@@ -65,37 +77,6 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
         let better = |best: u32, e: u32| if probs[e as usize] > probs[best as usize] { e } else { best };
         rest[0] = free.reduce(better).unwrap_or(0);
     }
-}
-
-/// Implements [`crate::Ops::router_backward`].
-pub(crate) fn backward(
-    cpu: &Cpu,
-    dlogits: &mut [f32],
-    dweights: &[f32],
-    inputs: RouterBackwardInputs,
-    shape: RouterShape,
-) {
-    let RouterShape { m, experts, experts_per_token, normalize_weights } = shape;
-    let (probs, lse) = (inputs.probs.host(), inputs.lse.host());
-    expect_len("router_backward", "dlogits", dlogits.len(), m * experts);
-    expect_len("router_backward", "dweights", dweights.len(), m * experts_per_token);
-    expect_len("router_backward", "probs", probs.len(), m * experts);
-    expect_len("router_backward", "lse", lse.len(), m);
-    expect_len("router_backward", "chosen_experts", inputs.chosen_experts.len(), m * experts_per_token);
-    expect_len("router_backward", "balance_grad", inputs.balance_grad.len(), experts);
-    let dlogits = DisjointSlices::new(dlogits);
-    cpu.run_over_rows(m, EXP_COST * experts, |rows| {
-        for row in rows {
-            let (expert_range, chosen_range) =
-                (row * experts..(row + 1) * experts, row * experts_per_token..(row + 1) * experts_per_token);
-            // SAFETY: each task writes different rows.
-            let dlogits = unsafe { dlogits.slice_mut(expert_range.clone()) };
-            let (probs, chosen) = (&probs[expert_range], &inputs.chosen_experts[chosen_range.clone()]);
-            dlogits.copy_from_slice(inputs.balance_grad);
-            add_weight_gradients(dlogits, &dweights[chosen_range], probs, chosen, normalize_weights);
-            softmax_backward(dlogits, probs, 2.0 * inputs.z_loss_coef * lse[row]);
-        }
-    });
 }
 
 /// Adds the gradient that reaches the probabilities through the selected experts' weights to

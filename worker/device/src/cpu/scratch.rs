@@ -8,8 +8,7 @@ use std::{
     },
 };
 
-/// Number of elements from which on the length of a scratch buffer is rounded up to whole huge
-/// pages.
+/// The smallest number of elements of a scratch buffer that is rounded up to whole huge pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops borrow for the duration of a task.

@@ -1,29 +1,14 @@
 //! Stochastic rounding from `f32` to bf16.
-use super::backend::Cpu;
-use super::disjoint_slices::DisjointSlices;
 use super::instruction_set::multiversion;
 use super::simd::Simd;
 use crate::ops::StochasticRounding;
-use crate::ops::expect_len;
 use crate::philox::compute_random_words_of_16_blocks;
 
 /// Number of elements whose random numbers come from the same 16 Philox blocks.
 const ELEMENTS_PER_DRAW: usize = 64;
 
-/// Implements [`crate::Ops::round_stochastically`].
-pub(crate) fn round_stochastically(cpu: &Cpu, y: &mut [u16], x: &[f32], rounding: StochasticRounding) {
-    expect_len("round_stochastically", "x", x.len(), y.len());
-    let y = DisjointSlices::new(y);
-    cpu.run_over_elements(x.len(), |r| {
-        let rounding =
-            StochasticRounding { first_element: rounding.first_element + r.start as u64, ..rounding };
-        // SAFETY: each task writes a different range.
-        round_range(cpu.instruction_set, unsafe { y.slice_mut(r.clone()) }, &x[r], rounding);
-    });
-}
-
 multiversion! {
-    fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
+    pub(super) fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
 }
 
 /// Rounds a range of elements to bf16 stochastically, up to 64 elements at a time.

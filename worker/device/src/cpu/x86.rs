@@ -59,6 +59,23 @@ macro_rules! intrinsic {
     };
 }
 
+/// Defines methods of [`Simd`] that apply one intrinsic to all lanes of their operands. A vector is
+/// a register (`zmm`) or a pair of registers (`ymm_pair`).
+macro_rules! lanewise {
+    ($vector:ident: $($name:ident($($x:ident),+) = $intrinsic:ident;)+) => {$(
+        #[inline(always)]
+        fn $name(self, $($x: Self::V),+) -> Self::V {
+            lanewise!(@$vector $intrinsic($($x),+))
+        }
+    )+};
+    (@zmm $intrinsic:ident($($x:ident),+)) => {
+        intrinsic!($intrinsic($($x),+))
+    };
+    (@ymm_pair $intrinsic:ident($($x:ident),+)) => {
+        intrinsic!([$intrinsic($($x[0]),+), $intrinsic($($x[1]),+)])
+    };
+}
+
 /// Returns the mask that selects the first `n` lanes, where `n` is below 16.
 #[inline(always)]
 fn mask_first_lanes(n: usize) -> __mmask16 {
@@ -90,45 +107,18 @@ impl Simd for Avx512 {
     unsafe fn store_part(self, p: *mut f32, n: usize, v: __m512) {
         intrinsic!(_mm512_mask_storeu_ps(p, mask_first_lanes(n), v))
     }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_sub_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_div_ps(a, b))
-    }
-    #[inline(always)]
-    fn sqrt(self, a: __m512) -> __m512 {
-        intrinsic!(_mm512_sqrt_ps(a))
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_max_ps(a, b))
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        intrinsic!(_mm512_min_ps(a, b))
-    }
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        intrinsic!(_mm512_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn fnma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        intrinsic!(_mm512_fnmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn scale_pow2(self, v: __m512, n: __m512) -> __m512 {
-        intrinsic!(_mm512_scalef_ps(v, n))
+    lanewise! {
+        zmm:
+        add(a, b) = _mm512_add_ps;
+        sub(a, b) = _mm512_sub_ps;
+        mul(a, b) = _mm512_mul_ps;
+        div(a, b) = _mm512_div_ps;
+        sqrt(a) = _mm512_sqrt_ps;
+        max(a, b) = _mm512_max_ps;
+        min(a, b) = _mm512_min_ps;
+        fma(a, b, c) = _mm512_fmadd_ps;
+        fnma(a, b, c) = _mm512_fnmadd_ps;
+        scale_pow2(v, n) = _mm512_scalef_ps;
     }
     #[inline(always)]
     fn sum(self, v: __m512) -> f32 {
@@ -215,45 +205,18 @@ impl Simd for Avx2 {
             _mm256_maskstore_ps(p.wrapping_add(8), b, v[1]);
         })
     }
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn sqrt(self, a: Self::V) -> Self::V {
-        intrinsic!([_mm256_sqrt_ps(a[0]), _mm256_sqrt_ps(a[1])])
-    }
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        intrinsic!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
-    }
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        intrinsic!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
-    }
-    #[inline(always)]
-    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        intrinsic!([_mm256_fnmadd_ps(a[0], b[0], c[0]), _mm256_fnmadd_ps(a[1], b[1], c[1])])
-    }
-    #[inline(always)]
-    fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V {
-        intrinsic!([scale_8_lanes_pow2(v[0], n[0]), scale_8_lanes_pow2(v[1], n[1])])
+    lanewise! {
+        ymm_pair:
+        add(a, b) = _mm256_add_ps;
+        sub(a, b) = _mm256_sub_ps;
+        mul(a, b) = _mm256_mul_ps;
+        div(a, b) = _mm256_div_ps;
+        sqrt(a) = _mm256_sqrt_ps;
+        max(a, b) = _mm256_max_ps;
+        min(a, b) = _mm256_min_ps;
+        fma(a, b, c) = _mm256_fmadd_ps;
+        fnma(a, b, c) = _mm256_fnmadd_ps;
+        scale_pow2(v, n) = scale_8_lanes_pow2;
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {

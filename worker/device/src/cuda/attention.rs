@@ -1,14 +1,13 @@
 //! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
 //! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
 //! have at most 128 elements, and otherwise compute in f32.
-use super::backend::Cuda;
+use super::backend::{Cuda, Work};
 use super::compile::{ATTENTION, FLASH};
 use super::cudnn::{AttentionOperands, AttentionPass};
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
-use crate::ops::AttentionShape;
-use crate::ops::expect_len;
+use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ffi::CStr;
 
 /// Number of queries or keys per block of a kernel of attention.cu. This is `TILE` of attention.cu.
@@ -20,8 +19,9 @@ const MAX_HEAD_DIM: usize = 256;
 
 /// Number of queries or keys per block of a kernel of flash.cu. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of a flash.cu block's shared memory that are not rows of queries, keys,
-/// values or gradients: statistics of two steps of 64 such rows, and `BlockState`.
+/// Maximum number of bytes of shared memory that a block of a flash.cu kernel needs in addition to
+/// rows of queries, keys, values or gradients. The bytes contain the statistics of two steps of 64
+/// such rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// Kernel argument with shape, scale and dropout of an attention. The layout is that of `Attention`
@@ -29,16 +29,16 @@ const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct AttentionArg {
-    t: i64,
-    heads: i64,
-    kv_heads: i64,
-    dim: i64,
+    t: usize,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
     scale: f32,
     /// The softcap of the scores, or 0 for none.
     cap: f32,
     /// Number of the batch's first sequence among all samples, on which dropout's random words
     /// depend.
-    first_sample: i64,
+    first_sample: u64,
     key: [u32; 2],
     threshold: u32,
     /// Factor of the probabilities that dropout keeps; 0 without dropout.
@@ -51,43 +51,39 @@ unsafe impl KernelArg for AttentionArg {}
 impl AttentionArg {
     /// Creates the kernel argument for an attention shape.
     fn new(s: AttentionShape) -> Self {
-        let [t, heads, kv_heads, dim] = [s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
-        let (first_sample, key, threshold, keep) = s.dropout.map_or((0, [0; 2], 0, 0.0), |d| {
-            (d.first_sequence as i64, d.key, d.drop_threshold(), d.keep_scale())
-        });
+        let (first_sample, key, threshold, keep) = s
+            .dropout
+            .map_or((0, [0; 2], 0, 0.0), |d| (d.first_sequence, d.key, d.drop_threshold(), d.keep_scale()));
+        let AttentionShape { t, heads, kv_heads, head_dim: dim, scale, .. } = s;
         let cap = s.softcap.unwrap_or(0.0);
-        AttentionArg { t, heads, kv_heads, dim, scale: s.scale, cap, first_sample, key, threshold, keep }
+        AttentionArg { t, heads, kv_heads, dim, scale, cap, first_sample, key, threshold, keep }
     }
 }
 
-/// Returns the launch configuration of attention.cu with one block per tile, head and sequence.
+/// Returns the work of a kernel of attention.cu with one block per tile, head and sequence.
 /// Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles of scores. Panics if the
 /// GPU has too little shared memory.
-fn build_tiled_launch_config(
+fn build_tiled_work(
     cuda: &Cuda,
     s: AttentionShape,
     heads: usize,
     row_tiles: usize,
     score_tiles: usize,
-) -> LaunchConfig {
-    let floats = row_tiles * TILE_ROWS * (s.head_dim + 1) + score_tiles * TILE_ROWS * (TILE_ROWS + 1);
+) -> Work {
+    let AttentionShape { b, t, head_dim, .. } = s;
+    let floats = row_tiles * TILE_ROWS * (head_dim + 1) + score_tiles * TILE_ROWS * (TILE_ROWS + 1);
     let shared = floats * size_of::<f32>();
     let available = cuda.properties().shared_memory_per_block;
     assert!(
-        s.head_dim <= MAX_HEAD_DIM,
-        "attention: heads of {} elements exceed the GPU's maximum of {MAX_HEAD_DIM}",
-        s.head_dim
+        head_dim <= MAX_HEAD_DIM,
+        "attention: heads of {head_dim} elements exceed the GPU's maximum of {MAX_HEAD_DIM}"
     );
     assert!(
         shared <= available,
-        "attention: heads of {} elements need {shared} bytes of shared memory, but this GPU has {available}",
-        s.head_dim
+        "attention: heads of {head_dim} elements need {shared} bytes of shared memory, but this GPU has {available}"
     );
-    LaunchConfig {
-        grid: [s.t.div_ceil(TILE_ROWS) as u32, heads as u32, s.b as u32],
-        block: [THREADS_PER_BLOCK, 1, 1],
-        shared,
-    }
+    let grid = [t.div_ceil(TILE_ROWS) as u32, heads as u32, b as u32];
+    Work::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
 /// Kernel argument with the order in which a kernel's blocks are scheduled. The layout is that of
@@ -96,13 +92,13 @@ fn build_tiled_launch_config(
 #[repr(C)]
 struct BlockOrder {
     /// Number of tiles of each head.
-    tiles: i64,
+    tiles: usize,
     /// Number of heads of each sequence.
-    heads: i64,
+    heads: usize,
     /// Number of heads of all sequences together.
-    total_heads: i64,
+    total_heads: usize,
     /// Number of heads whose blocks are scheduled together.
-    heads_together: i64,
+    heads_together: usize,
 }
 
 // SAFETY: struct BlockOrder of flash.cu.
@@ -169,7 +165,7 @@ impl FlashKernel {
         let shape = AttentionArg::new(s);
         let arguments: Vec<&dyn KernelArg> =
             arguments.iter().copied().chain([&shape as &dyn KernelArg, &order]).collect();
-        cuda.launch_kernel(FLASH, self.names[dim_index][variant], config, &arguments);
+        cuda.launch(FLASH, self.names[dim_index][variant], Work::Config(config), &arguments);
     }
 
     /// Returns the order in which blocks are scheduled for this shape. Each block of a head reads
@@ -183,9 +179,7 @@ impl FlashKernel {
         let total_heads = heads * s.b;
         let bytes_read = 2 * rows_per_token * s.t * s.head_dim * size_of::<u16>();
         let together = (l2_cache_bytes / 2 / bytes_read.max(1)).max(1) * heads_sharing_rows;
-        let [tiles, heads, total_heads, heads_together] =
-            [tiles, heads, total_heads, together.min(total_heads)].map(|n| n as i64);
-        BlockOrder { tiles, heads, total_heads, heads_together }
+        BlockOrder { tiles, heads, total_heads, heads_together: together.min(total_heads) }
     }
 }
 
@@ -195,100 +189,73 @@ fn uses_tensor_cores(dtypes: &[Dtype], s: AttentionShape) -> bool {
     s.head_dim <= 128 && dtypes.iter().all(|dtype| *dtype == Dtype::Bf16)
 }
 
-/// Panics if an argument of the op `op` does not fit the shape.
+/// Panics if an argument of the op `op` does not fit the shape, or if the shape exceeds the grid.
 fn check_arguments(op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32], s: AttentionShape) {
-    assert!(
-        s.kv_heads > 0 && s.heads.is_multiple_of(s.kv_heads),
-        "{op}: {} heads are not a multiple of {} kv heads",
-        s.heads,
-        s.kv_heads
-    );
-    expect_len(op, "o", o, s.b * s.t * s.heads * s.head_dim);
-    expect_len(op, "lse", lse, s.b * s.heads * s.t);
-    expect_len(op, "qkv", qkv, s.b * s.t * (s.heads + 2 * s.kv_heads) * s.head_dim);
-    expect_len(op, "starts", starts.len(), s.b * s.t);
-    assert!(
-        s.heads <= 65_535 && s.b <= 65_535,
-        "{op}: {} heads of {} sequences exceed the grid",
-        s.heads,
-        s.b
-    );
-    if let Some(d) = &s.dropout {
-        d.check(op, &s);
-    }
+    s.check_arguments(op, o, lse, qkv, starts);
+    let AttentionShape { b, heads, .. } = s;
+    assert!(heads <= 65_535 && b <= 65_535, "{op}: {heads} heads of {b} sequences exceed the grid");
 }
 
-/// Implements [`crate::Ops::attention_forward`] with cuDNN or a built-in kernel.
-pub(super) fn forward(cuda: &Cuda, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], s: AttentionShape) {
-    check_arguments("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
-    let lse = f32_gpu_address(lse.as_view());
-    let is_flash = uses_tensor_cores(&[o.dtype(), qkv.dtype()], s);
-    let is_bf16 = [o.dtype(), qkv.dtype()] == [Dtype::Bf16; 2];
-    let (o, qkv) = (TensorArg::from(&o), TensorArg::from(qkv));
-    let run_flash = || FLASH_FORWARD.launch(cuda, s, &[&o, &lse, &qkv, &cuda.upload_input("starts", starts)]);
-    let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, ..AttentionOperands::default() };
-    if try_run_on_cudnn(cuda, is_bf16, s, starts, &operands, false, &run_flash) {
-        return;
-    }
-    if is_flash {
-        return run_flash();
-    }
-    let starts = cuda.upload_input("starts", starts);
-    let arguments: [&dyn KernelArg; 5] = [&o, &lse, &qkv, &starts, &AttentionArg::new(s)];
-    cuda.launch_kernel(
-        ATTENTION,
-        c"attention_forward",
-        build_tiled_launch_config(cuda, s, s.heads, 3, 1),
-        &arguments,
-    );
-}
-
-/// Implements [`crate::Ops::attention_backward`] with cuDNN or built-in kernels.
-pub(super) fn backward(
-    cuda: &Cuda,
-    dqkv: ViewMut,
-    d_o: View,
-    o: View,
-    lse: View,
-    qkv: View,
-    starts: &[u32],
-    s: AttentionShape,
-) {
-    let op = "attention_backward";
-    check_arguments(op, o.len(), lse.len(), qkv.len(), starts, s);
-    expect_len(op, "dqkv", dqkv.len(), qkv.len());
-    expect_len(op, "d_o", d_o.len(), o.len());
-    let is_flash = uses_tensor_cores(&[dqkv.dtype(), qkv.dtype(), d_o.dtype()], s);
-    let is_bf16 = [dqkv.dtype(), qkv.dtype(), d_o.dtype(), o.dtype()] == [Dtype::Bf16; 4];
-    let dots_bytes = lse.len() * size_of::<f32>();
-    let (dqkv, d_o, o, qkv, lse, shape) = (
-        TensorArg::from(&dqkv),
-        TensorArg::from(d_o),
-        TensorArg::from(o),
-        TensorArg::from(qkv),
-        f32_gpu_address(lse),
-        AttentionArg::new(s),
-    );
-    let grid = [s.t.div_ceil(TILE_ROWS) as u32, s.heads as u32, s.b as u32];
-    let dots_config = LaunchConfig { grid, block: [8 * TILE_ROWS as u32, 1, 1], shared: 0 };
-    let run_built_in = || {
-        let dots = cuda.alloc_scratch(dots_bytes);
-        let starts = cuda.upload_input("starts", starts);
-        cuda.launch_kernel(ATTENTION, c"attention_delta", dots_config, &[&dots.address(), &d_o, &o, &shape]);
-        if is_flash {
-            let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots.address(), &starts];
-            FLASH_BACKWARD_Q.launch(cuda, s, &arguments);
-            return FLASH_BACKWARD_KV.launch(cuda, s, &arguments);
+impl AttentionOps for Cuda {
+    fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], s: AttentionShape) {
+        check_arguments("attention_forward", o.len(), lse.len(), qkv.len(), starts, s);
+        let dtypes = [o.dtype(), qkv.dtype()];
+        let (o, lse, qkv) = (TensorArg::from(&o), f32_gpu_address(lse.as_view()), TensorArg::from(qkv));
+        let run_built_in = || {
+            let starts = self.upload_input("starts", starts);
+            if uses_tensor_cores(&dtypes, s) {
+                return FLASH_FORWARD.launch(self, s, &[&o, &lse, &qkv, &starts]);
+            }
+            let work = build_tiled_work(self, s, s.heads, 3, 1);
+            let shape = AttentionArg::new(s);
+            self.launch(ATTENTION, c"attention_forward", work, &[&o, &lse, &qkv, &starts, &shape]);
+        };
+        let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, ..AttentionOperands::default() };
+        let is_bf16 = dtypes == [Dtype::Bf16; 2];
+        if !try_run_on_cudnn(self, is_bf16, s, starts, &operands, false, &run_built_in) {
+            run_built_in();
         }
-        let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots.address(), &starts, &shape];
-        let by_queries = build_tiled_launch_config(cuda, s, s.heads, 4, 1);
-        cuda.launch_kernel(ATTENTION, c"attention_backward_q", by_queries, &arguments);
-        let by_keys = build_tiled_launch_config(cuda, s, s.kv_heads, 4, 2);
-        cuda.launch_kernel(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
-    };
-    let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
-    if !try_run_on_cudnn(cuda, is_bf16, s, starts, &operands, true, &run_built_in) {
-        run_built_in();
+    }
+
+    fn attention_backward(
+        &self,
+        dqkv: ViewMut,
+        d_o: View,
+        o: View,
+        lse: View,
+        qkv: View,
+        starts: &[u32],
+        s: AttentionShape,
+    ) {
+        let op = "attention_backward";
+        check_arguments(op, o.len(), lse.len(), qkv.len(), starts, s);
+        expect_lens(op, [("dqkv", dqkv.len(), qkv.len()), ("d_o", d_o.len(), o.len())]);
+        let dtypes = [dqkv.dtype(), qkv.dtype(), d_o.dtype()];
+        let is_bf16 = dtypes == [Dtype::Bf16; 3] && o.dtype() == Dtype::Bf16;
+        let dots_bytes = lse.len() * size_of::<f32>();
+        let (dqkv, lse, shape) = (TensorArg::from(&dqkv), f32_gpu_address(lse), AttentionArg::new(s));
+        let [d_o, o, qkv] = [d_o, o, qkv].map(TensorArg::from);
+        let run_built_in = || {
+            let dots = self.alloc_scratch(dots_bytes);
+            let (dots, starts) = (dots.address(), self.upload_input("starts", starts));
+            let grid = [s.t.div_ceil(TILE_ROWS) as u32, s.heads as u32, s.b as u32];
+            let config = LaunchConfig { grid, block: [8 * TILE_ROWS as u32, 1, 1], shared: 0 };
+            self.launch(ATTENTION, c"attention_delta", Work::Config(config), &[&dots, &d_o, &o, &shape]);
+            if uses_tensor_cores(&dtypes, s) {
+                let arguments: [&dyn KernelArg; 6] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts];
+                FLASH_BACKWARD_Q.launch(self, s, &arguments);
+                return FLASH_BACKWARD_KV.launch(self, s, &arguments);
+            }
+            let arguments: [&dyn KernelArg; 7] = [&dqkv, &d_o, &qkv, &lse, &dots, &starts, &shape];
+            let by_queries = build_tiled_work(self, s, s.heads, 4, 1);
+            self.launch(ATTENTION, c"attention_backward_q", by_queries, &arguments);
+            let by_keys = build_tiled_work(self, s, s.kv_heads, 4, 2);
+            self.launch(ATTENTION, c"attention_backward_kv", by_keys, &arguments);
+        };
+        let operands = AttentionOperands { qkv: qkv.at, o: o.at, lse, d_o: d_o.at, dqkv: dqkv.at };
+        if !try_run_on_cudnn(self, is_bf16, s, starts, &operands, true, &run_built_in) {
+            run_built_in();
+        }
     }
 }
 

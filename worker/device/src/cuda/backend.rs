@@ -1,5 +1,5 @@
 //! [`Cuda`]: the backend for one GPU, and the helpers with which its ops enqueue work.
-use super::bindings::Address;
+use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
 use super::cudnn::{AttentionBackend, CudnnAttention};
 use super::error::{CudaError, Result};
@@ -14,6 +14,7 @@ use super::profile::{Profile, ProfileEntry};
 use super::properties::GpuProperties;
 use super::streams::CudaEvent;
 use crate::buffer::{Buf, Dtype, MemoryOwner};
+use crate::ops::Ops;
 use crate::storage::DeviceError;
 use std::{
     collections::HashMap,
@@ -58,7 +59,7 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer without memory, which stands for memory that could not be allocated.
+/// Owner of a buffer without memory, which takes the place of a buffer that could not be allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
@@ -73,6 +74,8 @@ impl MemoryOwner for PinnedOwner {
         self.0.free_pinned(address);
     }
 }
+
+impl Ops for Cuda {}
 
 impl Cuda {
     /// Opens a GPU and every library that training needs. Kernels are not compiled yet.
@@ -186,7 +189,7 @@ impl Cuda {
     /// the stream. Fails if this or an earlier call failed.
     pub fn flushed_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check()?;
-        self.gpu.with_stream(|stream| stream).map_err(|error| DeviceError(error.into()))
+        Ok(self.gpu.with_stream(CUstream::cast)?)
     }
 
     /// Returns the first failure of a call and forgets it, so that later calls are made again. The
@@ -237,14 +240,16 @@ impl Cuda {
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues a kernel on this thread's stream. A grid without blocks launches nothing.
-    pub(super) fn launch_kernel(
+    /// Enqueues a kernel on this thread's stream, with as many threads as the work needs. Without
+    /// work, launches nothing.
+    pub(super) fn launch(
         &self,
         source: KernelSource,
         name: &'static CStr,
-        config: LaunchConfig,
+        work: Work,
         arguments: &[&dyn KernelArg],
     ) {
+        let config = work.choose_launch_config(name, self.gpu.properties.multiprocessor_count);
         if config.grid.contains(&0) {
             return;
         }
@@ -269,75 +274,6 @@ impl Cuda {
     pub(super) fn run_matmul(&self, matmul: &Matmul) {
         self.run_profiled(|| matmul.describe(), || self.cublas_lt.enqueue(&self.gpu, matmul));
     }
-
-    /// Launches a kernel over `len` elements. Each thread processes one element at a time.
-    pub(super) fn launch_elementwise(
-        &self,
-        source: KernelSource,
-        name: &'static CStr,
-        len: usize,
-        arguments: &[&dyn KernelArg],
-    ) {
-        let blocks =
-            len.div_ceil(THREADS_PER_BLOCK).min(self.gpu.properties.multiprocessor_count * 16) as u32;
-        self.launch_kernel(
-            source,
-            name,
-            LaunchConfig { grid: [blocks, 1, 1], block: [THREADS_PER_BLOCK as u32, 1, 1], shared: 0 },
-            arguments,
-        );
-    }
-
-    /// Launches a kernel over `len` elements. Each thread processes eight elements at a time.
-    pub(super) fn launch_elementwise_by_8(
-        &self,
-        source: KernelSource,
-        name: &'static CStr,
-        len: usize,
-        arguments: &[&dyn KernelArg],
-    ) {
-        self.launch_elementwise(source, name, len.div_ceil(8), arguments);
-    }
-
-    /// Launches a kernel with one block per row of about `width` elements. Each thread processes
-    /// eight elements at a time.
-    pub(super) fn launch_row_blocks(
-        &self,
-        source: KernelSource,
-        name: &'static CStr,
-        rows: usize,
-        width: usize,
-        arguments: &[&dyn KernelArg],
-    ) {
-        let grid =
-            [u32::try_from(rows).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
-        self.launch_kernel(
-            source,
-            name,
-            LaunchConfig { grid, block: [choose_row_threads(width), 1, 1], shared: 0 },
-            arguments,
-        );
-    }
-
-    /// Launches a kernel with one warp per row, and several rows per block, if rows are short.
-    /// Otherwise launches one block per row.
-    pub(super) fn launch_row_warps(
-        &self,
-        source: KernelSource,
-        name: &'static CStr,
-        rows: usize,
-        width: usize,
-        arguments: &[&dyn KernelArg],
-    ) {
-        if choose_row_threads(width) > 32 {
-            return self.launch_row_blocks(source, name, rows, width, arguments);
-        }
-        let blocks = rows.div_ceil(THREADS_PER_BLOCK / 32);
-        let grid =
-            [u32::try_from(blocks).unwrap_or_else(|_| panic!("{name:?}: {rows} rows exceed the grid")), 1, 1];
-        let block = [32, THREADS_PER_BLOCK as u32 / 32, 1];
-        self.launch_kernel(source, name, LaunchConfig { grid, block, shared: 0 }, arguments);
-    }
 }
 
 /// Number of threads per block of kernels that need no other number.
@@ -347,4 +283,49 @@ pub(super) const THREADS_PER_BLOCK: usize = 256;
 /// per thread, up to a whole block.
 pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
+}
+
+/// Work of a kernel, which determines the number of its threads.
+pub(super) enum Work {
+    /// This number of elements. Each thread processes one element at a time.
+    Elements(usize),
+    /// This number of elements. Each thread processes eight elements at a time.
+    ElementsBy8(usize),
+    /// Rows of about `width` elements: one block per row. Each thread processes eight elements at a
+    /// time.
+    RowBlocks { rows: usize, width: usize },
+    /// Rows of about `width` elements: one warp per row, and several rows per block, if rows are
+    /// short. Otherwise one block per row.
+    RowWarps { rows: usize, width: usize },
+    /// The number of threads that the launch configuration states.
+    Config(LaunchConfig),
+}
+
+impl Work {
+    /// Returns the launch configuration for the work of the kernel `name` on a GPU with this number
+    /// of multiprocessors. Panics if there are too many rows for a grid.
+    fn choose_launch_config(self, name: &CStr, multiprocessors: usize) -> LaunchConfig {
+        let blocks_of_rows = |blocks: usize| match u32::try_from(blocks) {
+            Ok(blocks) => [blocks, 1, 1],
+            Err(_) => panic!("{name:?}: {blocks} blocks of rows exceed the grid"),
+        };
+        let (grid, block) = match self {
+            Work::Config(config) => return config,
+            Work::ElementsBy8(len) => {
+                return Work::Elements(len.div_ceil(8)).choose_launch_config(name, multiprocessors);
+            }
+            Work::Elements(len) => {
+                let blocks = len.div_ceil(THREADS_PER_BLOCK).min(multiprocessors * 16);
+                ([blocks as u32, 1, 1], [THREADS_PER_BLOCK as u32, 1, 1])
+            }
+            Work::RowWarps { rows, width } if choose_row_threads(width) == 32 => {
+                let rows_per_block = THREADS_PER_BLOCK / 32;
+                (blocks_of_rows(rows.div_ceil(rows_per_block)), [32, rows_per_block as u32, 1])
+            }
+            Work::RowBlocks { rows, width } | Work::RowWarps { rows, width } => {
+                (blocks_of_rows(rows), [choose_row_threads(width), 1, 1])
+            }
+        };
+        LaunchConfig { grid, block, shared: 0 }
+    }
 }

@@ -1,6 +1,6 @@
 //! Compilation of the kernels with NVRTC for the GPU's exact architecture, and the kernel cache on
 //! disk.
-use super::bindings::{Handle, NvrtcApi};
+use super::bindings::{NvrtcApi, nvrtcProgram};
 use super::context::GpuContext;
 use super::disk_cache;
 use super::error::{CudaError, Result};
@@ -71,47 +71,22 @@ pub(super) struct Nvrtc {
 impl Nvrtc {
     /// Opens NVRTC and queries its version.
     pub(super) fn open(paths: &LibrarySearchPaths) -> Result<Nvrtc> {
-        let opened = paths.open(CudaLibrary::Nvrtc)?;
-        let path = opened.path.clone();
-        let library = NvrtcApi::load(opened)?;
+        let (library, path) = NvrtcApi::open(paths)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two integers.
-        let status = unsafe { (library.nvrtcVersion)(&mut major, &mut minor) };
-        let nvrtc = Nvrtc { library, path, version: (major.max(0) as u32, minor.max(0) as u32) };
-        nvrtc.check_status("nvrtcVersion", status)?;
-        Ok(nvrtc)
-    }
-
-    /// Converts a status code of `function` to a result. The error contains NVRTC's own message.
-    fn check_status(&self, function: &str, status: c_int) -> Result<()> {
-        if status == 0 {
-            return Ok(());
-        }
-        // SAFETY: returns a static string or null.
-        let message = unsafe {
-            let at = (self.library.nvrtcGetErrorString)(status);
-            if at.is_null() {
-                "unknown error".into()
-            } else {
-                CStr::from_ptr(at).to_string_lossy().into_owned()
-            }
-        };
-        Err(CudaError::Call { function: function.to_owned(), status, message })
+        unsafe { library.nvrtcVersion(&mut major, &mut minor) }?;
+        Ok(Nvrtc { library, path, version: (major.max(0) as u32, minor.max(0) as u32) })
     }
 
     /// Returns the architectures that this NVRTC can compile for, such as 80 and 90.
     fn query_supported_architectures(&self) -> Result<Vec<c_int>> {
         let mut count = 0;
         // SAFETY: writes one integer.
-        self.check_status("nvrtcGetNumSupportedArchs", unsafe {
-            (self.library.nvrtcGetNumSupportedArchs)(&mut count)
-        })?;
+        unsafe { self.library.nvrtcGetNumSupportedArchs(&mut count) }?;
         let mut architectures = vec![0; count.clamp(0, 1024) as usize];
         if !architectures.is_empty() {
             // SAFETY: writes as many integers as it counted.
-            self.check_status("nvrtcGetSupportedArchs", unsafe {
-                (self.library.nvrtcGetSupportedArchs)(architectures.as_mut_ptr())
-            })?;
+            unsafe { self.library.nvrtcGetSupportedArchs(architectures.as_mut_ptr()) }?;
         }
         Ok(architectures)
     }
@@ -125,8 +100,8 @@ impl Nvrtc {
         let names = HEADERS.map(|(name, _)| name.as_ptr());
         let mut program = NvrtcProgram { nvrtc: self, handle: ptr::null_mut() };
         // SAFETY: every string ends in a zero; both arrays have as many elements as the count.
-        let status = unsafe {
-            (self.library.nvrtcCreateProgram)(
+        unsafe {
+            self.library.nvrtcCreateProgram(
                 &mut program.handle,
                 text.as_ptr(),
                 name.as_ptr(),
@@ -134,34 +109,29 @@ impl Nvrtc {
                 texts.as_ptr(),
                 names.as_ptr(),
             )
-        };
-        self.check_status("nvrtcCreateProgram", status)?;
+        }?;
         let architecture = to_c_string(&format!("--gpu-architecture={architecture}"));
         let mut options = vec![architecture.as_ptr()];
         options.extend(OPTIONS.iter().map(|o| o.as_ptr()));
         // SAFETY: the array has as many elements as the count.
-        let status = unsafe {
-            (self.library.nvrtcCompileProgram)(program.handle, options.len() as c_int, options.as_ptr())
+        let compiled = unsafe {
+            self.library.nvrtcCompileProgram(program.handle, options.len() as c_int, options.as_ptr())
         };
-        if let Err(e) = self.check_status("nvrtcCompileProgram", status) {
+        if let Err(e) = compiled {
             let log =
                 program.read_log().filter(|log| !log.trim().is_empty()).unwrap_or_else(|| e.to_string());
             return Err(CudaError::KernelCompile { file: source.file, log });
         }
         let mut bytes = 0;
         // SAFETY: writes one integer.
-        self.check_status("nvrtcGetCUBINSize", unsafe {
-            (self.library.nvrtcGetCUBINSize)(program.handle, &mut bytes)
-        })?;
+        unsafe { self.library.nvrtcGetCUBINSize(program.handle, &mut bytes) }?;
         if bytes == 0 || bytes > disk_cache::MAX_CONTENT_BYTES {
             let message = format!("returned an image of {bytes} bytes");
             return Err(CudaError::Call { function: "nvrtcGetCUBINSize".to_owned(), status: 0, message });
         }
         let mut image = vec![0u8; bytes];
         // SAFETY: the buffer has as many bytes as NVRTC reported.
-        self.check_status("nvrtcGetCUBIN", unsafe {
-            (self.library.nvrtcGetCUBIN)(program.handle, image.as_mut_ptr().cast())
-        })?;
+        unsafe { self.library.nvrtcGetCUBIN(program.handle, image.as_mut_ptr().cast()) }?;
         Ok(image)
     }
 }
@@ -169,7 +139,7 @@ impl Nvrtc {
 /// A source that NVRTC compiles (`nvrtcProgram`). Dropping it destroys NVRTC's program.
 struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
-    handle: Handle,
+    handle: nvrtcProgram,
 }
 
 impl NvrtcProgram<'_> {
@@ -178,15 +148,15 @@ impl NvrtcProgram<'_> {
         let library = &self.nvrtc.library;
         let mut bytes = 0;
         // SAFETY: writes one integer.
-        let status = unsafe { (library.nvrtcGetProgramLogSize)(self.handle, &mut bytes) };
-        if status != 0 || bytes == 0 || bytes > disk_cache::MAX_CONTENT_BYTES {
+        unsafe { library.nvrtcGetProgramLogSize(self.handle, &mut bytes) }.ok()?;
+        if bytes == 0 || bytes > disk_cache::MAX_CONTENT_BYTES {
             return None;
         }
         let mut log = vec![0u8; bytes];
         // SAFETY: the buffer has as many bytes as NVRTC reported.
-        let status = unsafe { (library.nvrtcGetProgramLog)(self.handle, log.as_mut_ptr().cast()) };
+        unsafe { library.nvrtcGetProgramLog(self.handle, log.as_mut_ptr().cast()) }.ok()?;
         log.retain(|b| *b != 0);
-        (status == 0).then(|| String::from_utf8_lossy(&log).into_owned())
+        Some(String::from_utf8_lossy(&log).into_owned())
     }
 }
 
@@ -283,9 +253,9 @@ impl KernelModules {
         if let Some(function) = functions.get(&(source.file, name)) {
             return Ok(*function);
         }
-        let function = gpu.find_function(self.get_or_load_module(gpu, source)?, name)?;
+        let function = self.get_or_load_module(gpu, source)?.find_function(gpu, name)?;
         if shared > 0 {
-            gpu.set_max_shared_memory(function, gpu.properties.shared_memory_per_block)?;
+            function.set_max_shared_memory(gpu, gpu.properties.shared_memory_per_block)?;
         }
         functions.insert((source.file, name), function);
         Ok(function)
@@ -315,7 +285,7 @@ impl KernelModules {
             return Ok(module);
         }
         let image = self.load_or_compile_image(source, &gpu.properties.architecture())?;
-        let module = gpu.load_module(source.file, &image)?;
+        let module = KernelModule::load(gpu, source.file, &image)?;
         Ok(self.modules[index].get_or_init(|| module))
     }
 

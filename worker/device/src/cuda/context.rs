@@ -1,10 +1,20 @@
 //! [`GpuContext`]: the context and streams of one open GPU, and calls that are issued to a stream
 //! immediately.
-use super::bindings::{Address, DriverApi, Handle, NON_BLOCKING};
+use super::bindings::{
+    Address, DriverApi,
+    driver_sys::{
+        CUcontext, CUdevice, CUdevice_attribute, CUmemPool_attribute, CUmemoryPool, CUstream, CUstream_flags,
+    },
+};
 use super::error::Result;
 use super::library_search::LibrarySearchPaths;
-use super::properties::{GpuProperties, open_driver};
-use std::{cell::Cell, ffi::c_int, ptr, sync::atomic::AtomicU64};
+use super::properties::{GpuProperties, get_device, open_driver, query_attribute, query_properties};
+use std::{
+    cell::Cell,
+    ffi::{c_int, c_uint},
+    ptr,
+    sync::atomic::AtomicU64,
+};
 
 /// Lowest supported compute capability: Ampere. Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
@@ -12,14 +22,14 @@ const MIN_CAPABILITY: (u32, u32) = (8, 0);
 /// Context and streams of one open GPU.
 pub(super) struct GpuContext {
     pub(super) driver: DriverApi,
-    pub(super) device: c_int,
-    context: Handle,
+    pub(super) device: CUdevice,
+    context: CUcontext,
     /// The main stream, used by all threads that have no separate stream.
-    pub(super) main_stream: Handle,
+    pub(super) main_stream: CUstream,
     /// The stream of asynchronous copies to the host.
-    pub(super) download_stream: Handle,
+    pub(super) download_stream: CUstream,
     /// The stream of asynchronous copies from the host.
-    pub(super) upload_stream: Handle,
+    pub(super) upload_stream: CUstream,
     pub(super) properties: GpuProperties,
     /// Bytes of GPU memory that this process has allocated now.
     pub(super) allocated_bytes: AtomicU64,
@@ -34,7 +44,7 @@ unsafe impl Sync for GpuContext {}
 
 thread_local! {
     /// The CUDA context that is current in this thread; null if none was made current.
-    static CURRENT_CONTEXT: Cell<Handle> = const { Cell::new(ptr::null_mut()) };
+    static CURRENT_CONTEXT: Cell<CUcontext> = const { Cell::new(ptr::null_mut()) };
 }
 
 impl GpuContext {
@@ -42,31 +52,26 @@ impl GpuContext {
     /// GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<GpuContext> {
         let (driver, version, driver_path) = open_driver(paths)?;
-        let device = driver.get_device(index)?;
-        let properties = driver.query_properties(device, index, version, driver_path)?;
+        let device = get_device(&driver, index)?;
+        let properties = query_properties(&driver, device, index, version, driver_path)?;
         if properties.capability < MIN_CAPABILITY {
             return Err(properties.unsupported_error("training", "sm_80 (Ampere) or newer"));
         }
-        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: writes one handle.
-        driver.check_status("cuDevicePrimaryCtxRetain", unsafe {
-            (driver.cuDevicePrimaryCtxRetain)(&mut context, device)
-        })?;
-        // SAFETY: the context was just retained.
-        driver.check_status("cuCtxSetCurrent", unsafe { (driver.cuCtxSetCurrent)(context) })?;
+        let mut context = ptr::null_mut();
+        // SAFETY: writes one handle, of the context that is then made current.
+        unsafe {
+            driver.cuDevicePrimaryCtxRetain(&mut context, device)?;
+            driver.cuCtxSetCurrent(context)?;
+        }
         CURRENT_CONTEXT.set(context);
-        driver.set_pool_to_retain_memory(device, &properties)?;
-        // SAFETY: writes one handle.
-        let status = unsafe { (driver.cuStreamCreate)(&mut stream, NON_BLOCKING) };
-        driver.check_status("cuStreamCreate", status)?;
-        let (downloads, uploads) = (driver.create_stream(0)?, driver.create_stream(0)?);
+        set_pool_to_retain_memory(&driver, device, &properties)?;
         Ok(GpuContext {
+            main_stream: create_stream(&driver, 0)?,
+            download_stream: create_stream(&driver, 0)?,
+            upload_stream: create_stream(&driver, 0)?,
             driver,
             device,
             context,
-            main_stream: stream,
-            download_stream: downloads,
-            upload_stream: uploads,
             properties,
             allocated_bytes: AtomicU64::new(0),
             peak_allocated_bytes: AtomicU64::new(0),
@@ -77,25 +82,28 @@ impl GpuContext {
     pub(super) fn make_current(&self) -> Result<()> {
         if CURRENT_CONTEXT.get() != self.context {
             // SAFETY: the context lives as long as self.
-            let status = unsafe { (self.driver.cuCtxSetCurrent)(self.context) };
-            self.driver.check_status("cuCtxSetCurrent", status)?;
+            unsafe { self.driver.cuCtxSetCurrent(self.context) }?;
             CURRENT_CONTEXT.set(self.context);
         }
         Ok(())
     }
 
     /// Issues a fill of `bytes` bytes at the GPU address `at` with zeros to `stream` immediately.
-    pub(super) fn issue_fill(&self, at: Address, bytes: usize, stream: Handle) -> Result<()> {
+    pub(super) fn issue_fill(&self, at: Address, bytes: usize, stream: CUstream) -> Result<()> {
         // SAFETY: the caller owns the range.
-        let status = unsafe { (self.driver.cuMemsetD8Async)(at, 0, bytes, stream) };
-        self.driver.check_status("cuMemsetD8Async", status)
+        unsafe { self.driver.cuMemsetD8Async(at, 0, bytes, stream) }
     }
 
     /// Issues a copy of `bytes` bytes within the GPU's memory to `stream` immediately.
-    pub(super) fn issue_copy(&self, to: Address, from: Address, bytes: usize, stream: Handle) -> Result<()> {
+    pub(super) fn issue_copy(
+        &self,
+        to: Address,
+        from: Address,
+        bytes: usize,
+        stream: CUstream,
+    ) -> Result<()> {
         // SAFETY: the caller owns both ranges.
-        let status = unsafe { (self.driver.cuMemcpyDtoDAsync_v2)(to, from, bytes, stream) };
-        self.driver.check_status("cuMemcpyDtoDAsync", status)
+        unsafe { self.driver.cuMemcpyDtoDAsync_v2(to, from, bytes, stream) }
     }
 }
 
@@ -113,4 +121,36 @@ impl Drop for GpuContext {
             CURRENT_CONTEXT.set(ptr::null_mut());
         }
     }
+}
+
+/// Creates a CUDA stream of this priority that runs concurrently with the others, also with the
+/// default stream.
+pub(super) fn create_stream(driver: &DriverApi, priority: c_int) -> Result<CUstream> {
+    let mut stream = ptr::null_mut();
+    let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+    // SAFETY: writes one handle.
+    unsafe { driver.cuStreamCreateWithPriority(&mut stream, flags, priority) }?;
+    Ok(stream)
+}
+
+/// Returns the driver's default memory pool of the device.
+pub(super) fn get_default_pool(driver: &DriverApi, device: CUdevice) -> Result<CUmemoryPool> {
+    let mut pool = ptr::null_mut();
+    // SAFETY: writes one handle.
+    unsafe { driver.cuDeviceGetDefaultMemPool(&mut pool, device) }?;
+    Ok(pool)
+}
+
+/// Configures the driver's memory pool to keep freed memory. After the first steps, no allocation
+/// then reaches the operating system. Fails if the GPU has no memory pools.
+fn set_pool_to_retain_memory(driver: &DriverApi, device: CUdevice, properties: &GpuProperties) -> Result<()> {
+    if query_attribute(driver, device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? == 0 {
+        return Err(
+            properties.unsupported_error("memory pools (cuMemAllocAsync)", "a GPU that is not virtual")
+        );
+    }
+    let (pool, mut unlimited) = (get_default_pool(driver, device)?, u64::MAX);
+    let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the value of this attribute is a 64-bit integer.
+    unsafe { driver.cuMemPoolSetAttribute(pool, attribute, (&raw mut unlimited).cast()) }
 }

@@ -39,6 +39,6 @@ pub fn compute_cudnn_plan_workspaces(
     let cudnn = Cudnn::open_without_gpu(paths)?;
     let mask = window.map_or(AttentionMask::Causal, AttentionMask::Window);
     let workspace =
-        |is_backward| cudnn.compute_plan_workspace(&AttentionPass { shape, mask, is_backward }, properties);
+        |is_backward| AttentionPass { shape, mask, is_backward }.compute_plan_workspace(&cudnn, properties);
     Ok([workspace(false)?, workspace(true)?])
 }

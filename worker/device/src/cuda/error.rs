@@ -1,10 +1,12 @@
 //! [`CudaError`]: errors of opening a GPU and its libraries, and of work on the GPU.
 use super::library::{CudaLibrary, RejectedLibrary};
+use crate::storage::DeviceError;
+use cudarc::driver::sys::CUresult;
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
-/// Status of `cuInit` on a machine that shows this process no GPU: `CUDA_ERROR_NO_DEVICE`.
-const NO_DEVICE: i32 = 100;
+/// Status of `cuInit` on a machine that shows this process no GPU.
+const NO_DEVICE: i32 = CUresult::CUDA_ERROR_NO_DEVICE as i32;
 
 /// Error of opening a GPU or one of its libraries, or of work on the GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -156,12 +158,32 @@ impl CudaError {
         }
     }
 
+    /// Returns true if a function of the driver failed with this status code.
+    pub(super) fn has_driver_status(&self, code: CUresult) -> bool {
+        matches!(self, CudaError::Call { status, .. } if *status == code as i32)
+    }
+
+    /// Returns this error with another name for the function that failed, such as one with the
+    /// purpose of the call.
+    pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
+        if let CudaError::Call { function, .. } = &mut self {
+            *function = name.into();
+        }
+        self
+    }
+
     /// Returns this error with `purpose` as the purpose of the memory, if memory was full.
     pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {
             *purpose = memory_purpose;
         }
         self
+    }
+}
+
+impl From<CudaError> for DeviceError {
+    fn from(error: CudaError) -> Self {
+        DeviceError(error.into())
     }
 }
 

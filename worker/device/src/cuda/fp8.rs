@@ -1,6 +1,6 @@
 //! Matmuls in fp8 on a GPU. Operands are quantized by kernels. The quantized operands are
 //! contiguous along the summed dimension, as cuBLASLt requires, and their scales stay on the GPU.
-use super::backend::Cuda;
+use super::backend::{Cuda, Work};
 use super::compile::FP8;
 use super::launch::{KernelArg, LaunchConfig};
 use super::matmul::{InputFormat, Matmul, MatrixRef};
@@ -9,7 +9,7 @@ use super::memory::DeviceMemory;
 use super::tensor_arg::TensorArg;
 use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
-use crate::ops::{Fp8Operand, WriteMode, check_fp8_shapes};
+use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
 /// Alignment of fp8 operands that cuBLASLt requires: 16 bytes for addresses, and multiples of 16
 /// terms for sums.
@@ -24,39 +24,41 @@ const TILE_DEPTH: usize = 128;
 /// fp8.cu.
 const TILE_WIDTH: usize = 32;
 
-/// Implements [`crate::Ops::fp8_matmul`].
-pub(super) fn matmul_fp8(
-    cuda: &Cuda,
-    c: ViewMut,
-    a: Fp8Operand,
-    b: Fp8Operand,
-    [m, n, k]: [usize; 3],
-    write: WriteMode,
-) {
-    check_fp8_shapes(c.len(), &a, &b, [m, n, k]);
-    let c = MatmulOperand::new(c.as_view(), n, false);
-    if finish_empty_matmul(cuda, c, [m, n, k], write) {
-        return;
+impl Fp8Ops for Cuda {
+    fn fp8_matmul(
+        &self,
+        c: ViewMut,
+        a: Fp8Operand,
+        b: Fp8Operand,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    ) {
+        Fp8Operand::check_matmul(c.len(), &a, &b, [m, n, k]);
+        let c = MatmulOperand::from_rows(c.as_view(), n);
+        if finish_empty_matmul(self, c, [m, n, k], write) {
+            return;
+        }
+        let depth = k.next_multiple_of(ALIGNMENT);
+        let left = QuantizedMatrix::new(self, a, !a.transposed, m, k);
+        let right = QuantizedMatrix::new(self, b, b.transposed, n, k);
+        let [a, b] = [(&left, false), (&right, true)].map(|(quantized, transposed)| MatrixRef {
+            at: quantized.elements.address(),
+            stride: depth,
+            transposed,
+        });
+        let scales = [&left, &right].map(|quantized| (quantized.format, quantized.scales.address()));
+        let run = |c: MatmulOperand, add| {
+            let (inputs, output, c) = (InputFormat::Fp8(scales), c.dtype, c.to_matrix_ref());
+            self.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
+        };
+        let add = write == WriteMode::Accumulate;
+        if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {
+            return run(c, add);
+        }
+        run_with_f32_result(self, c, m * n, add, run);
     }
-    let depth = k.next_multiple_of(ALIGNMENT);
-    let left = QuantizedMatrix::new(cuda, a, !a.transposed, m, k);
-    let right = QuantizedMatrix::new(cuda, b, b.transposed, n, k);
-    let [a, b] = [(&left, false), (&right, true)].map(|(quantized, transposed)| MatrixRef {
-        at: quantized.elements.address(),
-        stride: depth,
-        transposed,
-    });
-    let inputs =
-        InputFormat::Fp8([&left, &right].map(|quantized| (quantized.format, quantized.scales.address())));
-    let run = |c: MatmulOperand, add| {
-        let (output, c) = (c.dtype, c.to_matrix_ref());
-        cuda.run_matmul(&Matmul { m, n, k: depth, a, b, c, inputs, output, add, bias: None });
-    };
-    let add = write == WriteMode::Accumulate;
-    if c.dtype != Dtype::F16 && c.at.is_multiple_of(ALIGNMENT as u64) {
-        return run(c, add);
-    }
-    run_with_f32_result(cuda, c, m * n, add, run);
 }
 
 /// A matrix in fp8: the rows of the left operand or the columns of the right one. Each row or
@@ -76,26 +78,14 @@ impl QuantizedMatrix {
         let scales = compute_scales(cuda, x, count * k, format);
         let elements = cuda.alloc_scratch(count * depth);
         let (rows, columns) = if is_contiguous { (count, k) } else { (k, count) };
-        let sizes = [rows, columns, depth].map(|n| n as i64);
-        let arguments: [&dyn KernelArg; 7] = [
-            &elements.address(),
-            &x,
-            &scales.address(),
-            &sizes[0],
-            &sizes[1],
-            &sizes[2],
-            &format_code(format),
-        ];
+        let (at, scale, code) = (elements.address(), scales.address(), format_code(format));
+        let arguments: [&dyn KernelArg; 7] = [&at, &x, &scale, &rows, &columns, &depth, &code];
         if is_contiguous {
-            cuda.launch_elementwise_by_8(FP8, c"quantize", count * depth, &arguments);
+            cuda.launch(FP8, c"quantize", Work::ElementsBy8(count * depth), &arguments);
         } else {
             let tiles = depth.div_ceil(TILE_DEPTH) * count.div_ceil(TILE_WIDTH);
-            cuda.launch_kernel(
-                FP8,
-                c"quantize_and_transpose",
-                build_launch_config(tiles, MAX_THREADS_PER_BLOCK),
-                &arguments,
-            );
+            let work = build_work(tiles, MAX_THREADS_PER_BLOCK);
+            cuda.launch(FP8, c"quantize_and_transpose", work, &arguments);
         }
         QuantizedMatrix { format, elements, scales }
     }
@@ -103,32 +93,26 @@ impl QuantizedMatrix {
 
 /// Computes the scale of a matrix and its reciprocal on the GPU. `len` is the number of elements of
 /// the matrix.
-fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, kind: Fp8Format) -> DeviceMemory {
+fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
-    let (parts, scales) =
-        (cuda.alloc_scratch(count * size_of::<f32>()), cuda.alloc_scratch(2 * size_of::<f32>()));
-    cuda.launch_kernel(
-        FP8,
-        c"compute_block_amax",
-        build_launch_config(count, len.div_ceil(8)),
-        &[&parts.address(), &x, &(len as i64)],
-    );
-    let arguments: [&dyn KernelArg; 4] =
-        [&scales.address(), &parts.address(), &(count as i64), &format_code(kind)];
-    cuda.launch_kernel(FP8, c"compute_scale", build_launch_config(1, count), &arguments);
+    let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
+    let work = build_work(count, len.div_ceil(8));
+    cuda.launch(FP8, c"compute_block_amax", work, &[&parts.address(), &x, &len]);
+    let (at, parts, code) = (scales.address(), parts.address(), format_code(format));
+    cuda.launch(FP8, c"compute_scale", build_work(1, count), &[&at, &parts, &count, &code]);
     scales
 }
 
-/// Returns the launch configuration for `blocks` blocks of about `threads` threads each, rounded up
-/// to whole warps.
-fn build_launch_config(blocks: usize, threads: usize) -> LaunchConfig {
+/// Returns the work of a kernel that consists of `blocks` blocks of about `threads` threads each,
+/// rounded up to whole warps.
+fn build_work(blocks: usize, threads: usize) -> Work {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
-    LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 }
+    Work::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })
 }
 
 /// Returns the number that represents a format in the kernels of fp8.cu.
-fn format_code(kind: Fp8Format) -> i64 {
-    match kind {
+fn format_code(format: Fp8Format) -> i64 {
+    match format {
         Fp8Format::E4M3 => 0,
         Fp8Format::E5M2 => 1,
     }

@@ -1,5 +1,5 @@
 //! [`Gpu`]: one open GPU, and the calls that are enqueued on a thread's stream.
-use super::bindings::{Address, Handle};
+use super::bindings::{Address, driver_sys::CUstream};
 use super::context::GpuContext;
 use super::error::Result;
 use super::graphs::{CallBatch, GraphState, Graphs};
@@ -12,6 +12,9 @@ use std::{
     ptr,
     sync::{Arc, MutexGuard},
 };
+
+/// Operation name in errors for work that failed after it was enqueued.
+pub(super) const GPU_WORK: &str = "work on the GPU";
 
 /// One open GPU: its context, and the calls that wait to be issued to its main stream.
 ///
@@ -60,7 +63,7 @@ impl Gpu {
 
     /// Issues every recorded call, and then runs `f` with this thread's stream. With graphs on, no
     /// other thread uses the main stream meanwhile.
-    pub(super) fn with_stream<T>(&self, f: impl FnOnce(Handle) -> T) -> Result<T> {
+    pub(super) fn with_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
         recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
@@ -72,7 +75,7 @@ impl Gpu {
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
-        issue: impl FnOnce(Handle) -> Result<()>,
+        issue: impl FnOnce(CUstream) -> Result<()>,
     ) -> Result<()> {
         self.make_current()?;
         self.graphs.add_call();
@@ -85,8 +88,9 @@ impl Gpu {
         }
     }
 
-    /// Makes a call that returns no error, and returns its value. Records a failure. Returns `None`
-    /// if the call failed, or was not made because an earlier one failed.
+    /// Makes a call for an op that cannot return an error, and returns the call's value. Records a
+    /// failure in the status of the GPU. Returns `None` if the call failed, or was not made because
+    /// an earlier one failed.
     pub(super) fn attempt<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.record(call()) }
     }
@@ -116,10 +120,9 @@ impl Gpu {
             return Ok(());
         }
         // SAFETY: the caller's range at `at` is as long as `bytes`.
-        let status = self.with_stream(|stream| unsafe {
-            (self.driver.cuMemcpyHtoDAsync_v2)(at, bytes.as_ptr().cast(), bytes.len(), stream)
-        })?;
-        self.driver.check_status("cuMemcpyHtoDAsync", status)
+        self.with_stream(|stream| unsafe {
+            self.driver.cuMemcpyHtoDAsync_v2(at, bytes.as_ptr().cast(), bytes.len(), stream)
+        })?
     }
 
     /// Copies from the GPU address `at` to `bytes` on the host, and blocks until the copy is
@@ -127,10 +130,9 @@ impl Gpu {
     pub(super) fn download_blocking(&self, bytes: &mut [u8], at: Address) -> Result<()> {
         if !bytes.is_empty() {
             // SAFETY: the caller's range at `at` is as long as `bytes`.
-            let status = self.with_stream(|stream| unsafe {
-                (self.driver.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
-            })?;
-            self.driver.check_status("cuMemcpyDtoHAsync", status)?;
+            self.with_stream(|stream| unsafe {
+                self.driver.cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), at, bytes.len(), stream)
+            })??;
         }
         self.synchronize()
     }
@@ -168,7 +170,7 @@ impl Gpu {
             let pointer = |a: &&dyn KernelArg| ptr::from_ref::<dyn KernelArg>(*a).cast_mut().cast();
             let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
             // SAFETY: promised by the caller.
-            unsafe { self.issue_launch(name, function, config, &mut pointers, stream) }
+            unsafe { function.issue(self, name, config, &mut pointers, stream) }
         })
     }
 
@@ -176,7 +178,7 @@ impl Gpu {
     /// here at the latest.
     pub(super) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives.
-        let status = self.with_stream(|stream| unsafe { (self.driver.cuStreamSynchronize)(stream) })?;
-        self.driver.check_status("work on the GPU", status)
+        self.with_stream(|stream| unsafe { self.driver.cuStreamSynchronize(stream) })?
+            .map_err(|error| error.with_function(GPU_WORK))
     }
 }

@@ -13,7 +13,7 @@ mod autotune;
 mod call_batch;
 mod executable;
 
-use super::bindings::{Address, OUT_OF_MEMORY};
+use super::bindings::{Address, driver_sys::CUresult};
 use super::context::GpuContext;
 use super::error::{CudaError, Result};
 use arena::{PoolBlock, ScratchArena};
@@ -46,7 +46,7 @@ const MAX_UNMATCHED_BATCHES: usize = 256;
 /// more graphs are created, because the batches do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 
-/// Counts of the ways in which calls were issued to the main stream while graphs were on.
+/// Statistics of CUDA graphs: how calls were issued to the main stream while graphs were on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
     /// True if CUDA graphs are on now.
@@ -162,8 +162,7 @@ impl GraphState {
         self.release_idle_blocks(gpu);
     }
 
-    /// Returns the error because of which graphs were turned off, once. Returns `None` at later
-    /// calls and if there was no error.
+    /// Takes the error that turned graphs off. Returns `None` if no error did, and at later calls.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
         self.disable_reason.take()
     }
@@ -348,8 +347,8 @@ impl GraphState {
         }
         match gpu.allocate_from_pool(block_bytes, gpu.main_stream) {
             Ok(at) => self.arena.add_block(PoolBlock { at, bytes: block_bytes }),
-            Err(OUT_OF_MEMORY) => return Ok(None),
-            Err(status) => return gpu.driver.check_status("cuMemAllocAsync", status).map(|()| None),
+            Err(e) if e.has_driver_status(CUresult::CUDA_ERROR_OUT_OF_MEMORY) => return Ok(None),
+            Err(error) => return Err(error),
         }
         Ok(self.arena.allocate(bytes))
     }
@@ -379,7 +378,7 @@ impl GraphState {
         self.on.load(Relaxed)
     }
 
-    /// Turns graphs off for good because of `error`. The scratch memory stays, because recorded
+    /// Turns graphs off permanently because of `error`. The scratch memory stays, because recorded
     /// calls use it.
     fn disable_graphs(&mut self, gpu: &GpuContext, error: CudaError) {
         self.disable_reason = Some(error);

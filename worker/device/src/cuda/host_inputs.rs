@@ -17,8 +17,8 @@ use std::{
 /// Maximum number of slots for inputs of one name and size. More than one slot is needed if layers
 /// alternate between inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of inputs in a row that must equal the input that was overwritten just before, until a
-/// slot is added.
+/// Number of consecutive uploads after which a slot is added, if each of them restores the input
+/// that the previous upload has overwritten.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Number of overwritten inputs whose host memory is kept. A driver that reads the host's memory
 /// asynchronously may still read them.

@@ -1,5 +1,8 @@
-//! Kernels of the GPU: loading them, their launch configuration and arguments, and their launch.
-use super::bindings::{Address, Handle, MAX_DYNAMIC_SHARED_BYTES};
+//! Loads kernels of a GPU, prepares their launch configurations and arguments, and launches them.
+use super::bindings::{
+    Address,
+    driver_sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream},
+};
 use super::context::GpuContext;
 use super::error::Result;
 use std::{
@@ -8,11 +11,11 @@ use std::{
 };
 
 /// A loaded image of one kernel source. It stays loaded as long as the context exists.
-pub(super) struct KernelModule(Handle);
+pub(super) struct KernelModule(CUmodule);
 
 /// A handle of a kernel in a loaded module, which can be launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct KernelFunction(pub(super) Handle);
+pub(super) struct KernelFunction(pub(super) CUfunction);
 
 // SAFETY: the handle is only passed to the driver, which accepts it from any thread.
 unsafe impl Send for KernelModule {}
@@ -41,42 +44,47 @@ pub(super) unsafe trait KernelArg {}
 
 // SAFETY: `i64` in the kernels' sources.
 unsafe impl KernelArg for i64 {}
+// SAFETY: `i64` in the kernels' sources. Sizes are below 2⁶³.
+unsafe impl KernelArg for usize {}
+const _: () = assert!(size_of::<usize>() == size_of::<i64>());
 // SAFETY: `float` in the kernels' sources.
 unsafe impl KernelArg for f32 {}
 // SAFETY: a pointer in the kernels' sources.
 unsafe impl KernelArg for Address {}
 
-impl GpuContext {
+impl KernelModule {
     /// Loads a binary image that was compiled for this GPU from the kernel source `file`.
-    pub(super) fn load_module(&self, file: &str, image: &[u8]) -> Result<KernelModule> {
-        self.make_current()?;
+    pub(super) fn load(gpu: &GpuContext, file: &str, image: &[u8]) -> Result<KernelModule> {
+        gpu.make_current()?;
         let mut module = ptr::null_mut();
         // SAFETY: an image carries its own length.
-        let status = unsafe { (self.driver.cuModuleLoadData)(&mut module, image.as_ptr().cast()) };
-        self.driver.check_status(&format!("cuModuleLoadData of {file}"), status)?;
+        unsafe { gpu.driver.cuModuleLoadData(&mut module, image.as_ptr().cast()) }
+            .map_err(|error| error.with_function(format!("cuModuleLoadData of {file}")))?;
         Ok(KernelModule(module))
     }
 
-    /// Returns the kernel `name` of a module. Fails if the module has no such kernel.
-    pub(super) fn find_function(&self, module: &KernelModule, name: &CStr) -> Result<KernelFunction> {
-        self.make_current()?;
+    /// Returns the kernel `name` of the module. Fails if the module has no such kernel.
+    pub(super) fn find_function(&self, gpu: &GpuContext, name: &CStr) -> Result<KernelFunction> {
+        gpu.make_current()?;
         let mut function = ptr::null_mut();
         // SAFETY: the module lives as long as the context.
-        let status = unsafe { (self.driver.cuModuleGetFunction)(&mut function, module.0, name.as_ptr()) };
-        self.driver.check_status(&format!("cuModuleGetFunction of {}", name.to_string_lossy()), status)?;
+        unsafe { gpu.driver.cuModuleGetFunction(&mut function, self.0, name.as_ptr()) }.map_err(|error| {
+            error.with_function(format!("cuModuleGetFunction of {}", name.to_string_lossy()))
+        })?;
         Ok(KernelFunction(function))
     }
+}
 
-    /// Allows each block of a kernel to use up to `bytes` bytes of dynamic shared memory.
-    pub(super) fn set_max_shared_memory(&self, function: KernelFunction, bytes: usize) -> Result<()> {
-        self.make_current()?;
+impl KernelFunction {
+    /// Allows each block of the kernel to use up to `bytes` bytes of dynamic shared memory.
+    pub(super) fn set_max_shared_memory(self, gpu: &GpuContext, bytes: usize) -> Result<()> {
+        gpu.make_current()?;
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function lives as long as the context.
-        let status =
-            unsafe { (self.driver.cuFuncSetAttribute)(function.0, MAX_DYNAMIC_SHARED_BYTES, bytes as c_int) };
-        self.driver.check_status("cuFuncSetAttribute", status)
+        unsafe { gpu.driver.cuFuncSetAttribute(self.0, attribute, bytes as c_int) }
     }
 
-    /// Launches a kernel on `stream` immediately.
+    /// Launches the kernel on `stream` immediately.
     ///
     /// # Safety
     ///
@@ -84,39 +92,27 @@ impl GpuContext {
     /// order, and that are valid during the call. Each GPU address among the values must point to
     /// all memory that the kernel accesses through it. That memory must stay allocated until the
     /// kernel is complete.
-    pub(super) unsafe fn issue_launch(
-        &self,
+    pub(super) unsafe fn issue(
+        self,
+        gpu: &GpuContext,
         name: &CStr,
-        function: KernelFunction,
         config: LaunchConfig,
         arguments: &mut [*mut c_void],
-        stream: Handle,
+        stream: CUstream,
     ) -> Result<()> {
         let LaunchConfig { grid: [x, y, z], block: [bx, by, bz], shared } = config;
+        let arguments = arguments.as_mut_ptr();
         // SAFETY: promised by the caller; the driver copies the arguments before it returns.
-        let status = unsafe {
-            (self.driver.cuLaunchKernel)(
-                function.0,
-                x,
-                y,
-                z,
-                bx,
-                by,
-                bz,
-                shared as u32,
-                stream,
-                arguments.as_mut_ptr(),
-                ptr::null_mut(),
+        unsafe {
+            gpu.driver.cuLaunchKernel(
+                self.0, x, y, z, bx, by, bz, shared as u32, stream, arguments, ptr::null_mut()
             )
-        };
-        if status == 0 {
-            Ok(())
-        } else {
-            let kernel = name.to_string_lossy();
-            let launch = format!(
-                "cuLaunchKernel of {kernel} (grid {x}×{y}×{z}, block {bx}×{by}×{bz}, {shared} bytes of shared memory)"
-            );
-            self.driver.check_status(&launch, status)
         }
+        .map_err(|error| {
+            let kernel = name.to_string_lossy();
+            error.with_function(format!(
+                "cuLaunchKernel of {kernel} (grid {x}×{y}×{z}, block {bx}×{by}×{bz}, {shared} bytes of shared memory)"
+            ))
+        })
     }
 }

@@ -6,8 +6,8 @@ use super::library_search::LibrarySearchPaths;
 use super::{cudnn, matmul, properties};
 use std::path::PathBuf;
 
-/// Checks that the driver shows this process a GPU, and that every library that training on a GPU
-/// needs can be opened. Does not open the GPU.
+/// Checks that the driver shows a GPU to this process, and that all libraries for training on a GPU
+/// can be opened. Does not open the GPU.
 pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
     let paths = paths.with_driver_version(driver);
@@ -16,8 +16,8 @@ pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     Ok(())
 }
 
-/// Returns version and path of each library that training on one GPU opens, by the library's name,
-/// or the error if the library cannot be used. cuDNN is optional.
+/// Returns the name of each library that training on one GPU opens, with the version and path of
+/// the library. If a library cannot be used, returns its error instead. cuDNN is optional.
 pub fn query_library_versions(paths: &LibrarySearchPaths) -> [(&'static str, Result<(String, PathBuf)>); 4] {
     let driver = properties::query_driver_version(paths);
     let paths =

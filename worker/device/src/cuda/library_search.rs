@@ -27,7 +27,7 @@ pub struct LibrarySearchPaths {
     pub driver_cuda_major: Option<u32>,
 }
 
-/// System directories that are searched after the dynamic loader's own directories.
+/// System directories that are searched after the directories of the dynamic loader.
 const SYSTEM_DIRECTORIES: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -36,13 +36,13 @@ const SYSTEM_DIRECTORIES: [&str; 6] = [
     "/usr/lib/wsl/lib",
     "/run/opengl-driver/lib",
 ];
-/// Directories in which installers of CUDA toolkits put them.
+/// Directories into which CUDA toolkits are usually installed.
 const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"];
 /// Maximum number of entries that are read from a directory.
 const MAX_ENTRIES: usize = 4096;
 
-/// Entry of [`CudaError::LibraryNotFound`]'s list of searched directories that stands for the
-/// dynamic loader.
+/// Text that stands for the dynamic loader in the searched directories that
+/// [`CudaError::LibraryNotFound`] lists.
 const LOADER_ENTRY: &str = "the dynamic loader's directories";
 
 /// An open library and the path at which it was found.

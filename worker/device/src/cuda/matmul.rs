@@ -8,19 +8,22 @@ mod descriptors;
 pub(super) mod prepared;
 mod request;
 
-use super::bindings::{Algorithm, CublasLtApi, Heuristic, MAX_WORKSPACE, MIN_ALIGNMENT, NOT_SUPPORTED};
+use super::bindings::{
+    CublasLtApi,
+    cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulPreferenceAttributes_t, cublasStatus_t},
+};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
-use super::library::CudaLibrary;
 use super::library_search::LibrarySearchPaths;
-use algorithm_search::AlgorithmSearch;
-use descriptors::{AlgorithmPreference, MatmulDescriptor, check_status};
+use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
+use descriptors::{AlgorithmPreference, MatmulDescriptor};
 use prepared::{LtHandle, MatmulPlan, PreparedMatmul};
 use request::Key;
 pub(super) use request::{InputFormat, Matmul, MatrixRef};
 use std::{
     collections::HashMap,
     ffi::c_int,
+    mem::MaybeUninit,
     path::PathBuf,
     ptr,
     sync::{Arc, Mutex, OnceLock, PoisonError},
@@ -41,9 +44,7 @@ pub(super) struct CublasLt {
 
 /// Returns the library's version, such as `13.1.0`, and path. Does not use a GPU.
 pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(String, PathBuf)> {
-    let opened = paths.open(CudaLibrary::CublasLt)?;
-    let path = opened.path.clone();
-    let library = CublasLtApi::load(opened)?;
+    let (library, path) = CublasLtApi::open(paths)?;
     // SAFETY: no preconditions.
     let version = unsafe { (library.cublasLtGetVersion)() };
     Ok((format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100), path))
@@ -52,15 +53,13 @@ pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(Strin
 impl CublasLt {
     /// Opens cuBLASLt for the GPU whose context is current in this thread.
     pub(super) fn open(paths: &LibrarySearchPaths) -> Result<CublasLt> {
-        let opened = paths.open(CudaLibrary::CublasLt)?;
-        let path = opened.path.clone();
-        let library = Arc::new(CublasLtApi::load(opened)?);
+        let (library, path) = CublasLtApi::open(paths)?;
         let mut handle = ptr::null_mut();
         // SAFETY: no preconditions.
         let version = unsafe { (library.cublasLtGetVersion)() };
         // SAFETY: writes one handle.
-        check_status(&library, "cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut handle) })?;
-        let lt = Arc::new(LtHandle { library, handle });
+        unsafe { library.cublasLtCreate(&mut handle) }?;
+        let lt = Arc::new(LtHandle { library: Arc::new(library), handle });
         Ok(CublasLt { lt, path, version, plans: Mutex::default(), search: OnceLock::new() })
     }
 
@@ -76,7 +75,7 @@ impl CublasLt {
         gpu.make_current()?; // the heuristic answers for the current GPU
         let plan = self.get_or_create_plan(gpu, matmul)?.ok_or_else(|| CudaError::Call {
             function: "cublasLtMatmulAlgoGetHeuristic".to_owned(),
-            status: NOT_SUPPORTED,
+            status: cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as c_int,
             message: format!("no algorithm for {matmul:?}"),
         })?;
         // Freed in the stream's order, after this matmul.
@@ -114,29 +113,29 @@ impl CublasLt {
             library: lt.clone(),
             descriptor: MatmulDescriptor::new(lt, key.transposed, matmul.call_pointers())?,
             layouts: [ptr::null_mut(); 3],
-            algorithm: Algorithm::default(),
+            algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             workspace: 0,
         };
-        let [m, n, k, a, b, c] = key.sizes;
+        let ([m, n, k, a, b, c], [a_type, b_type, c_type]) = (key.sizes, matmul.cuda_types());
         let stored = |rows, columns, transposed| if transposed { (columns, rows) } else { (rows, columns) };
         let shapes = [
-            (stored(n, k, key.transposed[1]), b, key.types[1]),
-            (stored(k, m, key.transposed[0]), a, key.types[0]),
-            ((n, m), c, key.types[2]),
+            (stored(n, k, key.transposed[1]), b, b_type),
+            (stored(k, m, key.transposed[0]), a, a_type),
+            ((n, m), c, c_type),
         ];
         for (layout, ((rows, columns), stride, dtype)) in plan.layouts.iter_mut().zip(shapes) {
             // SAFETY: writes one handle.
-            let status = unsafe {
-                (lt.cublasLtMatrixLayoutCreate)(layout, dtype, rows as u64, columns as u64, stride as i64)
-            };
-            check_status(lt, "cublasLtMatrixLayoutCreate", status)?;
+            unsafe {
+                lt.cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, columns as u64, stride as i64)
+            }?;
         }
         let candidates = self.query_candidates(&plan, key)?;
         let Some(first) = candidates.first() else { return Ok(None) };
         let best = match self.search.get() {
             None => *first,
             Some(search) => {
-                let time = |candidate: &Heuristic| self.time_candidate(gpu, matmul, &plan, candidate);
+                let time =
+                    |candidate: &AlgorithmCandidate| self.time_candidate(gpu, matmul, &plan, candidate);
                 search.find_fastest(&format!("{key:?}"), &candidates, time)?
             }
         };
@@ -145,16 +144,25 @@ impl CublasLt {
     }
 
     /// Returns the algorithms that cuBLASLt's heuristic suggests for a matmul, best guess first.
-    fn query_candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<Heuristic>> {
+    fn query_candidates(&self, plan: &MatmulPlan, key: &Key) -> Result<Vec<AlgorithmCandidate>> {
+        use cublasLtMatmulPreferenceAttributes_t::*;
         let lt = &self.lt.library;
         let preference = AlgorithmPreference::new(lt)?;
-        preference.set_attribute(MAX_WORKSPACE, &(MATMUL_WORKSPACE_BYTES as u64).to_ne_bytes())?;
+        preference.set_attribute(
+            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            &(MATMUL_WORKSPACE_BYTES as u64).to_ne_bytes(),
+        )?;
         let [a, b, c] = key.alignments;
-        for (attribute, bytes) in (MIN_ALIGNMENT..).zip([b, a, c, c]) {
+        for (attribute, bytes) in [
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+        ] {
             preference.set_attribute(attribute, &bytes.to_ne_bytes())?;
         }
         let requested = if self.search.get().is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
-        let (mut candidates, mut count) = (vec![Heuristic::default(); requested], 0);
+        let (mut candidates, mut count) = (vec![MaybeUninit::uninit(); requested], 0);
         let [first, second, result] = plan.layouts;
         // SAFETY: writes at most as many results as are requested.
         let status = unsafe {
@@ -167,17 +175,18 @@ impl CublasLt {
                 result,
                 preference.handle,
                 requested as c_int,
-                candidates.as_mut_ptr(),
+                candidates.as_mut_ptr().cast(),
                 &mut count,
             )
         };
-        if status == NOT_SUPPORTED {
+        if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as c_int {
             return Ok(Vec::new());
         }
-        check_status(lt, "cublasLtMatmulAlgoGetHeuristic", status)?;
-        candidates.truncate(usize::try_from(count).unwrap_or(0));
-        candidates.retain(|one| one.state == 0 && one.workspace <= MATMUL_WORKSPACE_BYTES);
-        Ok(candidates)
+        lt.check_status("cublasLtMatmulAlgoGetHeuristic", status)?;
+        let candidates = candidates.iter().take(usize::try_from(count).unwrap_or(0));
+        // SAFETY: the library has written the first `count` results.
+        let candidates = candidates.filter_map(|result| unsafe { AlgorithmCandidate::from_result(result) });
+        Ok(candidates.filter(|one| one.workspace <= MATMUL_WORKSPACE_BYTES).collect())
     }
 
     /// Runs a matmul several times with this algorithm and returns the seconds of all timed runs
@@ -190,7 +199,7 @@ impl CublasLt {
         gpu: &Arc<Gpu>,
         matmul: &Matmul,
         plan: &MatmulPlan,
-        candidate: &Heuristic,
+        candidate: &AlgorithmCandidate,
     ) -> Result<Option<f64>> {
         let elements = (matmul.m - 1) * matmul.c.stride + matmul.n;
         let allocate = |bytes| gpu.allocate(bytes).ok();
@@ -202,7 +211,7 @@ impl CublasLt {
         let trial = Matmul { c, ..*matmul };
         let algorithm = (&candidate.algorithm, workspace.address(), candidate.workspace);
         let call = |stream| self.lt.issue_matmul(stream, &trial, &plan.descriptor, plan.layouts, algorithm);
-        let run = || gpu.with_stream(call).is_ok_and(|status| status == 0);
+        let run = || gpu.with_stream(call).is_ok_and(|issued| issued.is_ok());
         if !run() {
             return Ok(None);
         }

@@ -2,13 +2,12 @@
 //! cuBLASLt computes with, and the conversion of operands and results.
 use super::backend::Cuda;
 use super::bindings::Address;
+use super::elementwise::convert_elements;
 use super::matmul::{InputFormat, Matmul, MatrixRef};
 use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
-use super::{elementwise, norm};
 use crate::buffer::{Dtype, View, ViewMut};
-use crate::ops::WriteMode;
-use crate::ops::expect_len;
+use crate::ops::{BiasOps, WriteMode, expect_len};
 
 /// Operand or result of a matmul: its address, element type and layout.
 #[derive(Clone, Copy)]
@@ -22,10 +21,18 @@ pub(super) struct MatmulOperand {
 }
 
 impl MatmulOperand {
-    /// Creates an operand from a view in GPU memory. Panics if the view is in host memory.
+    /// Creates an operand from a view in GPU memory with rows of `stride` elements. Panics if the
+    /// view is in host memory.
     #[track_caller]
-    pub(super) fn new(v: View, stride: usize, transposed: bool) -> Self {
-        MatmulOperand { at: gpu_address(v), dtype: v.dtype(), stride, transposed }
+    pub(super) fn from_rows(v: View, stride: usize) -> Self {
+        MatmulOperand { at: gpu_address(v), dtype: v.dtype(), stride, transposed: false }
+    }
+
+    /// Creates an operand that is stored transposed, in rows of `stride` elements. Panics if the
+    /// view is in host memory.
+    #[track_caller]
+    pub(super) fn from_transposed(v: View, stride: usize) -> Self {
+        MatmulOperand { transposed: true, ..Self::from_rows(v, stride) }
     }
 
     /// Returns the operand's address and layout, without its element type.
@@ -125,10 +132,10 @@ pub(super) fn matmul_with_bias(
     [m, n, k]: [usize; 3],
 ) {
     expect_len("matmul with bias", "bias", bias.len(), n);
-    let c = MatmulOperand::new(y.as_view(), n, false);
+    let c = MatmulOperand::from_rows(y.as_view(), n);
     let run_separately = move || {
         matmul(cuda, c, a, b, [m, n, k], WriteMode::Overwrite);
-        norm::bias_forward(cuda, y, bias, m, n);
+        cuda.bias_forward(y, bias, m, n);
     };
     let one_type = [b.dtype, c.dtype, bias.dtype()].iter().all(|dtype| *dtype == a.dtype);
     if !one_type || m < 2 || n < 2 || k == 0 || !gpu_address(bias).is_multiple_of(16) {
@@ -173,10 +180,10 @@ pub(super) fn run_with_f32_result(
     let memory = cuda.alloc_scratch(len * size_of::<f32>());
     let sum = MatmulOperand { at: memory.address(), dtype: Dtype::F32, ..c };
     if add {
-        elementwise::convert_elements(cuda, sum.to_tensor_arg(), c.to_tensor_arg(), len);
+        convert_elements(cuda, sum.to_tensor_arg(), c.to_tensor_arg(), len);
     }
     run(sum, add);
-    elementwise::convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
+    convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
 }
 
 /// Converts a matmul operand to the element type `dtype`. Returns the converted operand, and the
@@ -196,6 +203,6 @@ fn convert_operand(
     let len = (rows - 1) * x.stride + columns;
     let memory = cuda.alloc_scratch(len * dtype.size());
     let converted = MatmulOperand { at: memory.address(), dtype, ..x };
-    elementwise::convert_elements(cuda, converted.to_tensor_arg(), x.to_tensor_arg(), len);
+    convert_elements(cuda, converted.to_tensor_arg(), x.to_tensor_arg(), len);
     (converted, Some(memory))
 }

@@ -1,5 +1,5 @@
 //! [`DeviceMemory`]: a range of GPU memory that is allocated and freed in the order of a stream.
-use super::bindings::{Address, OUT_OF_MEMORY};
+use super::bindings::{Address, driver_sys::CUresult};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
@@ -9,7 +9,6 @@ impl Gpu {
     /// allocates nothing. Fails with [`CudaError::OutOfMemory`] if the memory is full, also after
     /// free memory of the pool was returned to the system.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
-        let memory = |at| DeviceMemory { gpu: self.clone(), at, bytes, is_scratch: false };
         if bytes == 0 {
             return Ok(DeviceMemory::without_memory(self));
         }
@@ -20,22 +19,23 @@ impl Gpu {
             let _recording = self.lock_if_recording();
             self.allocate_from_pool(bytes, self.stream())
         };
+        let is_full = |result: &Result<Address>| {
+            result.as_ref().is_err_and(|e| e.has_driver_status(CUresult::CUDA_ERROR_OUT_OF_MEMORY))
+        };
         let mut result = allocate();
-        if result == Err(OUT_OF_MEMORY) {
+        if is_full(&result) {
             // The pool may hold enough free memory, but in ranges that are too small.
             self.release_idle_scratch();
             self.synchronize()?;
-            self.driver.trim_pool(self.device)?;
+            self.trim_pool()?;
             result = allocate();
         }
-        if result == Err(OUT_OF_MEMORY) {
+        if is_full(&result) {
             let (free, total) = self.query_memory_info()?;
             let used = self.allocated_bytes.load(Relaxed);
             return Err(CudaError::OutOfMemory { requested: bytes, free, total, used, purpose: "this step" });
         }
-        result
-            .map(memory)
-            .or_else(|status| self.driver.check_status("cuMemAllocAsync", status).map(|()| memory(0)))
+        Ok(DeviceMemory { gpu: self.clone(), at: result?, bytes, is_scratch: false })
     }
 
     /// Allocates uninitialized memory for the duration of one op. The memory must be dropped in the
@@ -86,7 +86,7 @@ impl DeviceMemory {
         self.at
     }
 
-    /// Returns a range without memory, for calls that are not made.
+    /// Returns a range without memory, for ops whose calls are not made after a failure.
     pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }

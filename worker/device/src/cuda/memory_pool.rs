@@ -1,10 +1,12 @@
 //! GPU memory of the driver's pool, and pinned host memory.
-use super::bindings::{Address, DriverApi, Handle, MEMORY_POOLS, PORTABLE, RELEASE_THRESHOLD};
-use super::context::GpuContext;
+use super::bindings::{
+    Address,
+    driver_sys::{CU_MEMHOSTALLOC_PORTABLE, CUstream},
+};
+use super::context::{GpuContext, get_default_pool};
 use super::error::{CudaError, Result};
-use super::properties::GpuProperties;
 use std::{
-    ffi::{c_int, c_void},
+    ffi::c_void,
     ptr::{self, NonNull},
     sync::atomic::Ordering::Relaxed,
 };
@@ -15,35 +17,33 @@ impl GpuContext {
         self.make_current()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two integers.
-        let status = unsafe { (self.driver.cuMemGetInfo_v2)(&mut free, &mut total) };
-        self.driver.check_status("cuMemGetInfo", status)?;
+        unsafe { self.driver.cuMemGetInfo_v2(&mut free, &mut total) }?;
         Ok((free, total))
     }
 
-    /// Allocates memory from the driver's pool, in the order of `stream`. Fails with the driver's
-    /// status code.
-    pub(super) fn allocate_from_pool(
-        &self,
-        bytes: usize,
-        stream: Handle,
-    ) -> std::result::Result<Address, c_int> {
+    /// Allocates memory from the driver's pool, in the order of `stream`.
+    pub(super) fn allocate_from_pool(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let mut at = 0;
         // SAFETY: writes one address.
-        let status = unsafe { (self.driver.cuMemAllocAsync)(&mut at, bytes, stream) };
-        if status != 0 {
-            return Err(status);
-        }
+        unsafe { self.driver.cuMemAllocAsync(&mut at, bytes, stream) }?;
         let used = self.allocated_bytes.fetch_add(bytes as u64, Relaxed) + bytes as u64;
         self.peak_allocated_bytes.fetch_max(used, Relaxed);
         Ok(at)
     }
 
     /// Returns `bytes` bytes at `at` to the driver's pool, in the order of `stream`.
-    pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: Handle) {
+    pub(super) fn free_to_pool(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         // SAFETY: the address came from the pool and is freed once. An error here belongs to
         // earlier work, and the next call reports it.
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
+    }
+
+    /// Returns the free memory of the driver's pool to the operating system.
+    pub(super) fn trim_pool(&self) -> Result<()> {
+        let pool = get_default_pool(&self.driver, self.device)?;
+        // SAFETY: the pool belongs to the device.
+        unsafe { self.driver.cuMemPoolTrimTo(pool, 0) }
     }
 
     /// Returns the largest number of bytes that this process had allocated at one time.
@@ -56,8 +56,8 @@ impl GpuContext {
         self.make_current()?;
         let mut at = ptr::null_mut();
         // SAFETY: writes one address.
-        let status = unsafe { (self.driver.cuMemHostAlloc)(&mut at, bytes.max(1), PORTABLE) };
-        self.driver.check_status(&format!("cuMemHostAlloc of {bytes} bytes"), status)?;
+        unsafe { self.driver.cuMemHostAlloc(&mut at, bytes.max(1), CU_MEMHOSTALLOC_PORTABLE) }
+            .map_err(|error| error.with_function(format!("cuMemHostAlloc of {bytes} bytes")))?;
         NonNull::new(at.cast()).ok_or_else(|| CudaError::Call {
             function: "cuMemHostAlloc".to_owned(),
             status: 0,
@@ -72,37 +72,5 @@ impl GpuContext {
             // SAFETY: freed once. Errors cannot be handled here.
             let _ = unsafe { (self.driver.cuMemFreeHost)(at as *mut c_void) };
         }
-    }
-}
-
-impl DriverApi {
-    /// Configures the driver's memory pool to keep freed memory. After the first steps, no
-    /// allocation then reaches the operating system. Fails if the GPU has no memory pools.
-    pub(super) fn set_pool_to_retain_memory(&self, device: c_int, properties: &GpuProperties) -> Result<()> {
-        if self.query_attribute(device, MEMORY_POOLS)? == 0 {
-            return Err(
-                properties.unsupported_error("memory pools (cuMemAllocAsync)", "a GPU that is not virtual")
-            );
-        }
-        let (pool, mut unlimited) = (self.get_default_pool(device)?, u64::MAX);
-        // SAFETY: the value of this attribute is a 64-bit integer.
-        let status =
-            unsafe { (self.cuMemPoolSetAttribute)(pool, RELEASE_THRESHOLD, (&raw mut unlimited).cast()) };
-        self.check_status("cuMemPoolSetAttribute", status)
-    }
-
-    /// Returns the free memory of the driver's pool to the operating system.
-    pub(super) fn trim_pool(&self, device: c_int) -> Result<()> {
-        let pool = self.get_default_pool(device)?;
-        // SAFETY: the pool belongs to the device.
-        self.check_status("cuMemPoolTrimTo", unsafe { (self.cuMemPoolTrimTo)(pool, 0) })
-    }
-
-    /// Returns the driver's default memory pool of the device.
-    fn get_default_pool(&self, device: c_int) -> Result<Handle> {
-        let mut pool = ptr::null_mut();
-        // SAFETY: writes one handle.
-        let status = unsafe { (self.cuDeviceGetDefaultMemPool)(&mut pool, device) };
-        self.check_status("cuDeviceGetDefaultMemPool", status).map(|()| pool)
     }
 }

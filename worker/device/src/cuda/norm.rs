@@ -1,13 +1,14 @@
 //! Ops on a GPU that normalize rows or sum over rows: RMSNorm, LayerNorm, RMSNorm of heads, and
 //! bias.
-use super::backend::{Cuda, choose_row_threads};
+use super::backend::{Cuda, Work, choose_row_threads};
 use super::bindings::Address;
 use super::compile::NORM;
 use super::launch::{KernelArg, LaunchConfig};
 use super::tensor_arg::{TensorArg, are_vectorizable, f32_gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
-use crate::ops::expect_len;
-use crate::ops::{HeadLayout, LayerNormParams, WriteMode};
+use crate::ops::{
+    BiasOps, HeadLayout, HeadNormOps, LayerNormOps, LayerNormParams, RmsNormOps, WriteMode, expect_lens,
+};
 use std::ffi::CStr;
 
 /// Number of rows that a thread block sums. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
@@ -20,11 +21,11 @@ const COLUMNS_PER_BLOCK: usize = 256;
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RowLayout {
-    count: i64,
-    d: i64,
-    per: i64,
-    stride: i64,
-    first: i64,
+    count: usize,
+    d: usize,
+    heads_per_row: usize,
+    stride: usize,
+    first: usize,
 }
 
 // SAFETY: struct RowLayout of norm.cu.
@@ -33,7 +34,7 @@ unsafe impl KernelArg for RowLayout {}
 impl RowLayout {
     /// Returns the layout of contiguous rows of `d` elements.
     fn from_contiguous_rows(rows: usize, d: usize) -> Self {
-        RowLayout { count: rows as i64, d: d as i64, per: 1, stride: d as i64, first: 0 }
+        RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }
 
     /// Returns true if every row begins at a multiple of eight elements, provided that the first
@@ -45,10 +46,10 @@ impl RowLayout {
     /// Returns the layout in which each head of a wider matrix is a row. Panics if there are too
     /// many heads for a grid.
     fn from_heads(h: HeadLayout) -> Self {
-        let [d, per, stride, first] = [h.head_dim, h.heads, h.stride, h.first_column].map(|x| x as i64);
         let count = h.rows * h.heads;
         assert!(count < 1 << 31, "rmsnorm_heads: {count} heads exceed the grid");
-        RowLayout { count: count as i64, d, per, stride, first }
+        let HeadLayout { first_column: first, heads, head_dim, stride, .. } = h;
+        RowLayout { count, d: head_dim, heads_per_row: heads, stride, first }
     }
 }
 
@@ -88,7 +89,7 @@ enum RowFactor {
 /// Adds `Σ dy · factor` over the rows to `out[d]`. The order of the sum depends only on the number
 /// of rows.
 fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: RowLayout) {
-    let (d, rows) = (at.d as usize, at.count as usize);
+    let RowLayout { count: rows, d, .. } = at;
     let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);
     if rows == 0 || d == 0 {
         return;
@@ -105,224 +106,205 @@ fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: Row
         shared: 0,
     };
     // x is absent or has the layout of dy
-    let tensors = require_bf16([dy, if x.at == 0 { dy } else { x }]);
+    let tensors = require_bf16([dy, x.or(dy)]);
     let is_bf16 = at.are_vectorizable() && are_vectorizable(d, &tensors);
     let name = if is_bf16 { c"sum_rows_bf16" } else { c"sum_rows" };
     assert!(rows < 1 << 31, "sum_rows: {rows} rows exceed the grid");
-    cuda.launch_kernel(NORM, name, config, &[&sums.address(), &dy, &x, &stats, &at, &factor_code]);
+    let arguments: [&dyn KernelArg; 6] = [&sums.address(), &dy, &x, &stats, &at, &factor_code];
+    cuda.launch(NORM, name, Work::Config(config), &arguments);
     let config = LaunchConfig { grid: [d.div_ceil(32) as u32, 1, 1], block: [32, 32, 1], shared: 0 };
-    cuda.launch_kernel(
-        NORM,
-        c"add_partial_sums",
-        config,
-        &[&out, &sums.address(), &(chunks as i64), &(d as i64)],
-    );
+    cuda.launch(NORM, c"add_partial_sums", Work::Config(config), &[&out, &sums.address(), &chunks, &d]);
+}
+
+impl RmsNormOps for Cuda {
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32) {
+        expect_lens("rmsnorm_forward", [("x", x.len(), m * d)]);
+        normalize_rms(self, y, rstd, x.into(), TensorArg::NONE, w, [m, d], eps);
+    }
+
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    ) {
+        expect_lens("add_rmsnorm_forward", [("x", x.len(), m * d), ("delta", delta.len(), m * d)]);
+        normalize_rms(self, y, rstd, (&x).into(), delta.into(), w, [m, d], eps);
+    }
+
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: WriteMode,
+    ) {
+        let op = "rmsnorm_backward";
+        expect_lens(op, [("dx", dx.len(), m * d), ("dy", dy.len(), m * d), ("x", x.len(), m * d)]);
+        expect_lens(op, [("rstd", rstd.len(), m), ("w", w.len(), d), ("dw", dw.len(), d)]);
+        let (dy, x, w) = (TensorArg::from(dy), TensorArg::from(x), TensorArg::from(w));
+        let (at, rstd) = (RowLayout::from_contiguous_rows(m, d), f32_gpu_address(rstd));
+        sum_rows(self, f32_gpu_address(dw.as_view()), dy, RowFactor::RmsNormed(x, rstd), at);
+        let (dx, add) = (TensorArg::from(&dx), i64::from(write == WriteMode::Accumulate));
+        let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
+        let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
+        let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+        let rows = Work::RowWarps { rows: m, width: d };
+        self.launch(NORM, name, rows, &[&dx, &dy, &x, &w, &rstd, &at, &add]);
+    }
 }
 
 /// Computes RMSNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
-pub(super) fn rmsnorm_forward(
+fn normalize_rms(
     cuda: &Cuda,
     y: ViewMut,
     rstd: ViewMut,
     x: TensorArg,
-    delta: Option<View>,
+    delta: TensorArg,
     w: View,
-    m: usize,
+    [m, d]: [usize; 2],
     eps: f32,
 ) {
-    let d = w.len();
-    expect_len("rmsnorm_forward", "y", y.len(), m * d);
-    expect_len("rmsnorm_forward", "rstd", rstd.len(), m);
-    if let Some(delta) = delta {
-        expect_len("add_rmsnorm_forward", "delta", delta.len(), m * d);
-    }
-    let delta = delta.map_or(TensorArg::NONE, TensorArg::from);
-    let rstd = f32_gpu_address(rstd.as_view());
-    let (y, w) = (TensorArg::from(&y), TensorArg::from(w));
+    expect_lens("rmsnorm_forward", [("y", y.len(), m * d), ("rstd", rstd.len(), m), ("w", w.len(), d)]);
+    let (y, rstd, w) = (TensorArg::from(&y), f32_gpu_address(rstd.as_view()), TensorArg::from(w));
     let names = [c"rmsnorm_forward", c"rmsnorm_forward_bf16", c"rmsnorm_forward_bf16_long"];
-    let name = select_kernel(d, &require_bf16([y, x, if delta.at == 0 { x } else { delta }, w]), names);
-    let arguments: [&dyn KernelArg; 8] = [&y, &rstd, &x, &delta, &w, &(m as i64), &(d as i64), &eps];
-    cuda.launch_row_warps(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &require_bf16([y, x, delta.or(x), w]), names);
+    let rows = Work::RowWarps { rows: m, width: d };
+    cuda.launch(NORM, name, rows, &[&y, &rstd, &x, &delta, &w, &m, &d, &eps]);
 }
 
-/// Implements [`crate::Ops::rmsnorm_backward`].
-pub(super) fn rmsnorm_backward(
-    cuda: &Cuda,
-    dx: ViewMut,
-    dw: ViewMut,
-    dy: View,
-    x: View,
-    w: View,
-    rstd: View,
-    m: usize,
-    write: WriteMode,
-) {
-    let (op, d) = ("rmsnorm_backward", w.len());
-    for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
-        expect_len(op, name, len, m * d);
+impl HeadNormOps for Cuda {
+    fn rmsnorm_heads_forward(
+        &self,
+        x: ViewMut,
+        raw: ViewMut,
+        rstd: ViewMut,
+        w: View,
+        h: HeadLayout,
+        eps: f32,
+    ) {
+        h.check_norm_lengths("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len());
+        let (at, rstd) = (RowLayout::from_heads(h), f32_gpu_address(rstd.as_view()));
+        let (x, raw, w) = (TensorArg::from(&x), TensorArg::from(&raw), TensorArg::from(w));
+        let general = c"rmsnorm_heads_forward";
+        let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_forward_bf16" } else { general };
+        let name = select_kernel(at.d, &require_bf16([x, raw, w]), [general, bf16, general]);
+        let rows = Work::RowWarps { rows: at.count, width: at.d };
+        self.launch(NORM, name, rows, &[&x, &raw, &rstd, &w, &at, &eps]);
     }
-    expect_len(op, "rstd", rstd.len(), m);
-    expect_len(op, "dw", dw.len(), d);
-    let (at, dy, x, rstd) = (
-        RowLayout::from_contiguous_rows(m, d),
-        TensorArg::from(dy),
-        TensorArg::from(x),
-        f32_gpu_address(rstd),
-    );
-    sum_rows(cuda, f32_gpu_address(dw.as_view()), dy, RowFactor::RmsNormed(x, rstd), at);
-    let add = i64::from(write == WriteMode::Accumulate);
-    let (dx, w) = (TensorArg::from(&dx), TensorArg::from(w));
-    let names = [c"rmsnorm_backward", c"rmsnorm_backward_bf16", c"rmsnorm_backward_bf16_long"];
-    let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
-    let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-    let arguments: [&dyn KernelArg; 7] = [&dx, &dy, &x, &w, &rstd, &at, &add];
-    cuda.launch_row_warps(NORM, name, m, d, &arguments);
+
+    fn rmsnorm_heads_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        raw: View,
+        rstd: View,
+        w: View,
+        h: HeadLayout,
+    ) {
+        let op = "rmsnorm_heads_backward";
+        h.check_norm_lengths(op, dx.len(), raw.len(), rstd.len(), w.len());
+        expect_lens(op, [("dw", dw.len(), h.head_dim)]);
+        let (at, rstd) = (RowLayout::from_heads(h), f32_gpu_address(rstd));
+        let (d, raw, w) = (TensorArg::from(&dx), TensorArg::from(raw), TensorArg::from(w));
+        // before the launch below overwrites the gradient
+        sum_rows(self, f32_gpu_address(dw.as_view()), d, RowFactor::RmsNormed(raw, rstd), at);
+        let general = c"rmsnorm_backward";
+        let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_backward_bf16" } else { general };
+        let name = select_kernel(at.d, &require_bf16([d, raw, w]), [general, bf16, general]);
+        let rows = Work::RowWarps { rows: at.count, width: at.d };
+        self.launch(NORM, name, rows, &[&d, &d, &raw, &w, &rstd, &at, &0i64]);
+    }
 }
 
-/// Panics if the length of a buffer of the op `op` does not fit the layout.
-fn check_head_lengths(op: &str, x: usize, raw: usize, rstd: usize, w: usize, h: HeadLayout) {
-    assert!(h.head_dim > 0, "{op}: the head dimension is 0");
-    assert!(
-        h.first_column + h.width() <= h.stride,
-        "{op}: {} heads from element {} on do not fit rows of {}",
-        h.heads,
-        h.first_column,
-        h.stride
-    );
-    expect_len(op, "x", x, h.rows * h.stride);
-    expect_len(op, "raw", raw, h.rows * h.width());
-    expect_len(op, "rstd", rstd, h.rows * h.heads);
-    expect_len(op, "w", w, h.head_dim);
-}
+impl LayerNormOps for Cuda {
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize) {
+        expect_lens("layernorm_forward", [("x", x.len(), m * norm.w.len())]);
+        normalize_layer(self, y, stats, x.into(), TensorArg::NONE, norm, m);
+    }
 
-/// Implements [`crate::Ops::rmsnorm_heads_forward`].
-pub(super) fn rmsnorm_heads_forward(
-    cuda: &Cuda,
-    x: ViewMut,
-    raw: ViewMut,
-    rstd: ViewMut,
-    w: View,
-    h: HeadLayout,
-    eps: f32,
-) {
-    check_head_lengths("rmsnorm_heads_forward", x.len(), raw.len(), rstd.len(), w.len(), h);
-    let (at, rstd) = (RowLayout::from_heads(h), f32_gpu_address(rstd.as_view()));
-    let (x, raw, w) = (TensorArg::from(&x), TensorArg::from(&raw), TensorArg::from(w));
-    let general = c"rmsnorm_heads_forward";
-    let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_forward_bf16" } else { general };
-    let name = select_kernel(h.head_dim, &require_bf16([x, raw, w]), [general, bf16, general]);
-    let arguments: [&dyn KernelArg; 6] = [&x, &raw, &rstd, &w, &at, &eps];
-    cuda.launch_row_warps(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
-}
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNormParams,
+        m: usize,
+    ) {
+        let len = m * norm.w.len();
+        expect_lens("add_layernorm_forward", [("x", x.len(), len), ("delta", delta.len(), len)]);
+        normalize_layer(self, y, stats, (&x).into(), delta.into(), norm, m);
+    }
 
-/// Implements [`crate::Ops::rmsnorm_heads_backward`].
-pub(super) fn rmsnorm_heads_backward(
-    cuda: &Cuda,
-    dx: ViewMut,
-    dw: ViewMut,
-    raw: View,
-    rstd: View,
-    w: View,
-    h: HeadLayout,
-) {
-    let op = "rmsnorm_heads_backward";
-    check_head_lengths(op, dx.len(), raw.len(), rstd.len(), w.len(), h);
-    expect_len(op, "dw", dw.len(), h.head_dim);
-    let (at, d, raw, rstd) =
-        (RowLayout::from_heads(h), TensorArg::from(&dx), TensorArg::from(raw), f32_gpu_address(rstd));
-    // before the launch below overwrites the gradient
-    sum_rows(cuda, f32_gpu_address(dw.as_view()), d, RowFactor::RmsNormed(raw, rstd), at);
-    let (general, w) = (c"rmsnorm_backward", TensorArg::from(w));
-    let bf16 = if at.are_vectorizable() { c"rmsnorm_heads_backward_bf16" } else { general };
-    let name = select_kernel(h.head_dim, &require_bf16([d, raw, w]), [general, bf16, general]);
-    let arguments: [&dyn KernelArg; 7] = [&d, &d, &raw, &w, &rstd, &at, &0i64];
-    cuda.launch_row_warps(NORM, name, h.rows * h.heads, h.head_dim, &arguments);
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: WriteMode,
+    ) {
+        let (op, d) = ("layernorm_backward", w.len());
+        expect_lens(op, [("dx", dx.len(), m * d), ("dy", dy.len(), m * d), ("x", x.len(), m * d)]);
+        expect_lens(op, [("stats", stats.len(), 2 * m), ("dw", dw.len(), d), ("db", db.len(), d)]);
+        let (dy, x, w) = (TensorArg::from(dy), TensorArg::from(x), TensorArg::from(w));
+        let (at, stats) = (RowLayout::from_contiguous_rows(m, d), f32_gpu_address(stats));
+        sum_rows(self, f32_gpu_address(dw.as_view()), dy, RowFactor::LayerNormed(x, stats), at);
+        sum_rows(self, f32_gpu_address(db.as_view()), dy, RowFactor::One, at);
+        let (dx, add) = (TensorArg::from(&dx), i64::from(write == WriteMode::Accumulate));
+        let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
+        let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
+        let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
+        let rows = Work::RowWarps { rows: m, width: d };
+        self.launch(NORM, name, rows, &[&dx, &dy, &x, &w, &stats, &m, &d, &add]);
+    }
 }
 
 /// Computes LayerNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
-pub(super) fn layernorm_forward(
+fn normalize_layer(
     cuda: &Cuda,
     y: ViewMut,
     stats: ViewMut,
     x: TensorArg,
-    delta: Option<View>,
+    delta: TensorArg,
     norm: LayerNormParams,
     m: usize,
 ) {
-    let d = norm.w.len();
-    expect_len("layernorm_forward", "y", y.len(), m * d);
-    expect_len("layernorm_forward", "stats", stats.len(), 2 * m);
-    expect_len("layernorm_forward", "b", norm.b.len(), d);
-    if let Some(delta) = delta {
-        expect_len("add_layernorm_forward", "delta", delta.len(), m * d);
-    }
-    let delta = delta.map_or(TensorArg::NONE, TensorArg::from);
+    let (op, d) = ("layernorm_forward", norm.w.len());
+    expect_lens(op, [("y", y.len(), m * d), ("stats", stats.len(), 2 * m), ("b", norm.b.len(), d)]);
     let (w, b, stats) = (TensorArg::from(norm.w), TensorArg::from(norm.b), f32_gpu_address(stats.as_view()));
-    let (y, rows, width) = (TensorArg::from(&y), m as i64, d as i64);
+    let y = TensorArg::from(&y);
     let names = [c"layernorm_forward", c"layernorm_forward_bf16", c"layernorm_forward_bf16_long"];
-    let name = select_kernel(d, &require_bf16([y, x, if delta.at == 0 { x } else { delta }, w, b]), names);
-    let arguments: [&dyn KernelArg; 9] = [&y, &stats, &x, &delta, &w, &b, &rows, &width, &norm.eps];
-    cuda.launch_row_warps(NORM, name, m, d, &arguments);
+    let name = select_kernel(d, &require_bf16([y, x, delta.or(x), w, b]), names);
+    let rows = Work::RowWarps { rows: m, width: d };
+    cuda.launch(NORM, name, rows, &[&y, &stats, &x, &delta, &w, &b, &m, &d, &norm.eps]);
 }
 
-/// Implements [`crate::Ops::layernorm_backward`].
-pub(super) fn layernorm_backward(
-    cuda: &Cuda,
-    dx: ViewMut,
-    [dw, db]: [ViewMut; 2],
-    dy: View,
-    x: View,
-    w: View,
-    stats: View,
-    m: usize,
-    write: WriteMode,
-) {
-    let (op, d) = ("layernorm_backward", w.len());
-    for (name, len) in [("dx", dx.len()), ("dy", dy.len()), ("x", x.len())] {
-        expect_len(op, name, len, m * d);
+impl BiasOps for Cuda {
+    fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize) {
+        expect_lens("bias_forward", [("y", y.len(), m * n), ("bias", bias.len(), n)]);
+        let rows = Work::RowBlocks { rows: m, width: n };
+        self.launch(NORM, c"bias_forward", rows, &[&TensorArg::from(&y), &TensorArg::from(bias), &n]);
     }
-    expect_len(op, "stats", stats.len(), 2 * m);
-    expect_len(op, "dw", dw.len(), d);
-    expect_len(op, "db", db.len(), d);
-    let (at, dy, x, stats) = (
-        RowLayout::from_contiguous_rows(m, d),
-        TensorArg::from(dy),
-        TensorArg::from(x),
-        f32_gpu_address(stats),
-    );
-    sum_rows(cuda, f32_gpu_address(dw.as_view()), dy, RowFactor::LayerNormed(x, stats), at);
-    sum_rows(cuda, f32_gpu_address(db.as_view()), dy, RowFactor::One, at);
-    let add = i64::from(write == WriteMode::Accumulate);
-    let (dx, w, rows, width) = (TensorArg::from(&dx), TensorArg::from(w), m as i64, d as i64);
-    let names = [c"layernorm_backward", c"layernorm_backward_bf16", c"layernorm_backward_bf16_long"];
-    let [dy_type, x_type, w_type] = require_bf16([dy, x, w]);
-    let name = select_kernel(d, &[(dx, Dtype::F32), dy_type, x_type, w_type], names);
-    let arguments: [&dyn KernelArg; 8] = [&dx, &dy, &x, &w, &stats, &rows, &width, &add];
-    cuda.launch_row_warps(NORM, name, m, d, &arguments);
-}
 
-/// Implements [`crate::Ops::bias_forward`].
-pub(super) fn bias_forward(cuda: &Cuda, y: ViewMut, bias: View, m: usize, n: usize) {
-    expect_len("bias_forward", "y", y.len(), m * n);
-    expect_len("bias_forward", "bias", bias.len(), n);
-    cuda.launch_row_blocks(
-        NORM,
-        c"bias_forward",
-        m,
-        n,
-        &[&TensorArg::from(&y), &TensorArg::from(bias), &(n as i64)],
-    );
-}
-
-/// Implements [`crate::Ops::bias_backward`].
-pub(super) fn bias_backward(cuda: &Cuda, dbias: ViewMut, dy: View, m: usize, n: usize) {
-    expect_len("bias_backward", "dbias", dbias.len(), n);
-    expect_len("bias_backward", "dy", dy.len(), m * n);
-    sum_rows(
-        cuda,
-        f32_gpu_address(dbias.as_view()),
-        dy.into(),
-        RowFactor::One,
-        RowLayout::from_contiguous_rows(m, n),
-    );
+    fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize) {
+        expect_lens("bias_backward", [("dbias", dbias.len(), n), ("dy", dy.len(), m * n)]);
+        let at = RowLayout::from_contiguous_rows(m, n);
+        sum_rows(self, f32_gpu_address(dbias.as_view()), dy.into(), RowFactor::One, at);
+    }
 }

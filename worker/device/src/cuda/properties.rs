@@ -1,7 +1,8 @@
 //! [`GpuProperties`], and the functions that open the driver and query its version, GPUs and error
 //! messages.
 use super::bindings::{
-    CAPABILITY_MAJOR, CAPABILITY_MINOR, DriverApi, L2_CACHE, MULTIPROCESSORS, SHARED_PER_BLOCK,
+    DriverApi,
+    driver_sys::{CUdevice, CUdevice_attribute},
 };
 use super::error::{CudaError, Result};
 use super::library::CudaLibrary;
@@ -9,7 +10,6 @@ use super::library_search::LibrarySearchPaths;
 use std::{
     ffi::{CStr, c_char, c_int},
     path::PathBuf,
-    ptr,
 };
 
 /// Version of the oldest supported driver, CUDA 12.0, as `cuDriverGetVersion` reports it.
@@ -61,15 +61,13 @@ impl GpuProperties {
 /// Opens and initializes the driver. Returns the driver, the CUDA version that it implements, and
 /// its path. Fails if the driver is too old.
 pub(super) fn open_driver(paths: &LibrarySearchPaths) -> Result<(DriverApi, i32, PathBuf)> {
-    let library = paths.open(CudaLibrary::Driver)?;
-    let path = library.path.clone();
-    let driver = DriverApi::load(library)?;
-    // SAFETY: no preconditions.
-    driver.check_status("cuInit", unsafe { (driver.cuInit)(0) })?;
-    let version = driver.query_int("cuDriverGetVersion", |out| {
-        // SAFETY: writes one integer.
-        unsafe { (driver.cuDriverGetVersion)(out) }
-    })?;
+    let (driver, path) = DriverApi::open(paths)?;
+    let mut version = 0;
+    // SAFETY: the first call has no preconditions, and the second writes one integer.
+    unsafe {
+        driver.cuInit(0)?;
+        driver.cuDriverGetVersion(&mut version)?;
+    }
     if version < MIN_DRIVER_VERSION {
         return Err(CudaError::LibraryTooOld {
             library: CudaLibrary::Driver,
@@ -90,90 +88,69 @@ pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, 
 /// GPU.
 pub(super) fn query_driver_version_with_gpu(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
-    driver.get_device(0)?;
+    get_device(&driver, 0)?;
     Ok(split_version(version))
 }
 
-impl DriverApi {
-    /// Converts a status code of `function` to a result. The error contains the driver's own
-    /// message.
-    pub(super) fn check_status(&self, function: &str, status: c_int) -> Result<()> {
-        if status == 0 {
-            return Ok(());
-        }
-        let (mut name, mut text) = (ptr::null(), ptr::null());
-        // SAFETY: writes one pointer each, to a static string or null.
-        let message = unsafe {
-            (self.cuGetErrorName)(status, &mut name);
-            (self.cuGetErrorString)(status, &mut text);
-            [name, text].map(|at: *const c_char| {
-                if at.is_null() { "unknown error".into() } else { CStr::from_ptr(at).to_string_lossy() }
-            })
-        };
-        Err(CudaError::Call { function: function.to_owned(), status, message: message.join(", ") })
+/// Returns the driver's handle of the GPU with this index. Fails if there is no such GPU.
+pub(super) fn get_device(driver: &DriverApi, index: usize) -> Result<CUdevice> {
+    let (mut count, mut device) = (0, 0);
+    // SAFETY: writes one integer.
+    unsafe { driver.cuDeviceGetCount(&mut count) }?;
+    let count = count.max(0) as usize;
+    if index >= count {
+        return Err(CudaError::GpuNotFound { index, count });
     }
+    // SAFETY: writes one handle; the index is below the count.
+    unsafe { driver.cuDeviceGet(&mut device, index as c_int) }?;
+    Ok(device)
+}
 
-    /// Calls a function of the driver that writes an integer, and returns the integer. `function`
-    /// is its name in errors.
-    pub(super) fn query_int(&self, function: &str, query: impl FnOnce(&mut c_int) -> c_int) -> Result<c_int> {
-        let mut value = 0;
-        let status = query(&mut value);
-        self.check_status(function, status)?;
-        Ok(value)
-    }
+/// Returns the value of an attribute of a GPU.
+pub(super) fn query_attribute(
+    driver: &DriverApi,
+    device: CUdevice,
+    attribute: CUdevice_attribute,
+) -> Result<c_int> {
+    let mut value = 0;
+    // SAFETY: writes one integer.
+    unsafe { driver.cuDeviceGetAttribute(&mut value, attribute, device) }?;
+    Ok(value)
+}
 
-    /// Returns the driver's handle of the GPU with this index. Fails if there is no such GPU.
-    pub(super) fn get_device(&self, index: usize) -> Result<c_int> {
-        // SAFETY: writes one integer.
-        let count = self.query_int("cuDeviceGetCount", |out| unsafe { (self.cuDeviceGetCount)(out) })?;
-        let count = count.max(0) as usize;
-        if index >= count {
-            return Err(CudaError::GpuNotFound { index, count });
-        }
-        // SAFETY: writes one integer; the index is below the count.
-        self.query_int("cuDeviceGet", |out| unsafe { (self.cuDeviceGet)(out, index as c_int) })
+/// Queries the properties of a GPU from the driver. `device` is the driver's handle of the GPU.
+pub(super) fn query_properties(
+    driver: &DriverApi,
+    device: CUdevice,
+    index: usize,
+    version: i32,
+    driver_path: PathBuf,
+) -> Result<GpuProperties> {
+    use CUdevice_attribute::*;
+    let attribute = |which| Ok(query_attribute(driver, device, which)?.max(0) as u32);
+    let mut name = [0 as c_char; 256];
+    let mut memory_bytes = 0;
+    // SAFETY: writes at most 256 bytes, terminated by a zero, and one integer.
+    unsafe {
+        driver.cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device)?;
+        driver.cuDeviceTotalMem_v2(&mut memory_bytes, device)?;
     }
-
-    /// Returns the value of a device attribute (`CU_DEVICE_ATTRIBUTE_…`).
-    pub(super) fn query_attribute(&self, device: c_int, attribute: c_int) -> Result<c_int> {
-        // SAFETY: writes one integer.
-        self.query_int("cuDeviceGetAttribute", |out| unsafe {
-            (self.cuDeviceGetAttribute)(out, attribute, device)
-        })
-    }
-
-    /// Queries the properties of a GPU from the driver. `device` is the driver's handle of the GPU.
-    pub(super) fn query_properties(
-        &self,
-        device: c_int,
-        index: usize,
-        version: i32,
-        driver_path: PathBuf,
-    ) -> Result<GpuProperties> {
-        let attribute = |which| Ok(self.query_attribute(device, which)?.max(0) as u32);
-        let mut name = [0 as c_char; 256];
-        // SAFETY: writes at most 256 bytes, terminated by a zero.
-        let status = unsafe { (self.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
-        self.check_status("cuDeviceGetName", status)?;
-        name[name.len() - 1] = 0;
-        let mut memory_bytes = 0;
-        // SAFETY: writes one integer.
-        self.check_status("cuDeviceTotalMem", unsafe {
-            (self.cuDeviceTotalMem_v2)(&mut memory_bytes, device)
-        })?;
-        Ok(GpuProperties {
-            // SAFETY: the last byte is a zero.
-            name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
-            index,
-            capability: (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?),
-            multiprocessor_count: attribute(MULTIPROCESSORS)? as usize,
-            memory_bytes,
-            shared_memory_per_block: attribute(SHARED_PER_BLOCK)? as usize,
-            l2_cache_bytes: attribute(L2_CACHE)? as usize,
-            driver_version: split_version(version),
-            driver_path,
-        })
-    }
+    name[name.len() - 1] = 0;
+    Ok(GpuProperties {
+        // SAFETY: the last byte is a zero.
+        name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
+        index,
+        capability: (
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        multiprocessor_count: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+        memory_bytes,
+        shared_memory_per_block: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+        l2_cache_bytes: attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+        driver_version: split_version(version),
+        driver_path,
+    })
 }
 
 /// Splits a version of the driver into major and minor version: (12, 9) for 12090.

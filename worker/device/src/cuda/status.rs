@@ -6,7 +6,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// The first failure of a call that returns no error. Later calls of the GPU's backend do nothing.
+/// The first failure of a GPU call whose op cannot return an error. Later calls of the GPU's
+/// backend do nothing.
 #[derive(Default)]
 pub(super) struct DeviceStatus {
     /// True if `failure` is set. Read before every call.
@@ -23,7 +24,7 @@ impl DeviceStatus {
     /// Returns the value of `result`. Records an error, unless an earlier one was recorded, and
     /// returns `None`.
     pub(super) fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
-        result.map_err(|error| self.record_failure(DeviceError(error.into()))).ok()
+        result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
     /// Records a failure, unless an earlier one was recorded.

@@ -29,7 +29,7 @@ impl BackendEvent for streams::CudaEvent {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        let reached = streams::CudaEvent::synchronize(self).map_err(|error| DeviceError(error.into()));
+        let reached = streams::CudaEvent::synchronize(self).map_err(DeviceError::from);
         reached.inspect_err(|error| self.gpu().status.record_failure(error.clone()))
     }
 }
@@ -60,7 +60,7 @@ impl Storage for Cuda {
             return Ok(Buf::zeroed_as(dtype, 0));
         }
         let bytes = len * dtype.size();
-        let at = self.gpu.allocate_pinned(bytes).map_err(|error| DeviceError(error.into()))?;
+        let at = self.gpu.allocate_pinned(bytes).map_err(DeviceError::from)?;
         // SAFETY: the allocation has `bytes` bytes.
         unsafe { at.write_bytes(0, bytes) };
         Ok(Buf::from_host_allocation(Arc::new(PinnedOwner(self.gpu.clone())), at, dtype, len))

@@ -1,17 +1,18 @@
 //! Separate CUDA streams of threads, and the events with which streams wait for each other.
-use super::bindings::{Address, Handle, NO_TIMING, NOT_READY};
+use super::bindings::{
+    Address,
+    driver_sys::{CUevent, CUevent_flags, CUresult, CUstream},
+};
+use super::context::create_stream;
 use super::current_stream::{ThreadStreamSetting, restore_thread_stream};
 use super::error::Result;
-use super::gpu::Gpu;
+use super::gpu::{GPU_WORK, Gpu};
 use std::{
     ffi::c_uint,
     marker::PhantomData,
     ptr::{self, NonNull},
     sync::Arc,
 };
-
-/// Operation name in errors for work that failed after it was enqueued.
-const GPU_WORK: &str = "work on the GPU";
 
 impl Gpu {
     /// Creates a stream of the highest priority. Until the returned value is dropped, this thread's
@@ -21,9 +22,8 @@ impl Gpu {
         self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: writes two integers.
-        let status = unsafe { (self.driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
-        self.driver.check_status("cuCtxGetStreamPriorityRange", status)?;
-        let stream = self.driver.create_stream(greatest)?;
+        unsafe { self.driver.cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }?;
+        let stream = create_stream(&self.driver, greatest)?;
         let previous = self.set_thread_stream(stream);
         Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
@@ -31,25 +31,22 @@ impl Gpu {
     /// Records an event on this thread's stream, after the work that the thread has enqueued so
     /// far.
     pub(super) fn record_event(self: &Arc<Self>) -> Result<CudaEvent> {
-        self.record_event_with_flags(NO_TIMING)
+        self.record_event_with_flags(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// Records an event that also measures the time at which it is reached.
+    /// Records an event that also measures the time at which the event is reached.
     pub(super) fn record_timed_event(self: &Arc<Self>) -> Result<CudaEvent> {
-        self.record_event_with_flags(0)
+        self.record_event_with_flags(CUevent_flags::CU_EVENT_DEFAULT)
     }
 
-    /// Records an event that is created with these flags (`CU_EVENT_…`).
-    fn record_event_with_flags(self: &Arc<Self>, flags: c_uint) -> Result<CudaEvent> {
+    /// Records an event that is created with these flags.
+    fn record_event_with_flags(self: &Arc<Self>, flags: CUevent_flags) -> Result<CudaEvent> {
         self.make_current()?;
         let mut event = CudaEvent { gpu: self.clone(), handle: ptr::null_mut() };
         // SAFETY: writes one handle.
-        let status = unsafe { (self.driver.cuEventCreate)(&mut event.handle, flags) };
-        self.driver.check_status("cuEventCreate", status)?;
+        unsafe { self.driver.cuEventCreate(&mut event.handle, flags as c_uint) }?;
         // SAFETY: event and stream live.
-        let status =
-            self.with_stream(|stream| unsafe { (self.driver.cuEventRecord)(event.handle, stream) })?;
-        self.driver.check_status("cuEventRecord", status)?;
+        self.with_stream(|stream| unsafe { self.driver.cuEventRecord(event.handle, stream) })??;
         Ok(event)
     }
 
@@ -64,10 +61,9 @@ impl Gpu {
             return Ok(());
         }
         // SAFETY: promised by the caller.
-        let status = self.with_stream(|stream| unsafe {
-            (self.driver.cuMemcpyDtoHAsync_v2)(to.as_ptr().cast(), from, bytes, stream)
-        })?;
-        self.driver.check_status("cuMemcpyDtoHAsync", status)
+        self.with_stream(|stream| unsafe {
+            self.driver.cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), from, bytes, stream)
+        })?
     }
 }
 
@@ -75,7 +71,7 @@ impl Gpu {
 /// previous stream.
 pub(super) struct ThreadStream {
     gpu: Arc<Gpu>,
-    stream: Handle,
+    stream: CUstream,
     previous: ThreadStreamSetting,
     /// Prevents the value from being sent to another thread. It must be dropped in the thread that
     /// created it.
@@ -83,7 +79,7 @@ pub(super) struct ThreadStream {
 }
 
 impl ThreadStream {
-    pub(super) fn handle(&self) -> Handle {
+    pub(super) fn handle(&self) -> CUstream {
         self.stream
     }
 }
@@ -104,7 +100,7 @@ impl Drop for ThreadStream {
 /// A CUDA event that was recorded on a stream. Dropping it destroys the event.
 pub(super) struct CudaEvent {
     gpu: Arc<Gpu>,
-    handle: Handle,
+    handle: CUevent,
 }
 
 // SAFETY: the handle is only passed to the driver, which accepts it from any thread.
@@ -122,9 +118,7 @@ impl CudaEvent {
     pub(super) fn make_stream_wait(&self) -> Result<()> {
         let gpu = &self.gpu;
         // SAFETY: event and stream live.
-        let status =
-            gpu.with_stream(|stream| unsafe { (gpu.driver.cuStreamWaitEvent)(stream, self.handle, 0) })?;
-        gpu.driver.check_status("cuStreamWaitEvent", status)
+        gpu.with_stream(|stream| unsafe { gpu.driver.cuStreamWaitEvent(stream, self.handle, 0) })?
     }
 
     /// Blocks until the event is reached. Errors of the work before the event are returned here at
@@ -132,8 +126,8 @@ impl CudaEvent {
     pub(super) fn synchronize(&self) -> Result<()> {
         self.gpu.make_current()?;
         // SAFETY: the event lives.
-        let status = unsafe { (self.gpu.driver.cuEventSynchronize)(self.handle) };
-        self.gpu.driver.check_status(GPU_WORK, status)
+        unsafe { self.gpu.driver.cuEventSynchronize(self.handle) }
+            .map_err(|error| error.with_function(GPU_WORK))
     }
 
     /// Returns the seconds from the event `start` to this event. Both must be timed. Returns `None`
@@ -142,14 +136,13 @@ impl CudaEvent {
         self.gpu.make_current()?;
         let driver = &self.gpu.driver;
         // SAFETY: the event lives.
-        match unsafe { (driver.cuEventQuery)(self.handle) } {
-            NOT_READY => return Ok(None),
-            status => driver.check_status(GPU_WORK, status)?,
+        match unsafe { driver.cuEventQuery(self.handle) } {
+            Err(error) if error.has_driver_status(CUresult::CUDA_ERROR_NOT_READY) => return Ok(None),
+            reached => reached.map_err(|error| error.with_function(GPU_WORK))?,
         }
         let mut ms = 0.0;
         // SAFETY: both events live and are timed; writes one float.
-        let status = unsafe { (driver.cuEventElapsedTime)(&mut ms, start.handle, self.handle) };
-        driver.check_status("cuEventElapsedTime", status)?;
+        unsafe { driver.cuEventElapsedTime(&mut ms, start.handle, self.handle) }?;
         Ok(Some(f64::from(ms) / 1e3))
     }
 }

@@ -17,6 +17,11 @@ unsafe impl KernelArg for TensorArg {}
 impl TensorArg {
     /// Kernel argument for an optional tensor that is absent.
     pub(super) const NONE: TensorArg = TensorArg { at: 0, dtype: 0 };
+
+    /// Returns this tensor, or `other` if this tensor is absent.
+    pub(super) fn or(self, other: TensorArg) -> TensorArg {
+        if self.at == 0 { other } else { self }
+    }
 }
 
 impl From<View<'_>> for TensorArg {
@@ -57,9 +62,9 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns true if a kernel for exactly these element types can be used. Each tensor must have its
-/// type, begin at a multiple of 16 bytes, and have rows of a multiple of eight elements. The name
-/// of such a kernel ends in the type.
+/// Returns true if all tensors can be accessed as vectors of eight elements, by a kernel for
+/// exactly these element types. Each tensor must have its type, begin at a multiple of 16 bytes,
+/// and have rows of a multiple of eight elements. The name of such a kernel ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

@@ -8,7 +8,6 @@
 #pragma once
 #define EMULATED
 #include <cmath>
-#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +15,6 @@
 #include <functional>
 #include <vector>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #define __global__
 #define __device__
@@ -52,10 +50,84 @@ struct Copy {
     unsigned group;
 };
 
+// Saves the registers that a call preserves on the stack, stores the stack pointer in `*from`, and
+// continues the fiber whose stack pointer is `to`. swapcontext would also save the signal mask,
+// with a system call that takes longer than most kernels need between two barriers.
+extern "C" void emulator_switch_stack(void** from, void* to);
+#if defined(__x86_64__)
+constexpr size_t SAVED_WORDS = 7; // six registers and the return address
+constexpr size_t RETURN_WORD = 6;
+asm(R"(
+.local emulator_switch_stack
+.type emulator_switch_stack, @function
+emulator_switch_stack:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+)");
+#elif defined(__aarch64__)
+constexpr size_t SAVED_WORDS = 20; // x19 to x30 and d8 to d15
+constexpr size_t RETURN_WORD = 11; // x30
+asm(R"(
+.local emulator_switch_stack
+.type emulator_switch_stack, %function
+emulator_switch_stack:
+    sub sp, sp, #160
+    stp x19, x20, [sp]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x2, sp
+    str x2, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+#else
+#error "the emulated GPU has no stack switch for this CPU architecture"
+#endif
+
+// Returns the stack pointer of a fiber that will begin with a call of `entry`.
+inline void* prepare_stack(uint8_t* stack, size_t bytes, void (*entry)()) {
+    // At its entry a function of x86-64 expects a stack pointer 8 bytes below a multiple of 16.
+    void** top = (void**)(stack + bytes) - 2;
+    void** saved = top - SAVED_WORDS + (SAVED_WORDS % 2);
+    memset(saved, 0, SAVED_WORDS * sizeof *saved);
+    saved[RETURN_WORD] = (void*)entry;
+    return saved;
+}
+
 struct Fiber {
-    ucontext_t start;
-    jmp_buf at;
-    bool started = false, live = false;
+    void* stack = nullptr; // the stack pointer while the fiber does not run
+    bool live = false;
     unsigned thread = 0;
 };
 
@@ -64,22 +136,29 @@ struct Block {
     std::vector<uint8_t> shared;
     std::function<void()> body;
     unsigned next = 0, finished = 0, current = 0;
+    Dim index; // of the current thread
     unsigned finished_in_warp[WARP] = {};
     Barrier block_barrier, warp_barriers[WARP];
-    uint64_t lanes[MAX_THREADS];
+    uint64_t lanes[2][MAX_THREADS]; // values that a warp exchanges, see `exchange_buffer`
     std::vector<Copy> copies[MAX_THREADS]; // by thread, in the order in which they were started
     unsigned groups[MAX_THREADS] = {};     // number of groups that each thread committed
     std::vector<Fiber> fibers;
     Fiber* running = nullptr;
-    jmp_buf scheduler;
+    void* scheduler = nullptr; // the stack pointer of the scheduler while a fiber runs
     uint64_t progress = 0;
     bool backwards = false;
     uint8_t* stacks = nullptr;
 
     void yield() {
         Fiber* self = running;
-        if (!_setjmp(self->at)) _longjmp(scheduler, 1);
-        current = self->thread;
+        emulator_switch_stack(&self->stack, scheduler);
+        set_current(self->thread);
+    }
+    void set_current(unsigned thread) {
+        current = thread;
+        unsigned x = threads.x, y = threads.y;
+        if (y * threads.z == 1) index = {thread, 0, 0};
+        else index = {thread % x, thread / x % y, thread / (x * y)};
     }
     // Waits until all `count` threads have arrived at the barrier, except threads that have ended.
     void wait(Barrier& barrier, unsigned count, const unsigned& ended) {
@@ -107,8 +186,9 @@ struct Block {
     }
     void run_threads() {
         while (next < threads.count()) {
-            unsigned index = next++;
-            running->thread = current = backwards ? threads.count() - 1 - index : index;
+            unsigned turn = next++;
+            running->thread = backwards ? threads.count() - 1 - turn : turn;
+            set_current(running->thread);
             body();
             if (!copies[running->thread].empty()) stop("a thread ended before its asynchronous copies completed");
             finished++;
@@ -116,22 +196,23 @@ struct Block {
             progress++;
         }
         running->live = false;
-        _longjmp(scheduler, 1);
+        emulator_switch_stack(&running->stack, scheduler);
+        stop("a thread continued after its end");
     }
     static void enter();
-    void resume(size_t i) {
-        Fiber& fiber = fibers[i];
-        running = &fiber;
-        if (_setjmp(scheduler)) return;
-        if (fiber.started) _longjmp(fiber.at, 1);
-        fiber.started = true;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = stacks + i * STACK;
-        fiber.start.uc_stack.ss_size = STACK;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, &Block::enter, 0);
-        setcontext(&fiber.start);
+    void start(size_t i) {
+        fibers[i].live = true;
+        fibers[i].stack = prepare_stack(stacks + i * STACK, STACK, &Block::enter);
+        resume(i);
     }
+    void resume(size_t i) {
+        running = &fibers[i];
+        emulator_switch_stack(&scheduler, running->stack);
+    }
+    // Number of the buffer for values that the threads of the current warp exchange at their next
+    // barrier. Two buffers in turn make a barrier after the exchange unnecessary: a thread cannot
+    // write to a buffer again before all threads have passed the barrier in between, and have read.
+    unsigned exchange_buffer() const { return warp_barriers[current / WARP].generation % 2; }
     // Runs a warp as far as possible before another warp runs. Work that no barrier of the block
     // orders thus happens as early or as late as possible.
     void run_warp(size_t begin, size_t end) {
@@ -157,10 +238,7 @@ struct Block {
             while (next < threads.count()) {
                 size_t begin = begun;
                 do {
-                    Fiber& fiber = fibers[begun];
-                    fiber.started = false;
-                    fiber.live = true;
-                    resume(begun++);
+                    start(begun++);
                 } while (next < threads.count() && begun % WARP != 0);
                 run_warp(begin, begun);
             }
@@ -171,11 +249,6 @@ struct Block {
 
 inline Block block;
 inline void Block::enter() { block.run_threads(); }
-
-inline Dim thread_index() {
-    unsigned t = block.current, x = block.threads.x, y = block.threads.y;
-    return {t % x, t / x % y, t / (x * y)};
-}
 
 // Runs every block of a grid, one after the other. Shared memory is initialized with NaN.
 inline void launch(Dim grid, Dim threads, size_t shared, const std::function<void()>& body) {
@@ -203,15 +276,15 @@ inline void launch(Dim grid, Dim threads, size_t shared, const std::function<voi
 template <class T> T shuffle(T x, unsigned from) {
     static_assert(sizeof(T) <= 8);
     unsigned self = block.current;
-    memcpy(&block.lanes[self], &x, sizeof x);
+    uint64_t* lanes = block.lanes[block.exchange_buffer()];
+    memcpy(&lanes[self], &x, sizeof x);
     block.sync_warp();
-    memcpy(&x, &block.lanes[self / WARP * WARP + from % WARP], sizeof x);
-    block.sync_warp();
+    memcpy(&x, &lanes[self / WARP * WARP + from % WARP], sizeof x);
     return x;
 }
 } // namespace emulator
 
-#define threadIdx (emulator::thread_index())
+#define threadIdx (emulator::block.index)
 #define blockIdx (emulator::block.at)
 #define blockDim (emulator::block.threads)
 #define gridDim (emulator::block.grid)
@@ -321,25 +394,28 @@ template <int Open> void await_copies() {
 static inline float bf16_of_register(unsigned bits, int which) { return __int_as_float((int)((which ? bits >> 16 : bits & 0xffff) << 16)); }
 
 static inline void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    static unsigned operands[emulator::MAX_THREADS][6]; // by thread: four registers of a, two of b
-    unsigned self = emulator::block.current, warp = self / 32 * 32, group = self % 32 / 4, lane_in_group = self % 4;
-    memcpy(operands[self], a, 16);
-    operands[self][4] = b0, operands[self][5] = b1;
-    emulator::block.sync_warp();
-    for (unsigned i = 0; i < 4; i++) {
-        unsigned row = group + 8 * (i / 2), column = 2 * lane_in_group + i % 2;
-        for (unsigned k = 0; k < 16; k++) {
-            unsigned thread_a = warp + row % 8 * 4 + k % 8 / 2, thread_b = warp + column * 4 + k % 8 / 2;
-            c[i] += bf16_of_register(operands[thread_a][row / 8 + 2 * (k / 8)], k % 2) * bf16_of_register(operands[thread_b][4 + k / 8], k % 2);
-        }
+    // By warp: the 16 rows of the first matrix and the 8 columns of the second one.
+    static float buffers[2][emulator::MAX_THREADS / 32][24][16];
+    unsigned self = emulator::block.current, group = self % 32 / 4, lane_in_group = self % 4;
+    auto& rows = buffers[emulator::block.exchange_buffer()][self / 32];
+    const unsigned b[2] = {b0, b1};
+    for (unsigned which = 0; which < 2; which++) {
+        unsigned k = 2 * lane_in_group + which;
+        for (unsigned i = 0; i < 4; i++) rows[group + 8 * (i % 2)][k + 8 * (i / 2)] = bf16_of_register(a[i], (int)which);
+        for (unsigned i = 0; i < 2; i++) rows[16 + group][k + 8 * i] = bf16_of_register(b[i], (int)which);
     }
     emulator::block.sync_warp();
+    for (unsigned i = 0; i < 4; i++) {
+        const float *row = rows[group + 8 * (i / 2)], *column = rows[16 + 2 * lane_in_group + i % 2];
+        for (unsigned k = 0; k < 16; k++) c[i] += row[k] * column[k];
+    }
 }
 
 // Exchanges the row addresses of a warp's four matrices, and returns them by lane. Bank conflicts
 // between rows of a matrix are slow on a GPU. Here they are an error.
 static inline const unsigned short** exchange_row_addresses(const unsigned short* row) {
-    static const unsigned short* rows[emulator::MAX_THREADS];
+    static const unsigned short* buffers[2][emulator::MAX_THREADS];
+    auto& rows = buffers[emulator::block.exchange_buffer()];
     unsigned self = emulator::block.current, warp = self / 32 * 32;
     emulator::expect_shared(row, 16, "a row of a matrix is not aligned");
     rows[self] = row;
@@ -353,7 +429,7 @@ static inline void ldmatrix_x4(unsigned (&x)[4], const unsigned short* row) {
     const unsigned short** rows = exchange_row_addresses(row);
     unsigned lane = emulator::block.current % 32;
     for (unsigned i = 0; i < 4; i++) memcpy(&x[i], rows[8 * i + lane / 4] + 2 * (lane % 4), 4);
-    emulator::block.sync_warp();
+    emulator::block.sync_warp(); // all lanes read before one of them continues
 }
 static inline void ldmatrix_x4_transposed(unsigned (&x)[4], const unsigned short* row) {
     const unsigned short** rows = exchange_row_addresses(row);
@@ -362,5 +438,5 @@ static inline void ldmatrix_x4_transposed(unsigned (&x)[4], const unsigned short
         const unsigned short** two = rows + 8 * i + 2 * (lane % 4);
         x[i] = (unsigned)two[0][lane / 4] | (unsigned)two[1][lane / 4] << 16;
     }
-    emulator::block.sync_warp();
+    emulator::block.sync_warp(); // all lanes read before one of them continues
 }

@@ -59,8 +59,10 @@ inline void pack(Warp& w, const Instruction& i, uint32_t lanes, int bytes) {
 
 // --- memory ---------------------------------------------------------------------------------------
 
+// Returns whether an address is a multiple of the size of an access, which is a power of two.
+inline bool is_aligned(uint64_t at, uint64_t bytes) { return (at & (bytes - 1)) == 0; }
 inline const uint8_t* gpu_memory(Warp& w, uint64_t at, size_t bytes, const Instruction& i) {
-    if (at % bytes) stop("an address is misaligned: " + i.text);
+    if (!is_aligned(at, bytes)) stop("an address is misaligned: " + i.text);
     if (!w.block->is_accessible(at, bytes)) stop("an address is outside of GPU memory: " + i.text);
     w.block->bytes += bytes;
     return (const uint8_t*)at;
@@ -81,10 +83,10 @@ inline uint8_t* resolve_address(Warp& w, const Instruction& i, int l, bool write
         if (writes || at + bytes > w.block->parameters->size()) stop("an access is outside of the parameters: " + i.text);
         return (uint8_t*)w.block->parameters->data() + at;
     case Space::LOCAL:
-        if (at % bytes || at + bytes > w.kernel->local_bytes) stop("an address is outside of the thread's memory: " + i.text);
+        if (!is_aligned(at, bytes) || at + bytes > w.kernel->local_bytes) stop("an address is outside of the thread's memory: " + i.text);
         return w.local.data() + (size_t)l * w.kernel->local_bytes + at;
     case Space::SHARED:
-        if (at % bytes) stop("an address is misaligned: " + i.text);
+        if (!is_aligned(at, bytes)) stop("an address is misaligned: " + i.text);
         if (writes) w.block->shadow.write(w.thread(l), at, bytes, i.text);
         else w.block->shadow.read(w.thread(l), at, bytes, i.text);
         return w.block->shared.data() + at;

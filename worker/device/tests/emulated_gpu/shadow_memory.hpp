@@ -26,6 +26,7 @@ class ShadowMemory {
         check(at, bytes, text);
         for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) {
             Location& p = locations[i];
+            if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
             if (p.copying) report_race("reads the target of a copy in progress", thread, p.writer, text);
             if (p.written == epoch && !ordered(p.writer, thread, p.written_in_warp)) report_race("reads what was written", thread, p.writer, text);
             note_reader(p, thread);
@@ -35,6 +36,7 @@ class ShadowMemory {
         check(at, bytes, text);
         for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++) {
             Location& p = locations[i];
+            if (p.forbidden) stop("an address is beyond its array in shared memory: " + text);
             if (p.copying) report_race("writes the target of a copy in progress", thread, p.writer, text);
             if (p.written == epoch && !ordered(p.writer, thread, p.written_in_warp)) report_race("writes what was written", thread, p.writer, text);
             if (p.read == epoch && !all_readers_before(p, thread)) report_race("writes what was read", thread, p.reader, text);
@@ -90,8 +92,6 @@ class ShadowMemory {
     }
     void check(uint64_t at, uint32_t bytes, const std::string& text) const {
         if (at < RESERVED || at + bytes > bound) stop("an address is outside of the block's shared memory: " + text);
-        for (uint64_t i = at >> shift, end = (at + bytes - 1) >> shift; i <= end; i++)
-            if (locations[i].forbidden) stop("an address is beyond its array in shared memory: " + text);
     }
     [[noreturn]] static void report_race(const char* what, uint32_t thread, uint32_t other, const std::string& text) {
         std::string by = other == SEVERAL ? "threads of other warps" : "thread " + std::to_string(other);

@@ -3,8 +3,8 @@
 
 use crate::reference;
 use crate::reference::*;
-use device::ops::{ClassifierGrads, IGNORE_LABEL, WriteMode};
-use device::{Cpu, Ops};
+use device::Cpu;
+use device::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 
 #[test]
 fn classifier_and_its_gradient_match_the_definition() {
@@ -22,21 +22,22 @@ fn classifier_and_its_gradient_match_the_definition() {
         };
         for cpu in open_backends() {
             let what = format!("{} {m}x{d}x{v}", cpu.describe());
+            let shape = ClassifierShape { m, d, v, softcap: None };
             let want = reference::compute_cross_entropy(&to_f64(&x), &to_f64(&w), &labels, d, v);
             let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
             let mut loss = r.draw_vec(m);
-            cpu.compute_classifier_loss((&mut loss[..]).into(), xv, wv, &labels, m, d, v, None);
+            cpu.compute_classifier_loss((&mut loss[..]).into(), xv, wv, &labels, shape, None);
             assert_close(&what, &loss, &want, 1e-6);
             for dw_write in [WriteMode::Overwrite, WriteMode::Accumulate] {
                 let (mut dx, mut dw) = (r.draw_vec(m * d), vec![0.25; v * d]);
                 let mut again = r.draw_vec(m);
                 let grads =
                     ClassifierGrads { dx: (&mut dx[..]).into(), dw: (&mut dw[..]).into(), dw_write, scale };
-                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, shape, Some(grads));
                 assert_eq!(loss, again);
                 let (mut alone, dw_none) = (r.draw_vec(m * d), (&mut [][..]).into());
                 let grads = ClassifierGrads { dx: (&mut alone[..]).into(), dw: dw_none, dw_write, scale };
-                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, m, d, v, Some(grads));
+                cpu.compute_classifier_loss((&mut again[..]).into(), xv, wv, &labels, shape, Some(grads));
                 assert_eq!(dx, alone, "{what}: dx does not depend on whether dw is computed");
                 if dw_write == WriteMode::Accumulate {
                     dw.iter_mut().for_each(|x| *x -= 0.25);
@@ -70,17 +71,8 @@ fn classifier_of_capped_logits_matches_the_definition() {
                 let (dxv, dwv) = ((&mut dx[..]).into(), (&mut dw[..]).into());
                 let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Overwrite, scale: 0.5 };
                 let (xv, wv) = ((&x[..]).into(), (&w[..]).into());
-                cpu.compute_softcapped_classifier_loss(
-                    (&mut loss[..]).into(),
-                    xv,
-                    wv,
-                    &labels,
-                    m,
-                    d,
-                    v,
-                    cap,
-                    Some(grads),
-                );
+                let shape = ClassifierShape { m, d, v, softcap: cap };
+                cpu.compute_classifier_loss((&mut loss[..]).into(), xv, wv, &labels, shape, Some(grads));
                 assert_close(&what, &loss, &losses(&to_f64(&x), &to_f64(&w)), 1e-6);
                 assert_gradient(&what, &dx, &to_f64(&x), 1, 3e-6, |x| total(x, &to_f64(&w)));
                 assert_gradient(&what, &dw, &to_f64(&w), 1 + v * d / 100, 5e-6, |w| total(&to_f64(&x), w));
@@ -96,16 +88,9 @@ fn classifier_without_rows_clears_the_weights_gradient() {
     for (dw_write, want) in [(WriteMode::Accumulate, 3.0), (WriteMode::Overwrite, 0.0)] {
         let dx = (&mut [][..]).into();
         let grads = ClassifierGrads { dx, dw: (&mut dw[..]).into(), dw_write, scale: 1.0 };
-        cpu.compute_classifier_loss(
-            (&mut [][..]).into(),
-            (&[][..]).into(),
-            (&w[..]).into(),
-            &[],
-            0,
-            2,
-            3,
-            Some(grads),
-        );
+        let shape = ClassifierShape { m: 0, d: 2, v: 3, softcap: None };
+        let (loss, x) = ((&mut [][..]).into(), (&[][..]).into());
+        cpu.compute_classifier_loss(loss, x, (&w[..]).into(), &[], shape, Some(grads));
         assert_eq!(dw, [want; 6]);
     }
 }
@@ -115,17 +100,9 @@ fn extreme_and_non_finite_logits_have_the_expected_loss() {
     for cpu in open_backends() {
         let compute_loss = |w: &[f32]| {
             let mut loss = [0.0];
-            let (x, v) = ([1.0], w.len());
-            cpu.compute_classifier_loss(
-                (&mut loss[..]).into(),
-                (&x[..]).into(),
-                w.into(),
-                &[0],
-                1,
-                1,
-                v,
-                None,
-            );
+            let shape = ClassifierShape { m: 1, d: 1, v: w.len(), softcap: None };
+            let loss_view = (&mut loss[..]).into();
+            cpu.compute_classifier_loss(loss_view, (&[1.0][..]).into(), w.into(), &[0], shape, None);
             loss[0]
         };
         assert_eq!(compute_loss(&[3e38, -3e38]), 0.0);
@@ -147,5 +124,6 @@ fn labels_beyond_the_vocabulary_are_rejected() {
     let mut loss = [0.0];
     let (x, w) = ([0.0; 2], [0.0; 6]);
     let loss = (&mut loss[..]).into();
-    Cpu::new(1).compute_classifier_loss(loss, (&x[..]).into(), (&w[..]).into(), &[3], 1, 2, 3, None);
+    let shape = ClassifierShape { m: 1, d: 2, v: 3, softcap: None };
+    Cpu::new(1).compute_classifier_loss(loss, (&x[..]).into(), (&w[..]).into(), &[3], shape, None);
 }

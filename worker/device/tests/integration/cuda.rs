@@ -3,8 +3,8 @@
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::{self, CudaError, CudaLibrary, LibrarySearchPaths};
-use device::ops::WriteMode;
-use device::{Buf, Cuda, Dtype, Ops, Storage, View, conformance};
+use device::ops::{ActivationOps, EmbeddingOps, MatmulOps, VectorOps, WriteMode};
+use device::{Buf, Cuda, Dtype, Storage, View, conformance};
 use std::sync::OnceLock;
 
 /// Returns library paths that contain only the emulated libraries.

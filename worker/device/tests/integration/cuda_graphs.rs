@@ -7,7 +7,9 @@ use crate::call_counts::call_count;
 use crate::emulated_gpu;
 use crate::own_process::is_own_process;
 use device::{
-    Buf, Cuda, Dtype, Ops, Storage, conformance, cuda::LibrarySearchPaths, ops::WriteMode,
+    Buf, Cuda, Dtype, Storage, conformance,
+    cuda::LibrarySearchPaths,
+    ops::{BiasOps, EmbeddingOps, MatmulOps, VectorOps, WriteMode},
     storage::BackendNotice,
 };
 use diagnostic::codes::device::CUDA_GRAPHS_DISABLED;

@@ -3,8 +3,9 @@
 
 use crate::emulated_gpu;
 use crate::own_process::is_own_process;
+use device::ops::VectorOps;
 use device::{
-    Buf, Cuda, Dtype, Ops, Storage,
+    Buf, Cuda, Dtype, Storage,
     cuda::{CudaError, LibrarySearchPaths},
     storage::DeviceError,
 };

@@ -5,9 +5,9 @@ use crate::call_counts::call_count;
 use crate::emulated_gpu;
 use crate::own_process::is_own_process;
 use device::cuda::{AttentionBackend, CudaError, LibrarySearchPaths};
-use device::ops::AttentionShape;
+use device::ops::{AttentionOps, AttentionShape, VectorOps};
 use device::storage::BackendNotice;
-use device::{Buf, Cuda, Dtype, Ops, Storage, conformance};
+use device::{Buf, Cuda, Dtype, Storage, conformance};
 use diagnostic::{Diagnostic, codes::device::CUDNN_ATTENTION_UNSUPPORTED};
 use std::time::Duration;
 

@@ -3,10 +3,12 @@
 
 use crate::reference::TestRng;
 use device::ops::{
-    AdamWHyperparams, AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL,
-    LayerNormParams, SgdHyperparams, WriteMode,
+    ActivationOps, AdamWHyperparams, AttentionDropout, AttentionOps, AttentionShape, BiasOps,
+    ClassifierGrads, ClassifierOps, ClassifierShape, EmbeddingOps, HeadLayout, HeadNormOps, IGNORE_LABEL,
+    LayerNormOps, LayerNormParams, MatmulOps, OptimizerOps, RmsNormOps, RopeOps, RopeShape, SgdHyperparams,
+    VectorOps, WriteMode,
 };
-use device::{Cpu, Ops, View, ViewMut};
+use device::{Cpu, View, ViewMut};
 use proptest::prelude::*;
 
 /// A vector that begins `shift` elements after a 64-byte boundary.
@@ -306,9 +308,10 @@ fn assert_same_gated_activation_and_rope_bits(inputs: &RowInputs, r: &mut TestRn
         cpu.swiglu_forward(y.view_mut(), pg.view(), m, d);
         cpu.swiglu_backward(dg.view_mut(), pdy.view_mut(), pg.view(), m, d);
         let (mut turned, c, s) = (place(&gate_up), place(&cos), place(&sin));
-        cpu.rope_forward(turned.view_mut(), c.view(), s.view(), 1, m, 1, 2 * d, 2 * d);
+        let shape = RopeShape { b: 1, t: m, heads: 1, head_dim: 2 * d, stride: 2 * d };
+        cpu.rope_forward(turned.view_mut(), c.view(), s.view(), shape);
         let forward = turned.bits();
-        cpu.rope_backward(turned.view_mut(), s.view(), c.view(), 1, m, 1, 2 * d, 2 * d);
+        cpu.rope_backward(turned.view_mut(), s.view(), c.view(), shape);
         let (mut gated, mut dgated) = (place(x), place(&gate_up));
         cpu.geglu_forward(gated.view_mut(), pg.view(), m, d);
         let activated = pdy.bits();
@@ -333,17 +336,8 @@ fn assert_same_classifier_bits(inputs: &RowInputs, r: &mut TestRng) {
         let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
         let grads = ClassifierGrads { dx: dxv, dw: dwv, dw_write: WriteMode::Accumulate, scale: 0.1 };
         let cap = v.is_multiple_of(2).then_some(3.0);
-        cpu.compute_softcapped_classifier_loss(
-            loss.view_mut(),
-            px.view(),
-            pw.view(),
-            &labels,
-            m,
-            d,
-            v,
-            cap,
-            Some(grads),
-        );
+        let shape = ClassifierShape { m, d, v, softcap: cap };
+        cpu.compute_classifier_loss(loss.view_mut(), px.view(), pw.view(), &labels, shape, Some(grads));
         vec![loss.bits(), dx.bits(), dw.bits()]
     });
 }

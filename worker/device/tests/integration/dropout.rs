@@ -2,8 +2,8 @@
 //! only on the numbers of the sample and of the position in it.
 
 use crate::reference::TestRng;
-use device::ops::{AttentionDropout, AttentionShape, SampleDropout};
-use device::{Buf, Cpu, Dtype, Ops, View};
+use device::ops::{AttentionDropout, AttentionOps, AttentionShape, SampleDropout, VectorOps};
+use device::{Buf, Cpu, Dtype, View};
 
 /// Returns the factors by which dropout multiplies attention's probabilities, `[b, heads, t, t]`.
 /// The factor is 0 for dropped keys, and for later keys, to which a query does not attend.

@@ -4,8 +4,10 @@
 
 use crate::reference;
 use crate::reference::*;
-use device::ops::{RouterBackwardInputs, RouterShape, RowGroup, WriteMode};
-use device::{Cpu, Ops};
+use device::Cpu;
+use device::ops::{
+    GroupedMatmulOps, MatmulOps, RouterBackwardInputs, RouterOps, RouterShape, RowGroup, RowOps, WriteMode,
+};
 
 /// Returns the probabilities of each row, and the log-sum-exp of each row's logits.
 fn compute_softmax(logits: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {

@@ -2,8 +2,8 @@
 //! (`tests/golden/fp8`).
 
 use crate::reference::TestRng;
-use device::ops::{Fp8Operand, WriteMode};
-use device::{Buf, Cpu, Dtype, Fp8Format, Ops};
+use device::ops::{Fp8Operand, Fp8Ops, MatmulOps, VectorOps, WriteMode};
+use device::{Buf, Cpu, Dtype, Fp8Format};
 
 /// Both fp8 formats.
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4M3, Fp8Format::E5M2];

@@ -4,8 +4,11 @@
 
 use crate::reference;
 use crate::reference::*;
-use device::ops::{AttentionDropout, AttentionShape, HeadLayout, LayerNormParams, WriteMode};
-use device::{Cpu, Ops};
+use device::Cpu;
+use device::ops::{
+    ActivationOps, AttentionDropout, AttentionOps, AttentionShape, BiasOps, EmbeddingOps, HeadLayout,
+    HeadNormOps, LayerNormOps, LayerNormParams, MatmulOps, RmsNormOps, RopeOps, RopeShape, WriteMode,
+};
 
 #[test]
 fn matmul_and_its_gradient_match_the_definition() {
@@ -229,13 +232,14 @@ fn rope_and_its_gradient_match_the_definition() {
         let (x, dy) = (r.draw_vec(b * t * stride), r.draw_vec(b * t * stride));
         let rotate =
             |x: &[f64]| reference::compute_rope(x, &to_f64(&cos), &to_f64(&sin), t, heads, head_dim, stride);
+        let shape = RopeShape { b, t, heads, head_dim, stride };
         for cpu in open_backends() {
             let mut y = x.clone();
             let (c, s) = ((&cos[..]).into(), (&sin[..]).into());
-            cpu.rope_forward((&mut y[..]).into(), c, s, b, t, heads, head_dim, stride);
+            cpu.rope_forward((&mut y[..]).into(), c, s, shape);
             assert_close("rope", &y, &rotate(&to_f64(&x)), 5e-7);
             let mut dx = dy.clone();
-            cpu.rope_backward((&mut dx[..]).into(), c, s, b, t, heads, head_dim, stride);
+            cpu.rope_backward((&mut dx[..]).into(), c, s, shape);
             assert_gradient("rope", &dx, &to_f64(&x), 1 + x.len() / 100, 1e-6, |x| {
                 dot(&rotate(x), &to_f64(&dy))
             });
@@ -459,7 +463,8 @@ fn ops_accept_empty_inputs() {
             let nothing = || (&[][..]).into();
             cpu.attention_forward(none(), none(), nothing(), &[], shape);
             cpu.attention_backward(none(), nothing(), nothing(), nothing(), nothing(), &[], shape);
-            cpu.rope_forward(none(), nothing(), nothing(), 3, 0, 2, 4, 16);
+            let rope = RopeShape { b: 3, t: 0, heads: 2, head_dim: 4, stride: 16 };
+            cpu.rope_forward(none(), nothing(), nothing(), rope);
             cpu.swiglu_forward(none(), nothing(), 0, 5);
             cpu.embedding_forward(none(), (&[1.0; 4][..]).into(), &[], 2);
             cpu.rmsnorm_forward(none(), none(), nothing(), (&[1.0; 4][..]).into(), 0, 4, 1e-5);

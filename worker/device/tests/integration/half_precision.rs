@@ -3,10 +3,11 @@
 
 use crate::reference::TestRng;
 use device::ops::{
-    AttentionDropout, AttentionShape, ClassifierGrads, HeadLayout, IGNORE_LABEL, LayerNormParams, RowGroup,
-    WriteMode,
+    ActivationOps, AttentionDropout, AttentionOps, AttentionShape, BiasOps, ClassifierGrads, ClassifierOps,
+    ClassifierShape, EmbeddingOps, GroupedMatmulOps, HeadLayout, HeadNormOps, IGNORE_LABEL, LayerNormOps,
+    LayerNormParams, MatmulOps, RmsNormOps, RopeOps, RopeShape, RowGroup, RowOps, VectorOps, WriteMode,
 };
-use device::{Buf, Cpu, Dtype, Ops};
+use device::{Buf, Cpu, Dtype};
 
 /// One execution of an op: on 16-bit buffers, or on `f32` buffers with the same values.
 struct TestRun<'a> {
@@ -175,8 +176,9 @@ fn rope_swiglu_and_elementwise_ops_round_once() {
     assert_rounds_once("rope", |run| {
         let (mut forward, mut back) = (run.make_buf(&x), run.make_buf(&x));
         let (c, s) = ((&cos[..]).into(), (&sin[..]).into());
-        run.cpu.rope_forward(forward.view_mut(), c, s, b, t, heads, head_dim, stride);
-        run.cpu.rope_backward(back.view_mut(), c, s, b, t, heads, head_dim, stride);
+        let shape = RopeShape { b, t, heads, head_dim, stride };
+        run.cpu.rope_forward(forward.view_mut(), c, s, shape);
+        run.cpu.rope_backward(back.view_mut(), c, s, shape);
         (vec![run.to_half_bits(&forward), run.to_half_bits(&back)], Vec::new())
     });
     let (m, f) = (33, 77);
@@ -258,7 +260,8 @@ fn classifier_rounds_once() {
                 scale: 0.5,
             };
             let (loss_to, px, pw) = (loss.view_mut(), px.view(), pw.view());
-            run.cpu.compute_softcapped_classifier_loss(loss_to, px, pw, &labels, m, d, v, cap, Some(to));
+            let shape = ClassifierShape { m, d, v, softcap: cap };
+            run.cpu.compute_classifier_loss(loss_to, px, pw, &labels, shape, Some(to));
             (vec![run.to_half_bits(&dx)], vec![loss.host().to_vec(), dw.host().to_vec()])
         });
     }

@@ -3,8 +3,10 @@
 
 use crate::reference;
 use crate::reference::TestRng;
-use device::ops::{AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, SgdHyperparams};
-use device::{Cpu, Ops};
+use device::Cpu;
+use device::ops::{
+    AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, OptimizerOps, SgdHyperparams, VectorOps,
+};
 
 /// Updates one element as torch.optim.AdamW (single tensor) does, rounded to f32 where torch
 /// rounds.

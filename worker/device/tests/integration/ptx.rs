@@ -4,8 +4,8 @@
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::LibrarySearchPaths;
-use device::ops::{LayerNormParams, WriteMode};
-use device::{Buf, Cuda, Dtype, Ops, Storage, View, ViewMut, conformance};
+use device::ops::{ActivationOps, LayerNormOps, LayerNormParams, RmsNormOps, VectorOps, WriteMode};
+use device::{Buf, Cuda, Dtype, Storage, View, ViewMut, conformance};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 
 #[test]

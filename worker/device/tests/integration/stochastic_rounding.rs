@@ -3,8 +3,8 @@
 //! depends only on key, step and element.
 
 use crate::reference::TestRng;
-use device::ops::StochasticRounding;
-use device::{Buf, Cpu, Dtype, Ops, View};
+use device::ops::{StochasticRounding, VectorOps};
+use device::{Buf, Cpu, Dtype, View};
 use proptest::prelude::*;
 
 /// Key of the Philox generator.

@@ -1,8 +1,8 @@
 //! Checks and loads pretrained adapters, from the directory that `train.lora.from` names.
-use super::weight_match::format_names;
+use super::weight_match::TensorMismatches;
 use crate::{
     checkpoint::mapping::{ReadPlan, read_owned_ranges, sync_replicas},
-    consensus::all_gather_values,
+    consensus::require_on_all_ranks,
     error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
     param_groups::LORA_FROM_KEY,
     params::ParamUnit,
@@ -28,24 +28,16 @@ pub fn open_matching_adapters(
     let tensors = source.tensors();
     let mut stored: HashMap<&str, &[u64]> =
         tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice())).collect();
-    let (mut missing, mut shapes) = (Vec::new(), Vec::new());
+    let mut mismatches = TensorMismatches::default();
     for p in units.iter().flat_map(|u| &u.params).filter(|p| is_lora_matrix(&p.name)) {
         match stored.remove(p.name.as_str()) {
-            None => missing.push(p.name.clone()),
-            Some(shape) if !shape.iter().copied().eq(p.shape.iter().map(|&n| n as u64)) => {
-                shapes.push(format!("{} {shape:?} (model: {:?})", p.name, p.shape));
-            }
-            Some(_) => {}
+            None => mismatches.missing.push(p.name.clone()),
+            Some(shape) => mismatches.compare_shapes(&p.name, shape, &p.shape, "model"),
         }
     }
-    let mut extra: Vec<String> = stored.into_keys().map(str::to_owned).collect();
-    extra.sort();
-    let kinds = [("missing", &missing), ("of another shape", &shapes), ("not in the model", &extra)];
-    let parts: Vec<String> = kinds
-        .iter()
-        .filter(|(_, names)| !names.is_empty())
-        .map(|(kind, names)| format!("{kind}: {}", format_names(names)))
-        .collect();
+    mismatches.extra = stored.into_keys().map(str::to_owned).collect();
+    mismatches.extra.sort();
+    let parts = mismatches.describe();
     if parts.is_empty() {
         return Ok(source);
     }
@@ -54,12 +46,10 @@ pub fn open_matching_adapters(
         directory.display(),
         parts.join("; ")
     );
-    Err(Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
+    let error = Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
         .with_subject(LORA_FROM_KEY)
-        .with_field("path", directory.display().to_string())
-        .with_field("missing", missing)
-        .with_field("shapes", shapes)
-        .with_field("extra", extra))
+        .with_field("path", directory.display().to_string());
+    Err(mismatches.add_fields(error))
 }
 
 /// Loads pretrained adapters if `train.lora.from` names a directory: each rank reads its owned
@@ -70,9 +60,7 @@ pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     };
     let units = ready.trainer.engine.clone_units();
     let opened = open_matching_adapters(&directory, &units).map_err(crate::error::Error::from);
-    let result = opened.as_ref().map(|_| ()).map_err(Clone::clone);
-    all_gather_values(ready.trainer.engine.queue(), result)?;
-    let source = opened?;
+    let source = require_on_all_ranks(ready.trainer.engine.queue(), opened)?;
     let plan = ReadPlan {
         source: &source,
         renamed: &HashMap::new(),
@@ -81,6 +69,6 @@ pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
         selects: is_lora_matrix,
     };
     let read = read_owned_ranges(ready, &plan).map_err(to_unreadable_checkpoint_error);
-    all_gather_values(ready.trainer.engine.queue(), read)?;
+    require_on_all_ranks(ready.trainer.engine.queue(), read)?;
     sync_replicas(ready)
 }

@@ -10,9 +10,9 @@ use super::{
     },
 };
 use crate::{
-    checkpoint::mapping::{ReadPlan, read_owned_ranges, sync_replicas},
-    consensus::{all_gather_values, exchange_first_error},
-    error::{Result, to_unreadable_checkpoint_error},
+    checkpoint::mapping::{ReadPlan, read_on_all_ranks},
+    consensus::require_on_all_ranks,
+    error::{Result, build_checkpoint_error},
     optim::{ParamGroup, schedule::compute_learning_rate},
     params::ParamUnit,
     stages::UninitializedTrainer,
@@ -100,8 +100,7 @@ fn match_model_weights(
     let matched = match_weights(source, &required)?;
     let is_leader = ready.trainer.engine.rank() == 0;
     let aliases = if is_leader { check_alias_values(source, &matched) } else { Ok(()) };
-    all_gather_values(ready.trainer.engine.queue(), aliases)?;
-    Ok(matched)
+    require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
 /// Reads the owned ranges of weights and, if the checkpoint has them, optimizer states. Collective:
@@ -119,10 +118,9 @@ fn read_matched_ranges(
         reset_states: &matched.reset_states,
         selects,
     };
-    let failed = read_owned_ranges(ready, &plan).err().map(to_unreadable_checkpoint_error);
-    match exchange_first_error(ready.trainer.engine.queue(), failed)? {
+    match read_on_all_ranks(ready, &plan)? {
         Some(e) => Err(e),
-        None => sync_replicas(ready),
+        None => Ok(()),
     }
 }
 
@@ -160,10 +158,9 @@ fn restore_position(
     units: &[ParamUnit],
 ) -> Result<(Cursor, Vec<String>)> {
     let facts = source.facts();
-    let path = source.path().display().to_string();
+    let path = source.path().display();
     let invalid = |message: String| {
-        Diagnostic::error(codes::RESUME_POSITION_INVALID, message)
-            .with_subject(path.clone())
+        build_checkpoint_error(codes::RESUME_POSITION_INVALID, source.path(), message)
             .with_help("resume from another checkpoint, or from its weights only (`launch ckpt gather`)")
     };
     let updates = |name: &str| {
@@ -204,7 +201,7 @@ fn restore_position(
     let tokens = consumed_samples
         .checked_mul(u64::from(ready.train_spec().data.seq_len))
         .ok_or_else(|| invalid(format!("{path}: sample {consumed_samples} is out of range")))?;
-    Ok((Cursor { step, consumed_samples, tokens }, notices))
+    Ok((Cursor { step, consumed_samples, tokens, is_evaluation_due: false }, notices))
 }
 
 /// Restores the loss scale of the checkpoint, if the checkpoint has one. Returns a notice if this

@@ -10,12 +10,10 @@ use super::{
 use crate::{
     checkpoint::{
         host_local::{CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
-        mapping::{
-            ReadPlan, find_params_without_state, read_owned_ranges, require_compatible, sync_replicas,
-        },
+        mapping::{ReadPlan, find_params_without_state, read_on_all_ranks, require_compatible},
     },
     consensus::exchange_first_error,
-    error::{Error, Result, to_unreadable_checkpoint_error},
+    error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
     stages::UninitializedTrainer,
     train::{loss_scale::LossScaleState, running_trainer::Cursor},
 };
@@ -93,11 +91,9 @@ pub(super) fn load_native(
         reset_states: &reset_states,
         selects: |_| true,
     };
-    let read = read_owned_ranges(ready, &plan).err().map(to_unreadable_checkpoint_error);
-    if let Some(e) = exchange_first_error(ready.trainer.engine.queue(), read)? {
+    if let Some(e) = read_on_all_ranks(ready, &plan)? {
         return Err(LoadError::Damaged(e));
     }
-    sync_replicas(ready)?;
     events(Event::Resume {
         step: facts.step,
         path: path.into(),
@@ -154,7 +150,7 @@ fn open_native(
 /// Builds an error about the position that a checkpoint records.
 fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
-    Diagnostic::error(codes::RESUME_POSITION_INVALID, message).with_subject(path.display().to_string())
+    build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
 }
 
 /// Reads the progress that the checkpoint records.
@@ -183,7 +179,13 @@ fn read_cursor(
                 "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
                 facts.step
             );
-            Ok((Cursor { step: facts.step, consumed_samples: samples, tokens: facts.tokens }, Some(notice)))
+            let cursor = Cursor {
+                step: facts.step,
+                consumed_samples: samples,
+                tokens: facts.tokens,
+                is_evaluation_due: false,
+            };
+            Ok((cursor, Some(notice)))
         }
     }
 }

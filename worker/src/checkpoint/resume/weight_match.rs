@@ -1,9 +1,9 @@
 //! [`match_weights`] determines which tensors of an external checkpoint fill which of the job's
 //! parameters.
 use crate::{
-    checkpoint::mapping::{format_optimizer_name, list_state_roles},
-    error::{Result, to_unreadable_checkpoint_error},
+    error::{Result, build_checkpoint_error, to_unreadable_checkpoint_error},
     model::{Model, TiedWeight},
+    optim::list_state_roles,
     params::ParamUnit,
     stages::UninitializedTrainer,
 };
@@ -19,7 +19,7 @@ const MAX_LISTED: usize = 4;
 const COMPARED_ELEMENTS: usize = 1 << 18;
 
 /// The parts of an external checkpoint that the job uses.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
     /// names differ, such as a tied matrix that is stored under its other name.
@@ -41,7 +41,7 @@ pub(super) struct ModelRequirements<'a> {
     pub(super) family: &'a str,
     pub(super) units: &'a [ParamUnit],
     pub(super) ties: &'a [TiedWeight],
-    pub(super) model: &'a dyn Model,
+    pub(super) model: &'a Model,
     /// The optimizer whose states are needed, or `None` if only weights are needed.
     pub(super) optimizer: Option<&'a OptimizerSpec>,
     /// Filter that returns whether the parameter with the given name is needed.
@@ -90,13 +90,7 @@ pub(super) fn match_weights(
     let tensors = source.tensors();
     let stored: HashMap<(TensorRole, &str), &TensorInfo> =
         tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect();
-    let mut matched = WeightMatch {
-        renamed: HashMap::new(),
-        has_optimizer_state: false,
-        reset_states: HashSet::new(),
-        unused: Vec::new(),
-        aliases: Vec::new(),
-    };
+    let mut matched = WeightMatch::default();
     let mut mismatches = TensorMismatches::default();
     let mut used = BTreeSet::new();
     for param in required.units.iter().flat_map(|u| &u.params).filter(|p| (required.selects)(&p.name)) {
@@ -105,9 +99,7 @@ pub(super) fn match_weights(
             mismatches.missing.push(param.name.clone());
             continue;
         };
-        if !tensor.shape.iter().copied().eq(param.shape.iter().map(|&n| n as u64)) {
-            mismatches.shapes.push(format!("{} {:?} (job: {:?})", param.name, tensor.shape, param.shape));
-        }
+        mismatches.compare_shapes(&param.name, &tensor.shape, &param.shape, "job");
         used.insert(tensor.name.as_str());
         if tensor.name != param.name {
             matched.renamed.insert(param.name.clone(), tensor.name.clone());
@@ -122,7 +114,7 @@ pub(super) fn match_weights(
             None => mismatches.extra.push(tensor.name.clone()),
         }
     }
-    mismatches.fail_on_mismatch(source, required.family)?;
+    reject_mismatches(source, mismatches, required.family)?;
     matched.unused.extend(tensors.iter().filter(|t| t.role == TensorRole::Buffer).map(|t| t.name.clone()));
     (matched.has_optimizer_state, matched.reset_states) =
         match_optimizer_states(source, required, &matched.renamed, &stored)?;
@@ -151,55 +143,68 @@ pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// The names of the checkpoint's tensors that are missing, have another shape, or are not in the
-/// job's model.
+/// The names of the tensors of a checkpoint or adapter directory that do not fit the job's model.
 #[derive(Default)]
-struct TensorMismatches {
-    missing: Vec<String>,
-    shapes: Vec<String>,
-    extra: Vec<String>,
+pub(super) struct TensorMismatches {
+    pub(super) missing: Vec<String>,
+    /// The tensors of another shape, each with both shapes.
+    pub(super) shapes: Vec<String>,
+    pub(super) extra: Vec<String>,
 }
 
 impl TensorMismatches {
-    /// Fails if a tensor is missing, superfluous or of another shape. The error lists the first few
-    /// names.
-    fn fail_on_mismatch(&self, source: &ExternalCheckpoint, family: &str) -> Result<()> {
+    /// Records the tensor of this name if its stored shape differs from `expected`. `owner` is
+    /// what has the expected shape.
+    pub(super) fn compare_shapes(&mut self, name: &str, stored: &[u64], expected: &[usize], owner: &str) {
+        if !stored.iter().copied().eq(expected.iter().map(|&n| n as u64)) {
+            self.shapes.push(format!("{name} {stored:?} ({owner}: {expected:?})"));
+        }
+    }
+
+    /// Describes the first few names of each kind, such as `missing: a, b`. Kinds without names are
+    /// left out.
+    pub(super) fn describe(&self) -> Vec<String> {
         let kinds = [
             ("missing", &self.missing),
             ("of another shape", &self.shapes),
             ("not in the model", &self.extra),
         ];
-        let mut parts: Vec<String> = kinds
-            .iter()
-            .filter(|(_, names)| !names.is_empty())
-            .map(|(kind, names)| format!("{kind}: {}", format_names(names)))
-            .collect();
-        if parts.is_empty() {
-            return Ok(());
-        }
-        let stored_family = source.hf_config().and_then(read_model_type).filter(|stored| *stored != family);
-        if let Some(stored) = stored_family {
-            parts.insert(
-                0,
-                format!(
-                    "config.json of the checkpoint names the family {stored}, but the job's model is {family}"
-                ),
-            );
-        }
-        let message = format!(
-            "the weights of {} ({}) do not fit the job's model; {}",
-            source.path().display(),
-            source.facts().writer,
-            parts.join("; ")
-        );
-        Err(Diagnostic::error(codes::RESUME_MODEL_MISMATCH, message)
-            .with_subject(source.path().display().to_string())
-            .with_field("missing", self.missing.clone())
-            .with_field("shapes", self.shapes.clone())
-            .with_field("extra", self.extra.clone())
-            .with_help("set `train.model` to the model of the checkpoint, such as `from: DIRECTORY` with its config.json")
-            .into())
+        let present = kinds.iter().filter(|(_, names)| !names.is_empty());
+        present.map(|(kind, names)| format!("{kind}: {}", format_names(names))).collect()
     }
+
+    /// Adds the names of all mismatching tensors to the fields of `error`.
+    pub(super) fn add_fields(self, error: Diagnostic) -> Diagnostic {
+        error
+            .with_field("missing", self.missing)
+            .with_field("shapes", self.shapes)
+            .with_field("extra", self.extra)
+    }
+}
+
+/// Fails if tensors of an external checkpoint do not fit the job's model, which has this family.
+fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, family: &str) -> Result<()> {
+    let mut parts = mismatches.describe();
+    if parts.is_empty() {
+        return Ok(());
+    }
+    if let Some(stored) = source.hf_config().and_then(read_model_type).filter(|stored| *stored != family) {
+        let families = format!(
+            "config.json of the checkpoint names the family {stored}, but the job's model is {family}"
+        );
+        parts.insert(0, families);
+    }
+    let message = format!(
+        "the weights of {} ({}) do not fit the job's model; {}",
+        source.path().display(),
+        source.facts().writer,
+        parts.join("; ")
+    );
+    let error =
+        mismatches.add_fields(build_checkpoint_error(codes::RESUME_MODEL_MISMATCH, source.path(), message));
+    let help =
+        "set `train.model` to the model of the checkpoint, such as `from: DIRECTORY` with its config.json";
+    Err(error.with_help(help).into())
 }
 
 /// Determines whether the checkpoint has the optimizer's states, and which trained parameters have
@@ -223,8 +228,11 @@ fn match_optimizer_states(
     for param in required.units.iter().flat_map(ParamUnit::list_trained_params) {
         let name = renamed.get(&param.name).unwrap_or(&param.name);
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
-        let has = |role: &TensorRole| stored.get(&(*role, name.as_str())).is_some_and(|t| t.shape == shape);
-        match roles.iter().find(|role| !has(role)) {
+        let lacks = |role: &&TensorRole| {
+            let tensor = stored.get(&(**role, name.as_str()));
+            role.state_shape(&shape).is_some_and(|shape| tensor.is_none_or(|t| t.shape != shape))
+        };
+        match roles.iter().find(lacks) {
             Some(_) if facts.state.frozen.contains(name) => {
                 frozen.insert(param.name.clone());
             }
@@ -237,11 +245,10 @@ fn match_optimizer_states(
     }
     let mut stored_roles = stored.keys().map(|(role, _)| *role);
     if let Some(role) = stored_roles.find(|r| r.is_optimizer_state() && !roles.contains(r)) {
-        let name = format_optimizer_name(optimizer);
+        let name = optimizer.name.name();
         let message =
             format!("{} has {role}, which the optimizer {name} does not use", source.path().display());
-        return Err(Diagnostic::error(codes::RESUME_OPTIMIZER_MISMATCH, message)
-            .with_subject(source.path().display().to_string())
+        return Err(build_checkpoint_error(codes::RESUME_OPTIMIZER_MISMATCH, source.path(), message)
             .with_field("role", role.to_string())
             .with_field("optimizer", name)
             .with_help("use the checkpoint's optimizer, or resume from its weights (`launch ckpt gather`)")
@@ -264,8 +271,7 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
         source.path().display(),
         format_names(missing)
     );
-    Diagnostic::error(codes::RESUME_STATE_INCOMPLETE, message)
-        .with_subject(source.path().display().to_string())
+    build_checkpoint_error(codes::RESUME_STATE_INCOMPLETE, source.path(), message)
         .with_field("missing", missing.len())
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
@@ -286,8 +292,7 @@ pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMa
                 "{}: {alias} and {target} have different values, but the job ties them",
                 source.path().display()
             );
-            return Err(Diagnostic::error(codes::RESUME_TIED_WEIGHTS_DIFFER, message)
-                .with_subject(source.path().display().to_string())
+            return Err(build_checkpoint_error(codes::RESUME_TIED_WEIGHTS_DIFFER, source.path(), message)
                 .with_field("tensors", vec![alias.clone(), target.clone()])
                 .with_help("set `train.model.tie_word_embeddings: false`")
                 .into());

@@ -1,22 +1,14 @@
 //! The causes in a [`super::DataError`]: the problems of a pattern, record, template, tokenizer
 //! file or token cache.
-use diagnostic::{Code, codes::data as codes};
-use minijinja::ErrorKind;
-use parquet::errors::ParquetError;
-use serde_json::{Map, Value, error::Category, json};
-use std::{fmt, io, path::PathBuf};
+use crate::data::tokenizer_files::{KNOWN_EOD_TOKENS, TOKENIZER_CONFIG_FILE};
+use diagnostic::{Diagnostic, codes::data as codes};
+use serde::{Deserialize, Serialize};
+use serde_json::error::Category;
+use std::{fmt, path::PathBuf};
 
 /// Formats names of fields or columns as a list of quoted words.
 fn quote_names(names: &[String]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
-}
-
-/// Returns the fields of a JSON object, or no fields for any other value.
-fn take_fields(value: Value) -> Map<String, Value> {
-    match value {
-        Value::Object(fields) => fields,
-        _ => Map::new(),
-    }
 }
 
 /// The reason why a pattern of data files is malformed.
@@ -70,23 +62,34 @@ impl fmt::Display for RecordPosition {
     }
 }
 
+/// The variants of [`Category`], which does not implement serde's traits.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Category")]
+enum JsonErrorCategory {
+    Io,
+    Syntax,
+    Data,
+    Eof,
+}
+
 /// The reason why a record of a JSON lines or Parquet file cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum RecordProblem {
     /// The line is not a JSON object whose field has the expected type.
     #[error("{reason} (column {column})")]
     InvalidJson {
         /// The kind of mistake: syntax error, premature end, or value of another type.
+        #[serde(with = "JsonErrorCategory")]
         category: Category,
         /// The parser's message without its position.
         reason: String,
-        /// The column of the mistake, from 1, bytes.
+        /// The column of the mistake, from 1, in bytes.
         column: usize,
     },
     /// The line is longer than the limit.
     #[error("the line is longer than {} MiB", limit >> 20)]
     LineTooLong {
-        /// Longest line that is read, bytes.
+        /// Longest line that is read, in bytes.
         limit: usize,
     },
     /// The JSON object lacks the field with the text or chat.
@@ -125,9 +128,9 @@ pub enum RecordProblem {
         /// The value as text.
         value: String,
     },
-    /// The row cannot be decoded.
+    /// The row cannot be decoded, with the message of the Parquet library.
     #[error("cannot decode the row: {0}")]
-    RowUnreadable(ParquetError),
+    RowUnreadable(String),
     /// The record is a chat, but the source has no chat template.
     #[error("the record is a chat, but text is expected")]
     UnexpectedChat,
@@ -137,71 +140,47 @@ pub enum RecordProblem {
 }
 
 impl RecordProblem {
-    /// Returns the diagnostic code of the problem.
-    pub(super) fn code(&self) -> Code {
+    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
+        const CONTENT_HELP: &str = "the field that train.data.field names must be a text or, with `format: chat`, a list of messages";
+        let error = |code| Diagnostic::error(code, message.clone());
         match self {
-            RecordProblem::InvalidJson { .. }
-            | RecordProblem::LineTooLong { .. }
-            | RecordProblem::UnexpectedChat => codes::DATA_RECORD_INVALID,
-            RecordProblem::FieldMissing { .. } | RecordProblem::ColumnNull { .. } => {
-                codes::DATA_FIELD_MISSING
+            RecordProblem::InvalidJson { column, .. } => {
+                error(codes::DATA_RECORD_INVALID).with_field("column", *column).with_help(CONTENT_HELP)
             }
-            RecordProblem::ColumnNotText { .. }
-            | RecordProblem::NestedTooDeep { .. }
-            | RecordProblem::ValueUnsupported { .. } => codes::DATA_FIELD_INVALID,
-            RecordProblem::RowUnreadable(_) => codes::PARQUET_UNREADABLE,
-            RecordProblem::Chat(problem) => problem.code(),
+            RecordProblem::LineTooLong { .. } => {
+                error(codes::DATA_RECORD_INVALID).with_help("split the record into shorter ones")
+            }
+            RecordProblem::UnexpectedChat => error(codes::DATA_RECORD_INVALID).with_help(CONTENT_HELP),
+            RecordProblem::FieldMissing { field, present } => error(codes::DATA_FIELD_MISSING)
+                .with_field("field", field.as_str())
+                .with_field("present_fields", present.clone())
+                .with_help("set train.data.field to one of the record's fields"),
+            RecordProblem::ColumnNull { column } => {
+                error(codes::DATA_FIELD_MISSING).with_field("field", column.as_str()).with_help(CONTENT_HELP)
+            }
+            RecordProblem::ColumnNotText { column } => {
+                error(codes::DATA_FIELD_INVALID).with_field("field", column.as_str()).with_help(CONTENT_HELP)
+            }
+            RecordProblem::NestedTooDeep { .. } | RecordProblem::ValueUnsupported { .. } => {
+                error(codes::DATA_FIELD_INVALID).with_help(CONTENT_HELP)
+            }
+            RecordProblem::RowUnreadable(_) => error(codes::PARQUET_UNREADABLE).with_help(DAMAGED_FILE_HELP),
+            RecordProblem::Chat(problem) => problem.to_diagnostic(message),
         }
-    }
-
-    /// Returns the edit or command that resolves the problem.
-    pub(super) fn help(&self) -> &'static str {
-        match self {
-            RecordProblem::FieldMissing { .. } => "set train.data.field to one of the record's fields",
-            RecordProblem::Chat(ChatProblem::TargetsAmbiguous { .. }) => {
-                "enclose the assistant's text in {% generation %} and {% endgeneration %} in the chat template, \
-                 or set train.data.loss_on: all"
-            }
-            RecordProblem::Chat(ChatProblem::NoAssistantText) => {
-                "remove the record, or set train.data.loss_on: all"
-            }
-            RecordProblem::Chat(ChatProblem::Template(_) | ChatProblem::UnpairedGenerationTags) => {
-                "correct the chat template, or the record"
-            }
-            RecordProblem::Chat(_) => {
-                "each message must be an object with a role and a content, such as \
-                 {\"role\": \"user\", \"content\": \"…\"}"
-            }
-            RecordProblem::LineTooLong { .. } => "split the record into shorter ones",
-            RecordProblem::RowUnreadable(_) => "write the file again; it is damaged or cut off",
-            _ => {
-                "the field that train.data.field names must be a text or, with `format: chat`, a list of messages"
-            }
-        }
-    }
-
-    /// Returns the values of the problem by field name, for the diagnostic.
-    pub(super) fn fields(&self) -> Map<String, Value> {
-        take_fields(match self {
-            RecordProblem::InvalidJson { column, .. } => json!({ "column": column }),
-            RecordProblem::FieldMissing { field, present } => {
-                json!({ "field": field, "present_fields": present })
-            }
-            RecordProblem::ColumnNull { column } | RecordProblem::ColumnNotText { column } => {
-                json!({ "field": column })
-            }
-            RecordProblem::Chat(problem) => return problem.fields(),
-            _ => json!({}),
-        })
     }
 }
 
+/// The help for a Parquet file that cannot be decoded.
+const DAMAGED_FILE_HELP: &str = "write the file again; it is damaged or cut off";
+
 /// The reason why a Parquet file as a whole cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum ParquetProblem {
-    /// The file is damaged, cut off, or has an unsupported codec.
+    /// The file is damaged, cut off, or has an unsupported codec. The text is the message of the
+    /// Parquet library.
     #[error("the file is damaged or not supported: {0}")]
-    Undecodable(ParquetError),
+    Undecodable(String),
     /// The Parquet library panicked, which only damaged files cause.
     #[error("the file is damaged: the decoder panicked")]
     DecoderPanicked,
@@ -224,41 +203,32 @@ pub enum ParquetProblem {
 }
 
 impl ParquetProblem {
-    /// Returns the edit or command that resolves the problem.
-    pub(super) fn help(&self) -> &'static str {
+    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
-            ParquetProblem::ColumnMissing { .. } => "set train.data.field to one of the file's columns",
-            ParquetProblem::TooManyColumns { .. } => "write the column with the text to another file",
-            _ => "write the file again; it is damaged or cut off",
-        }
-    }
-
-    /// Returns the diagnostic code of the problem.
-    pub(super) fn code(&self) -> Code {
-        match self {
-            ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => codes::PARQUET_UNREADABLE,
-            ParquetProblem::TooManyColumns { .. } => codes::PARQUET_TOO_MANY_COLUMNS,
-            ParquetProblem::ColumnMissing { .. } => codes::DATA_FIELD_MISSING,
-        }
-    }
-
-    /// Returns the values of the problem by field name, for the diagnostic.
-    pub(super) fn fields(&self) -> Map<String, Value> {
-        take_fields(match self {
-            ParquetProblem::TooManyColumns { count, .. } => json!({ "columns": count }),
-            ParquetProblem::ColumnMissing { column, present } => {
-                json!({ "field": column, "present_fields": present })
+            ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => {
+                Diagnostic::error(codes::PARQUET_UNREADABLE, message).with_help(DAMAGED_FILE_HELP)
             }
-            _ => json!({}),
-        })
+            ParquetProblem::TooManyColumns { count, .. } => {
+                Diagnostic::error(codes::PARQUET_TOO_MANY_COLUMNS, message)
+                    .with_field("columns", *count)
+                    .with_help("write the column with the text to another file")
+            }
+            ParquetProblem::ColumnMissing { column, present } => {
+                Diagnostic::error(codes::DATA_FIELD_MISSING, message)
+                    .with_field("field", column.as_str())
+                    .with_field("present_fields", present.clone())
+                    .with_help("set train.data.field to one of the file's columns")
+            }
+        }
     }
 }
 
 /// An error from rendering or compiling a chat template.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateFailure {
-    /// The kind of error in terms of the template engine.
-    pub(crate) kind: ErrorKind,
+    /// Whether the template needs too many instructions.
+    pub(crate) is_endless: bool,
     /// The engine's or the template's message.
     pub(crate) detail: String,
     /// The line of the chat template, from 1, if known.
@@ -278,7 +248,7 @@ impl fmt::Display for TemplateFailure {
 impl std::error::Error for TemplateFailure {}
 
 /// The reason why a chat cannot be rendered to a text with a loss mask.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatProblem {
     /// The messages are not a list.
     #[error("the messages are not a list")]
@@ -319,35 +289,41 @@ pub enum ChatProblem {
 }
 
 impl ChatProblem {
-    /// Returns the diagnostic code of the problem.
-    fn code(&self) -> Code {
+    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    fn to_diagnostic(&self, message: String) -> Diagnostic {
+        const MESSAGE_HELP: &str = "each message must be an object with a role and a content, such as \
+                                    {\"role\": \"user\", \"content\": \"…\"}";
+        const TEMPLATE_HELP: &str = "correct the chat template, or the record";
+        let error = |code| Diagnostic::error(code, message);
         match self {
-            ChatProblem::MessagesNotAList
-            | ChatProblem::NoMessages
-            | ChatProblem::RoleMissing { .. }
-            | ChatProblem::ReservedCharacter { .. } => codes::CHAT_MESSAGES_INVALID,
-            ChatProblem::TargetsAmbiguous { .. } => codes::CHAT_TARGETS_AMBIGUOUS,
-            ChatProblem::NoAssistantText => codes::CHAT_WITHOUT_ASSISTANT,
-            ChatProblem::UnpairedGenerationTags | ChatProblem::Template(_) => codes::CHAT_TEMPLATE_FAILED,
-        }
-    }
-
-    /// Returns the values of the problem by field name, for the diagnostic.
-    fn fields(&self) -> Map<String, Value> {
-        take_fields(match self {
-            ChatProblem::RoleMissing { message }
-            | ChatProblem::ReservedCharacter { message }
-            | ChatProblem::TargetsAmbiguous { message } => json!({ "message_number": message }),
-            ChatProblem::Template(TemplateFailure { line: Some(line), .. }) => {
-                json!({ "template_line": line })
+            ChatProblem::MessagesNotAList | ChatProblem::NoMessages => {
+                error(codes::CHAT_MESSAGES_INVALID).with_help(MESSAGE_HELP)
             }
-            _ => json!({}),
-        })
+            ChatProblem::RoleMissing { message } | ChatProblem::ReservedCharacter { message } => {
+                error(codes::CHAT_MESSAGES_INVALID)
+                    .with_field("message_number", *message)
+                    .with_help(MESSAGE_HELP)
+            }
+            ChatProblem::TargetsAmbiguous { message } => {
+                error(codes::CHAT_TARGETS_AMBIGUOUS).with_field("message_number", *message).with_help(
+                    "enclose the assistant's text in {% generation %} and {% endgeneration %} in the chat \
+                     template, or set train.data.loss_on: all",
+                )
+            }
+            ChatProblem::NoAssistantText => error(codes::CHAT_WITHOUT_ASSISTANT)
+                .with_help("remove the record, or set train.data.loss_on: all"),
+            ChatProblem::Template(TemplateFailure { line: Some(line), .. }) => {
+                error(codes::CHAT_TEMPLATE_FAILED).with_field("template_line", *line).with_help(TEMPLATE_HELP)
+            }
+            ChatProblem::Template(_) | ChatProblem::UnpairedGenerationTags => {
+                error(codes::CHAT_TEMPLATE_FAILED).with_help(TEMPLATE_HELP)
+            }
+        }
     }
 }
 
 /// The reason why a chat template cannot be loaded.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatTemplateProblem {
     /// The file of `train.data.chat_template` does not exist.
     #[error("{} does not exist", .path.display())]
@@ -356,6 +332,7 @@ pub enum ChatTemplateProblem {
         path: PathBuf,
     },
     /// The file of the template cannot be read.
+    #[serde(skip)]
     #[error("cannot read {}: {problem}", .path.display())]
     FileUnreadable {
         /// Path of the template file.
@@ -367,21 +344,15 @@ pub enum ChatTemplateProblem {
     #[error("the tokenizer has no chat template")]
     TokenizerHasNone,
     /// The tokenizer's configuration lists several templates without a default.
-    #[error("{config_file} lists several chat templates, and none is named `default`")]
-    NoDefault {
-        /// The name of the tokenizer's configuration file.
-        config_file: &'static str,
-    },
+    #[error("{TOKENIZER_CONFIG_FILE} lists several chat templates, and none is named `default`")]
+    NoDefault,
     /// The template in the tokenizer's configuration is not a string.
-    #[error("the chat_template of {config_file} is not a string")]
-    NotAString {
-        /// The name of the tokenizer's configuration file.
-        config_file: &'static str,
-    },
+    #[error("the chat_template of {TOKENIZER_CONFIG_FILE} is not a string")]
+    NotAString,
     /// The template is larger than the limit.
     #[error("the template is larger than {} MiB", limit >> 20)]
     TooLarge {
-        /// The largest size of a template, bytes.
+        /// The largest size of a template, in bytes.
         limit: usize,
     },
     /// The template is not valid Jinja.
@@ -390,38 +361,34 @@ pub enum ChatTemplateProblem {
 }
 
 impl ChatTemplateProblem {
-    /// Returns the diagnostic code of the problem.
-    pub(super) fn code(&self) -> Code {
+    /// Returns the diagnostic of the problem, with this message and its help.
+    pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
-            ChatTemplateProblem::FileMissing { .. } | ChatTemplateProblem::TokenizerHasNone => {
-                codes::CHAT_TEMPLATE_MISSING
+            ChatTemplateProblem::FileMissing { .. } => {
+                Diagnostic::error(codes::CHAT_TEMPLATE_MISSING, message)
             }
-            _ => codes::CHAT_TEMPLATE_INVALID,
-        }
-    }
-
-    /// Returns the edit or command that resolves the problem, if one is known.
-    pub(super) fn help(&self) -> Option<&'static str> {
-        match self {
-            ChatTemplateProblem::TokenizerHasNone => {
-                Some("set train.data.chat_template to a Jinja file, or set `format: text`")
-            }
-            ChatTemplateProblem::NoDefault { .. } => Some("set train.data.chat_template to a Jinja file"),
-            _ => None,
+            ChatTemplateProblem::TokenizerHasNone => Diagnostic::error(codes::CHAT_TEMPLATE_MISSING, message)
+                .with_help("set train.data.chat_template to a Jinja file, or set `format: text`"),
+            ChatTemplateProblem::NoDefault => Diagnostic::error(codes::CHAT_TEMPLATE_INVALID, message)
+                .with_help("set train.data.chat_template to a Jinja file"),
+            _ => Diagnostic::error(codes::CHAT_TEMPLATE_INVALID, message),
         }
     }
 }
 
 /// The reason why a small text file cannot be read.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum TextFileError {
-    /// The operating system reported an error.
+    /// The operating system reported an error, with its message.
     #[error("{0}")]
-    Io(io::Error),
+    Io(String),
+    /// The file is not a regular file.
+    #[error("the file is a directory, device or pipe")]
+    NotRegular,
     /// The file is larger than the limit.
     #[error("the file is larger than {limit} bytes")]
     TooLarge {
-        /// The largest size that is read, bytes.
+        /// The largest size that is read, in bytes.
         limit: u64,
     },
     /// The file is not UTF-8.
@@ -433,36 +400,31 @@ pub enum TextFileError {
 }
 
 /// The reason why a file of the tokenizer cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum TokenizerProblem {
     /// tokenizer.json does not exist.
     #[error("the file does not exist")]
     FileMissing,
     /// tokenizer.json or a companion file cannot be read.
+    #[serde(skip)]
     #[error("cannot read the file: {0}")]
     FileUnreadable(TextFileError),
-    /// The file is not a Hugging Face tokenizer.json.
+    /// The file is not a Hugging Face tokenizer.json. The text is the message of the tokenizer
+    /// library.
     #[error("the file is not a valid tokenizer.json: {0}")]
-    InvalidTokenizerJson(tokenizers::Error),
-    /// A companion file is not JSON.
+    InvalidTokenizerJson(String),
+    /// A companion file is not JSON. The text is the message of the parser.
     #[error("the file is not valid JSON: {0}")]
-    InvalidCompanionJson(serde_json::Error),
+    InvalidCompanionJson(String),
     /// A companion file names an end-of-sequence token that the tokenizer does not have.
-    #[error("the file names the eos_token `{eos_token}`, which is not a token of {}", .tokenizer.display())]
+    #[error("the file names the eos_token `{eos_token}`, which is not a token of tokenizer.json")]
     EosTokenUnknown {
         /// The token's text.
         eos_token: String,
-        /// The path of tokenizer.json.
-        tokenizer: PathBuf,
     },
     /// No special token of the tokenizer is known to end documents.
-    #[error("no special token is known to end a document; expected one of {}", .known.join(", "))]
-    NoEndOfDocument {
-        /// The texts of the tokens that are known to end documents.
-        known: &'static [&'static str],
-        /// The name of the file that can name the end-of-document token.
-        config_file: &'static str,
-    },
+    #[error("no special token is known to end a document; expected one of {}", KNOWN_EOD_TOKENS.join(", "))]
+    NoEndOfDocument,
     /// The largest token id is beyond the largest vocabulary.
     #[error("token id {id} is too large; token ids must be below {limit}")]
     TokenIdTooLarge {
@@ -474,31 +436,21 @@ pub enum TokenizerProblem {
 }
 
 impl TokenizerProblem {
-    /// Returns the diagnostic code of the problem.
-    pub(super) fn code(&self) -> Code {
+    /// Returns the diagnostic of the problem, with this message and its help.
+    pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
+        let error = |code| Diagnostic::error(code, message);
         match self {
-            TokenizerProblem::FileMissing => codes::TOKENIZER_MISSING,
-            TokenizerProblem::FileUnreadable(_) => codes::TOKENIZER_UNREADABLE,
+            TokenizerProblem::FileMissing => error(codes::TOKENIZER_MISSING)
+                .with_help("train.data.tokenizer is a path relative to run.workdir"),
+            TokenizerProblem::FileUnreadable(_) => error(codes::TOKENIZER_UNREADABLE),
             TokenizerProblem::InvalidTokenizerJson(_) | TokenizerProblem::InvalidCompanionJson(_) => {
-                codes::TOKENIZER_INVALID
+                error(codes::TOKENIZER_INVALID)
             }
-            TokenizerProblem::EosTokenUnknown { .. } | TokenizerProblem::NoEndOfDocument { .. } => {
-                codes::TOKENIZER_EOS_UNKNOWN
-            }
-            TokenizerProblem::TokenIdTooLarge { .. } => codes::TOKENIZER_UNSUPPORTED,
-        }
-    }
-
-    /// Returns the edit or command that resolves the problem, if one is known.
-    pub(super) fn help(&self) -> Option<String> {
-        match self {
-            TokenizerProblem::FileMissing => {
-                Some("train.data.tokenizer is a path relative to run.workdir".into())
-            }
-            TokenizerProblem::NoEndOfDocument { config_file, .. } => {
-                Some(format!("name the token as \"eos_token\" in a {config_file} next to the file"))
-            }
-            _ => None,
+            TokenizerProblem::EosTokenUnknown { .. } => error(codes::TOKENIZER_EOS_UNKNOWN),
+            TokenizerProblem::NoEndOfDocument => error(codes::TOKENIZER_EOS_UNKNOWN).with_help(format!(
+                "name the token as \"eos_token\" in a {TOKENIZER_CONFIG_FILE} next to the file"
+            )),
+            TokenizerProblem::TokenIdTooLarge { .. } => error(codes::TOKENIZER_UNSUPPORTED),
         }
     }
 }

@@ -1,67 +1,68 @@
-//! The [`Blocks`] of a [`DecoderModel`]: embedding, layers and head.
+//! Forward and backward pass of a [`Model`]'s blocks: embedding, layers and head.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
-    decoder_model::DecoderModel,
+    model::Model,
+    row_norm::RowNorm,
 };
 use crate::model::{
     activation_buffers::{ActivationBuffers, BufferSpec, list_buffers},
-    blocks::{Blocks, HeadGrads, HeadParams, LayerInput},
+    blocks::{HeadGrads, HeadInput, LayerBuffers, LayerInput},
     micro_batch::MicroBatch,
-    model_interface::Model,
-    moe::MoeModel,
 };
 use device::{
-    Ops, View, ViewMut,
-    ops::{ClassifierGrads, WriteMode},
+    Buf, Ops, View, ViewMut,
+    ops::{ClassifierGrads, ClassifierShape, WriteMode},
 };
 
-impl DecoderModel {
-    /// Returns the head's matrix, `[vocab, hidden]`, and the weight of the final norm. The matrix
-    /// is the embedding if head and embedding are tied.
-    fn select_head_weights<'a>(&self, p: &HeadParams<'a>) -> (View<'a>, View<'a>) {
-        let d = self.config.sizes.hidden;
-        let norm = p.head.slice(0..d);
-        let matrix = p.embedding.unwrap_or_else(|| p.head.slice(d..d + self.config.sizes.vocab * d));
-        (matrix, norm)
-    }
-}
-
-impl Model for DecoderModel {
-    fn as_moe_model(&self) -> Option<&dyn MoeModel> {
-        self.config.moe.as_ref().map(|_| self as &dyn MoeModel)
-    }
-}
-
-impl Blocks for DecoderModel {
-    fn saved_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
+impl Model {
+    /// Declares the buffers in which a layer's forward pass saves values for its backward pass. The
+    /// micro-batch has `b` sequences of `t` tokens.
+    pub fn saved_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         list_buffers(SavedBuffers::declare(&self.config, b, t))
     }
 
-    fn scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
+    /// Declares the scratch buffers that all blocks share. The micro-batch has `b` sequences of `t`
+    /// tokens.
+    pub fn scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         let lora = self.linears.declare_scratch(b * t);
         list_buffers(ScratchBuffers::declare(&self.config, b * t, lora))
     }
 
-    fn move_to_device(&mut self, ops: &dyn Ops) {
-        self.rope_tables.move_to_device(ops);
-        if let Some(tables) = &mut self.sliding_rope_tables {
+    /// Moves constants, such as the tables of rotary embedding, to the device of `ops`.
+    pub fn move_to_device(&mut self, ops: &dyn Ops) {
+        for tables in [&mut self.rope_tables, &mut self.sliding_rope_tables].into_iter().flatten() {
             tables.move_to_device(ops);
         }
     }
 
-    fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, mut x: ViewMut) {
-        ops.embedding_forward(x.reborrow(), params, &batch.tokens, self.config.sizes.hidden);
-        if let Some(scale) = self.config.embedding_scale {
-            ops.scale(x, scale);
+    /// Computes the embedding of each token and writes it to `x`, `[rows, hidden]`. `params` is the
+    /// flat vector of the embedding unit.
+    pub fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, mut x: ViewMut) {
+        let (b, t, d, len) =
+            (batch.sequences, batch.seq_len, self.config.sizes.hidden, self.vocab_matrix_len());
+        ops.embedding_forward(x.reborrow(), params.slice(0..len), &batch.tokens, d);
+        if self.config.learned_positions.is_some() {
+            // Every sequence is one row of t·d elements, to which the positions are added like a
+            // bias.
+            ops.bias_forward(x.reborrow(), params.slice(len..len + t * d), b, t * d);
         }
+        if let Some(scale) = self.config.embedding_scale {
+            ops.scale(x.reborrow(), scale);
+        }
+        self.embedding_dropout.apply_dropout(ops, batch, d, x);
     }
 
-    fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
+    /// Adds the gradient of the embedding to `grads`, the flat gradient of the embedding unit.
+    /// `dx`, `[rows, hidden]`, is the gradient of the embedding's output. Leaves unspecified values
+    /// in `dx`.
+    pub fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
+        let (b, t, d) = (batch.sequences, batch.seq_len, self.config.sizes.hidden);
+        self.embedding_dropout.apply_dropout(ops, batch, d, dx.reborrow());
         if let Some(scale) = self.config.embedding_scale {
             ops.scale(dx.reborrow(), scale);
         }
         if let Some(padding) = self.config.padding_token {
-            let (d, mut end) = (self.config.sizes.hidden, 0);
+            let mut end = 0;
             for run in batch.tokens.chunk_by(|a, b| (*a == padding) == (*b == padding)) {
                 end += run.len();
                 if run[0] == padding {
@@ -69,123 +70,98 @@ impl Blocks for DecoderModel {
                 }
             }
         }
-        ops.embedding_backward(grads, dx.as_view(), &batch.tokens, self.config.sizes.hidden);
+        let (tokens, positions) = grads.split_at(self.vocab_matrix_len());
+        ops.embedding_backward(tokens, dx.as_view(), &batch.tokens, d);
+        if self.config.learned_positions.is_some() {
+            ops.bias_backward(positions.slice(0..t * d), dx.as_view(), b, t * d);
+        }
     }
 
-    fn layer_forward(
-        &self,
-        ops: &dyn Ops,
-        input: &LayerInput,
-        y: Option<ViewMut>,
-        saved: &mut ActivationBuffers,
-        scratch: &mut ActivationBuffers,
-    ) {
-        self.attention_forward(ops, input, saved, scratch);
-        self.mlp_forward(ops, input, y, saved, scratch);
+    /// Computes a dense layer. Writes the output to `y`, `[rows, hidden]`, and values for the
+    /// backward pass to `buffers`. If `y` is `None`, computes only the saved values
+    /// (recomputation).
+    pub fn layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
+        self.attention_forward(input, buffers);
+        self.mlp_forward(input, y, buffers);
     }
 
-    fn layer_backward(
+    /// Computes the gradients of a dense layer. `dx`, `[rows, hidden]`, is the gradient of the
+    /// layer's output on entry and of its input on return. Overwrites `grads`, the gradient of the
+    /// layer's unit.
+    pub fn layer_backward(
         &self,
-        ops: &dyn Ops,
         input: &LayerInput,
-        grads: ViewMut,
+        mut grads: ViewMut,
         mut dx: ViewMut,
-        saved: &mut ActivationBuffers,
-        scratch: &mut ActivationBuffers,
+        buffers: &mut LayerBuffers,
     ) {
-        let mut g = grads;
         for span in self.spans.list_accumulated_spans() {
-            ops.clear(g.slice_mut(span));
+            input.ops.clear(grads.slice_mut(span));
         }
-        self.mlp_backward(ops, input, &mut g, dx.reborrow(), saved, scratch);
-        self.attention_backward(ops, input, &mut g, dx, saved, scratch);
+        self.mlp_backward(input, &mut grads, dx.reborrow(), buffers);
+        self.attention_backward(input, &mut grads, dx, buffers);
     }
 
-    fn compute_logits(
-        &self,
-        ops: &dyn Ops,
-        params: HeadParams,
-        x: View,
-        mut out: ViewMut,
-        scratch: &mut ActivationBuffers,
-    ) {
+    /// Returns the norm of the head's input and the head's matrix, `[vocab, hidden]`. The matrix is
+    /// the embedding if head and embedding are tied.
+    fn select_head_params<'a>(&self, input: &HeadInput<'a>, factors: &'a mut Buf) -> (RowNorm<'a>, View<'a>) {
+        let (norm_len, matrix_len) = (self.config.norm_len(), self.vocab_matrix_len());
+        let norm = self.create_row_norm(input.ops, input.params, 0..norm_len, factors);
+        let matrix = match input.embedding {
+            Some(embedding) => embedding.slice(0..matrix_len),
+            None => input.params.slice(norm_len..norm_len + matrix_len),
+        };
+        (norm, matrix)
+    }
+
+    /// Computes the logits `out`, `[vocab]`, of the only row of the head's input.
+    pub fn compute_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
-        let (matrix, w_norm) = self.select_head_weights(&params);
-        let ScratchBuffers { norm, norm_factors, head_rstd, .. } = scratch.borrow_set_mut();
-        let (mut norm, w_norm) =
-            (norm.view_mut().slice(0..d), self.compute_norm_factors(ops, w_norm, norm_factors));
-        ops.rmsnorm_forward(
-            norm.reborrow(),
-            head_rstd.view_mut().slice(0..1),
-            x,
-            w_norm,
-            1,
-            d,
-            self.config.norm_eps,
-        );
-        ops.compute_logits(out.reborrow(), norm.as_view(), matrix, 1, d, v);
+        let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
+        let (norm, matrix) = self.select_head_params(input, norm_factors);
+        let mut row = normed.view_mut().slice(0..d);
+        norm.forward(row.reborrow(), head_stats.view_mut().slice(0..self.config.norm_stats()), input.x);
+        input.ops.matmul_forward(out.reborrow(), row.as_view(), matrix, 1, v, d, WriteMode::Overwrite);
         if let Some(cap) = self.config.logit_softcap {
-            ops.softcap(out, cap);
+            input.ops.softcap(out, cap);
         }
     }
 
-    fn compute_head_loss(
+    /// Computes the cross-entropy `loss`, `[rows]`, of `labels` from the head's input. Also
+    /// computes the backward pass if `grads` are given.
+    pub fn compute_head_loss(
         &self,
-        ops: &dyn Ops,
-        params: HeadParams,
-        batch: &MicroBatch,
-        x: View,
+        input: &HeadInput,
+        labels: &[u32],
         loss: ViewMut,
         grads: Option<HeadGrads>,
         scratch: &mut ActivationBuffers,
     ) {
-        let (m, d, v, eps) =
-            (batch.rows(), self.config.sizes.hidden, self.config.sizes.vocab, self.config.norm_eps);
-        let (matrix, w_norm) = self.select_head_weights(&params);
-        let ScratchBuffers { norm, dnorm, norm_factors, head_rstd, .. } = scratch.borrow_set_mut();
-        let (w_norm, cap) = (self.compute_norm_factors(ops, w_norm, norm_factors), self.config.logit_softcap);
-        ops.rmsnorm_forward(norm.view_mut(), head_rstd.view_mut(), x, w_norm, m, d, eps);
+        let (ops, sizes, softcap) = (input.ops, self.config.sizes, self.config.logit_softcap);
+        let shape = ClassifierShape { m: labels.len(), d: sizes.hidden, v: sizes.vocab, softcap };
+        let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
+        let (norm, matrix) = self.select_head_params(input, norm_factors);
+        norm.forward(normed.view_mut(), head_stats.view_mut(), input.x);
+        let x = normed.view();
         let Some(g) = grads else {
-            return ops.compute_softcapped_classifier_loss(
-                loss,
-                norm.view(),
-                matrix,
-                &batch.labels,
-                m,
-                d,
-                v,
-                cap,
-                None,
-            );
+            return ops.compute_classifier_loss(loss, x, matrix, labels, shape, None);
         };
-        let (mut dw_norm, rest) = g.head.split_at(d);
-        ops.clear(dw_norm.reborrow());
-        let dw = g.embedding.unwrap_or(rest);
+        let (mut norm_grads, matrix_grad) = g.head.split_at(self.config.norm_len());
+        ops.clear(norm_grads.reborrow());
+        let dw = g.embedding.map_or(matrix_grad, |embedding| {
+            let (dw, positions) = embedding.split_at(self.vocab_matrix_len());
+            if !positions.is_empty() {
+                // The gradient of positions begins at zero.
+                ops.clear(positions);
+            }
+            dw
+        });
         // The op skips an empty gradient.
         let dw = if self.needs_head_grad { dw } else { dw.slice(0..0) };
         let out =
             ClassifierGrads { dx: dnorm.view_mut(), dw, dw_write: WriteMode::Overwrite, scale: g.scale };
-        ops.compute_softcapped_classifier_loss(
-            loss,
-            norm.view(),
-            matrix,
-            &batch.labels,
-            m,
-            d,
-            v,
-            cap,
-            Some(out),
-        );
-        ops.rmsnorm_backward(
-            g.dx,
-            dw_norm,
-            dnorm.view(),
-            x,
-            w_norm,
-            head_rstd.view(),
-            m,
-            d,
-            WriteMode::Overwrite,
-        );
+        ops.compute_classifier_loss(loss, x, matrix, labels, shape, Some(out));
+        let x_and_stats = (input.x, head_stats.view());
+        norm.backward(&mut norm_grads, g.dx, dnorm.view(), x_and_stats, WriteMode::Overwrite);
     }
 }

@@ -5,8 +5,7 @@ use crate::{
     model::{
         architecture::ModelSizes,
         error::Result,
-        family::ConfigKeyNames,
-        hf_config::{HfConfigFields, invalid_value_error},
+        hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
         rotary_embedding::RopeConfig,
     },
     params::ParamInit,
@@ -17,9 +16,53 @@ use serde_json::{Map, Value, json};
 /// The config key of the dropout rate of attention probabilities.
 const ATTENTION_DROPOUT: &str = "attention_dropout";
 
-/// The names of config keys in decoder families.
-pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames =
-    ConfigKeyNames { dropout_rates: &[ATTENTION_DROPOUT], max_positions: "max_position_embeddings" };
+/// The names of config keys in all families except GPT-2.
+pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
+    dropout_rates: &[ATTENTION_DROPOUT],
+    max_positions: "max_position_embeddings",
+    hidden_size: "hidden_size",
+    intermediate_size: "intermediate_size",
+};
+
+/// The names of the tensors and modules of a model in its files. Names of modules of a layer do not
+/// contain the name of the layer.
+pub(in crate::model) struct TensorNames {
+    /// The embedding.
+    pub(in crate::model) embedding: &'static str,
+    /// The list of layers.
+    pub(in crate::model) layers: &'static str,
+    /// The projections of q, k and v, or one module that computes all three.
+    pub(in crate::model) qkv: &'static [&'static str],
+    /// The output projection of attention.
+    pub(in crate::model) o: &'static str,
+    /// The gate and up projections of the MLP, or its only first projection.
+    pub(in crate::model) gate_up: &'static [&'static str],
+    /// The down projection of the MLP.
+    pub(in crate::model) down: &'static str,
+    /// The norm of the head's input.
+    pub(in crate::model) final_norm: &'static str,
+    /// The prefix of stored names that is absent in files of the model without its head
+    /// (`base_model_prefix` in transformers), if such files are supported.
+    pub(in crate::model) base_prefix: Option<&'static str>,
+    /// Tensors of a layer that are constants. Older checkpoints contain constants; they are not
+    /// loaded.
+    pub(in crate::model) constants: &'static [&'static str],
+}
+
+impl TensorNames {
+    /// The names of all families except GPT-2.
+    const LLAMA: TensorNames = TensorNames {
+        embedding: "model.embed_tokens",
+        layers: "model.layers",
+        qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        o: "self_attn.o_proj",
+        gate_up: &["mlp.gate_proj", "mlp.up_proj"],
+        down: "mlp.down_proj",
+        final_norm: "model.norm",
+        base_prefix: None,
+        constants: &[],
+    };
+}
 
 /// The names of the norms of a layer, within the layer's module. An absent norm is `None`.
 #[derive(Clone, Copy)]
@@ -44,6 +87,17 @@ impl LayerNorms {
     };
 }
 
+/// The kind of all norms of a model except the norms of q and k, which are always RMSNorms.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::model) enum NormKind {
+    /// RMSNorm, which multiplies by the weight.
+    Rms,
+    /// RMSNorm that multiplies by 1 + weight.
+    RmsAddOne,
+    /// LayerNorm with a bias.
+    Layer,
+}
+
 /// The rows over which the norms of q and k are computed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum QkNorm {
@@ -53,20 +107,58 @@ pub(in crate::model) enum QkNorm {
     AllHeads,
 }
 
+/// The computation between the two matmuls of an MLP.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::model) enum Activation {
+    /// SwiGLU (Shazeer 2020): SiLU of the gate, multiplied by up.
+    Swiglu,
+    /// GeGLU (Shazeer 2020): GELU (tanh approximation) of the gate, multiplied by up.
+    Geglu,
+    /// GELU (tanh approximation), without gate.
+    Gelu,
+}
+
+/// Positions whose embeddings are parameters.
+#[derive(Clone, Copy)]
+pub(in crate::model) struct LearnedPositions {
+    /// The name of the module.
+    pub(in crate::model) name: &'static str,
+    /// The number of positions, the length of the longest sequence.
+    pub(in crate::model) count: usize,
+}
+
+/// A dropout module of a model.
+#[derive(Clone, Copy)]
+pub(in crate::model) struct DropoutConfig {
+    /// The rate, from 0 to below 1.
+    pub(in crate::model) rate: f64,
+    /// The name of the module in transformers, without the name of its layer.
+    pub(in crate::model) name: &'static str,
+}
+
 /// The sizes of a decoder and the options in which families differ.
 pub(in crate::model) struct DecoderConfig {
-    /// The sizes. `head_dim` is even.
+    /// The sizes. With rotary embeddings, `head_dim` is even.
     pub(in crate::model) sizes: ModelSizes,
     /// Width of the MLP between its two matmuls.
     pub(in crate::model) intermediate_size: usize,
-    /// Epsilon of every RMSNorm.
+    /// The names of the model's tensors.
+    pub(in crate::model) names: TensorNames,
+    /// Whether matrices are stored as `[in, out]`, as in `Conv1D` of transformers, instead of
+    /// `[out, in]`.
+    pub(in crate::model) has_transposed_matrices: bool,
+    /// Epsilon of every norm.
     pub(in crate::model) norm_eps: f32,
-    /// Rotary position embedding of layers with full attention.
-    pub(in crate::model) rope: RopeConfig,
+    /// Rotary position embedding of layers with full attention; `None` for learned positions.
+    pub(in crate::model) rope: Option<RopeConfig>,
+    /// The learned positions; `None` for rotary position embedding.
+    pub(in crate::model) learned_positions: Option<LearnedPositions>,
     /// Whether the head uses the embedding matrix.
     pub(in crate::model) ties_embeddings: bool,
     /// Standard deviation of the initial weights of matrices.
     pub(in crate::model) init_std: f32,
+    /// Standard deviation of the initial weights of the projections onto the residual stream.
+    pub(in crate::model) output_init_std: f32,
     /// Whether the q, k and v projections have biases.
     pub(in crate::model) has_qkv_bias: bool,
     /// Whether the output projection of attention has a bias.
@@ -75,22 +167,30 @@ pub(in crate::model) struct DecoderConfig {
     pub(in crate::model) has_mlp_bias: bool,
     /// The norms of q and k before the rotation; `None` if q and k are not normalized.
     pub(in crate::model) qk_norm: Option<QkNorm>,
-    /// Whether norms multiply by 1 + weight instead of by the weight.
-    pub(in crate::model) norms_add_one: bool,
+    /// The kind of the norms.
+    pub(in crate::model) norm_kind: NormKind,
     /// The norms of a layer.
     pub(in crate::model) norms: LayerNorms,
-    /// Whether the activation of the MLP's gate is GELU (tanh approximation) instead of SiLU.
-    pub(in crate::model) uses_gelu: bool,
+    /// The activation of the MLP.
+    pub(in crate::model) activation: Activation,
     /// Factor by which embedded tokens are multiplied; `None` for 1.
     pub(in crate::model) embedding_scale: Option<f32>,
     /// Factor by which attention scores are multiplied.
-    pub(in crate::model) attention_scale: f32,
+    pub(in crate::model) attention_scale: f64,
+    /// Whether attention scores are divided by the number of the layer, counted from 1.
+    pub(in crate::model) scales_by_layer_index: bool,
     /// Softcap of attention scores: a score s becomes cap·tanh(s / cap).
     pub(in crate::model) attention_softcap: Option<f32>,
     /// Softcap of logits: a logit s becomes cap·tanh(s / cap).
     pub(in crate::model) logit_softcap: Option<f32>,
-    /// Dropout rate of attention probabilities.
-    pub(in crate::model) attention_dropout: f64,
+    /// Dropout of attention probabilities.
+    pub(in crate::model) attention_dropout: DropoutConfig,
+    /// Dropout of the output of attention. Not supported together with a norm of this output.
+    pub(in crate::model) attention_out_dropout: Option<DropoutConfig>,
+    /// Dropout of the output of the MLP. Not supported together with a norm of this output.
+    pub(in crate::model) mlp_out_dropout: Option<DropoutConfig>,
+    /// Dropout of the embedding. The name is complete.
+    pub(in crate::model) embedding_dropout: Option<DropoutConfig>,
     /// Rotary position embedding of sliding-window layers; `None` if it equals `rope`.
     pub(in crate::model) sliding_rope: Option<RopeConfig>,
     /// The token whose embedding gets no gradient (`padding_idx` of `torch.nn.Embedding`).
@@ -139,38 +239,61 @@ impl DecoderConfig {
         fields.read_size("max_position_embeddings")?;
         let layers = fields.read_layer_count("num_hidden_layers")?;
         let vocab_size = fields.read_size("vocab_size")? as usize;
-        Ok(DecoderConfig {
-            sizes: ModelSizes {
-                vocab: vocab_size,
-                hidden: hidden as usize,
-                layers,
-                heads: heads as usize,
-                kv_heads: kv_heads as usize,
-                head_dim: head_dim as usize,
-            },
-            intermediate_size: fields.read_size("intermediate_size")? as usize,
-            norm_eps: fields.read_positive_number("rms_norm_eps", 1e-6)? as f32,
-            rope,
-            ties_embeddings: fields.read_flag("tie_word_embeddings")?,
-            init_std: fields.read_positive_number("initializer_range", 0.02)? as f32,
+        let sizes = ModelSizes {
+            vocab: vocab_size,
+            hidden: hidden as usize,
+            layers,
+            heads: heads as usize,
+            kv_heads: kv_heads as usize,
+            head_dim: head_dim as usize,
+        };
+        let mut config = DecoderConfig::with_defaults(sizes, fields.read_size("intermediate_size")? as usize);
+        config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-6)? as f32;
+        config.rope = Some(rope);
+        config.ties_embeddings = fields.read_flag("tie_word_embeddings")?;
+        config.init_std = fields.read_positive_number("initializer_range", 0.02)? as f32;
+        config.output_init_std = config.init_std;
+        config.attention_dropout.rate = attention_dropout;
+        config.padding_token = read_padding_token(fields, vocab_size);
+        Ok(config)
+    }
+
+    /// Returns the config of a model of these sizes with the options that most families have.
+    /// Neither rotary embedding nor learned positions are set.
+    pub(in crate::model) fn with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
+        DecoderConfig {
+            sizes,
+            intermediate_size,
+            names: TensorNames::LLAMA,
+            has_transposed_matrices: false,
+            norm_eps: 1e-6,
+            rope: None,
+            learned_positions: None,
+            ties_embeddings: false,
+            init_std: 0.02,
+            output_init_std: 0.02,
             has_qkv_bias: false,
             has_o_bias: false,
             has_mlp_bias: false,
             qk_norm: None,
-            norms_add_one: false,
+            norm_kind: NormKind::Rms,
             norms: LayerNorms::PRE_NORM,
-            uses_gelu: false,
+            activation: Activation::Swiglu,
             embedding_scale: None,
-            attention_scale: (1.0 / f64::from(head_dim).sqrt()) as f32,
+            attention_scale: 1.0 / (sizes.head_dim as f64).sqrt(),
+            scales_by_layer_index: false,
             attention_softcap: None,
             logit_softcap: None,
-            attention_dropout,
+            attention_dropout: DropoutConfig { rate: 0.0, name: "self_attn.dropout" },
+            attention_out_dropout: None,
+            mlp_out_dropout: None,
+            embedding_dropout: None,
             sliding_rope: None,
-            padding_token: read_padding_token(fields, vocab_size),
+            padding_token: None,
             sliding_window: None,
-            sliding_layers: vec![false; layers],
+            sliding_layers: vec![false; sizes.layers],
             moe: None,
-        })
+        }
     }
 
     /// Returns whether this layer has experts instead of a dense MLP.
@@ -178,16 +301,50 @@ impl DecoderConfig {
         self.moe.as_ref().is_some_and(|moe| moe.moe_layers.get(layer).is_some_and(|is_moe| *is_moe))
     }
 
-    /// Returns the width of gate and up in dense layers, or 0 if every layer has experts.
+    /// Returns the width of the activation of dense layers, or 0 if every layer has experts.
     pub(super) fn dense_mlp_width(&self) -> usize {
         let has_dense_layers = (0..self.sizes.layers).any(|l| !self.is_moe_layer(l));
         if has_dense_layers { self.intermediate_size } else { 0 }
     }
 
+    /// Returns the width of gate and up together in dense layers, or 0 if every layer has experts.
+    pub(super) fn gate_up_width(&self) -> usize {
+        self.names.gate_up.len() * self.dense_mlp_width()
+    }
+
     /// Returns the initial weights of a norm, which make the norm multiply by 1: zeros if the norm
     /// adds one to its weight, otherwise ones.
     pub(super) fn initial_norm_weights(&self) -> ParamInit {
-        if self.norms_add_one { ParamInit::Zeros } else { ParamInit::Ones }
+        if self.norm_kind == NormKind::RmsAddOne { ParamInit::Zeros } else { ParamInit::Ones }
+    }
+
+    /// Returns the number of parameters of a norm of the residual stream.
+    pub(super) fn norm_len(&self) -> usize {
+        self.sizes.hidden * if self.norm_kind == NormKind::Layer { 2 } else { 1 }
+    }
+
+    /// Returns the number of statistics that a norm of the residual stream saves for each row.
+    pub(super) fn norm_stats(&self) -> usize {
+        if self.norm_kind == NormKind::Layer { 2 } else { 1 }
+    }
+
+    /// Returns the prefix of the names of the tensors of a layer, without a trailing dot.
+    pub(super) fn layer_prefix(&self, layer: usize) -> String {
+        format!("{}.{layer}", self.names.layers)
+    }
+
+    /// Reads the config key `attention_bias`, which adds biases to all projections of attention.
+    pub(in crate::model) fn read_attention_bias(&mut self, fields: &HfConfigFields) -> Result<()> {
+        self.has_qkv_bias = fields.read_flag("attention_bias")?;
+        self.has_o_bias = self.has_qkv_bias;
+        Ok(())
+    }
+
+    /// Reads the config key `sliding_window`. If the key is set, every layer attends to the window.
+    pub(in crate::model) fn read_sliding_window(&mut self, fields: &HfConfigFields) -> Result<()> {
+        self.sliding_window = fields.read_optional_size("sliding_window")?.map(|w| w as usize);
+        self.sliding_layers.fill(self.sliding_window.is_some());
+        Ok(())
     }
 
     /// Reads the config keys that select the sliding-window layers of Qwen models.
@@ -256,11 +413,7 @@ pub(in crate::model) fn list_decoder_config_keys(spec: &ModelSpec, family_keys: 
         "use_cache": true,
         "vocab_size": spec.vocab_size,
     });
-    let entries = |v: Value| match v {
-        Value::Object(map) => map,
-        _ => Map::new(),
-    };
-    let mut map = entries(shared);
-    map.extend(entries(family_keys));
+    let mut map = take_entries(shared);
+    map.extend(take_entries(family_keys));
     map
 }

@@ -1,8 +1,9 @@
 //! [`DecoderLayerSpans`]: the layout of a decoder layer's tensors in the flat vector of its unit.
 //!
 //! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
-//! gate and up. The biases of such matrices are adjacent, too.
-use super::decoder_config::{DecoderConfig, QkNorm};
+//! gate and up. The biases of such matrices are adjacent, too. The bias of a norm follows its
+//! weight.
+use super::decoder_config::{DecoderConfig, NormKind, QkNorm};
 use crate::{
     model::linear_layout::LinearLayout,
     params::{ParamInit, ParamSpec, ParamUnit},
@@ -12,7 +13,7 @@ use std::ops::Range;
 /// The ranges of a layer's tensors in the flat vector of the layer's unit, in elements. A tensor
 /// that the model family does not have is `None`.
 pub(super) struct DecoderLayerSpans {
-    /// The weight of the norm before attention.
+    /// The parameters of the norm before attention.
     pub(super) attention_in_norm: Option<Range<usize>>,
     /// The projections of q, k and v.
     pub(super) qkv: LinearLayout,
@@ -20,15 +21,15 @@ pub(super) struct DecoderLayerSpans {
     pub(super) qk_norm: Option<[Range<usize>; 2]>,
     /// The output projection of attention.
     pub(super) o: LinearLayout,
-    /// The weight of the norm of the attention output before the residual addition.
+    /// The parameters of the norm of the attention output before the residual addition.
     pub(super) attention_out_norm: Option<Range<usize>>,
-    /// The weight of the norm before the MLP.
+    /// The parameters of the norm before the MLP.
     pub(super) mlp_in_norm: Option<Range<usize>>,
     /// The gate and up projections of the MLP.
     pub(super) gate_up: LinearLayout,
     /// The down projection of the MLP.
     pub(super) down: LinearLayout,
-    /// The weight of the norm of the MLP output before the residual addition.
+    /// The parameters of the norm of the MLP output before the residual addition.
     pub(super) mlp_out_norm: Option<Range<usize>>,
 }
 
@@ -56,17 +57,16 @@ impl DecoderLayerSpans {
 }
 
 /// A builder that lays out the tensors of a layer one after another.
-struct LayerLayoutBuilder {
+struct LayerLayoutBuilder<'a> {
+    config: &'a DecoderConfig,
     /// The prefix of the tensors' names, without a trailing dot.
     prefix: String,
-    init_std: f32,
-    norm_init: ParamInit,
     params: Vec<ParamSpec>,
     /// The number of elements of all tensors so far.
     len: usize,
 }
 
-impl LayerLayoutBuilder {
+impl LayerLayoutBuilder<'_> {
     /// Adds a tensor, and returns its range in the flat vector.
     fn add_tensor(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
         let spec = ParamSpec { name: format!("{}.{name}", self.prefix), shape, init };
@@ -77,43 +77,46 @@ impl LayerLayoutBuilder {
     }
 
     /// Adds the weight of a norm, and returns its range.
-    fn add_norm(&mut self, name: &str, width: usize) -> Range<usize> {
-        self.add_tensor(&format!("{name}.weight"), vec![width], self.norm_init)
+    fn add_norm_weight(&mut self, name: &str, width: usize) -> Range<usize> {
+        self.add_tensor(&format!("{name}.weight"), vec![width], self.config.initial_norm_weights())
     }
 
-    /// Adds the weight of a norm, and returns its range. Returns `None` and adds nothing if the
-    /// layer has no such norm.
-    fn add_optional_norm(&mut self, name: Option<&str>, width: usize) -> Option<Range<usize>> {
-        name.map(|name| self.add_norm(name, width))
-    }
-
-    /// Adds matrices with a common input of width `inputs`, and returns their common range.
-    /// `modules` are name and output width of each matrix.
-    fn add_matrices(&mut self, modules: &[(&str, usize)], inputs: usize) -> Range<usize> {
-        let init = ParamInit::Normal(self.init_std);
-        let from = self.len;
-        for (name, outputs) in modules {
-            self.add_tensor(&format!("{name}.weight"), vec![*outputs, inputs], init);
+    /// Adds the parameters of a norm of the residual stream, and returns their range. Returns
+    /// `None` and adds nothing if the layer has no such norm.
+    fn add_row_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
+        let (name, width) = (name?, self.config.sizes.hidden);
+        let mut span = self.add_norm_weight(name, width);
+        if self.config.norm_kind == NormKind::Layer {
+            span.end = self.add_tensor(&format!("{name}.bias"), vec![width], ParamInit::Zeros).end;
         }
-        from..self.len
+        Some(span)
     }
 
     /// Adds matrices with a common input of width `inputs`, and then their biases if `has_biases`
-    /// is set. `index` is the index of the matmul in the layer.
+    /// is set. `modules` are name and output width of each matrix, and `index` is the index of the
+    /// matmul in the layer.
     fn add_linear(
         &mut self,
         index: usize,
-        modules: &[(&'static str, usize)],
+        modules: Vec<(&'static str, usize)>,
         inputs: usize,
         has_biases: bool,
+        init_std: f32,
     ) -> LinearLayout {
-        let weight = self.add_matrices(modules, inputs);
         let from = self.len;
+        for (name, outputs) in &modules {
+            let mut shape = vec![*outputs, inputs];
+            if self.config.has_transposed_matrices {
+                shape.reverse();
+            }
+            self.add_tensor(&format!("{name}.weight"), shape, ParamInit::Normal(init_std));
+        }
+        let weight = from..self.len;
         for (name, outputs) in modules.iter().filter(|_| has_biases) {
             self.add_tensor(&format!("{name}.bias"), vec![*outputs], ParamInit::Zeros);
         }
-        let bias = has_biases.then_some(from..self.len);
-        LinearLayout { weight, bias, inputs, modules: modules.into(), index }
+        let bias = has_biases.then_some(weight.end..self.len);
+        LinearLayout { weight, bias, inputs, modules, index }
     }
 }
 
@@ -124,36 +127,34 @@ pub(super) fn build_layer_unit(
     layer_number: Option<usize>,
 ) -> (ParamUnit, DecoderLayerSpans) {
     let layer = layer_number.unwrap_or(0);
-    let prefix = format!("model.layers.{layer}");
-    let mut t = LayerLayoutBuilder {
-        prefix,
-        init_std: config.init_std,
-        norm_init: config.initial_norm_weights(),
-        params: Vec::new(),
-        len: 0,
+    let mut t = LayerLayoutBuilder { config, prefix: config.layer_prefix(layer), params: Vec::new(), len: 0 };
+    let (sizes, names, norms, f) = (config.sizes, &config.names, config.norms, config.intermediate_size);
+    let (d, q, kv) = (sizes.hidden, sizes.attention_width(), sizes.kv_heads * sizes.head_dim);
+    let (std, output_std) = (config.init_std, config.output_init_std);
+    let attention_in_norm = t.add_row_norm(norms.attention_in);
+    let qkv_modules = match names.qkv {
+        [fused] => vec![(*fused, q + 2 * kv)],
+        separate => separate.iter().copied().zip([q, kv, kv]).collect(),
     };
-    let (d, f, hd) = (config.sizes.hidden, config.intermediate_size, config.sizes.head_dim);
-    let (q, kv) = (config.sizes.heads * hd, config.sizes.kv_heads * hd);
-    let attention_in_norm = t.add_optional_norm(config.norms.attention_in, d);
-    let qkv_modules = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)];
-    let qkv = t.add_linear(0, &qkv_modules, d, config.has_qkv_bias);
+    let qkv = t.add_linear(0, qkv_modules, d, config.has_qkv_bias, std);
     let qk_norm = config.qk_norm.map(|extent| {
-        let [q_width, k_width] = if extent == QkNorm::PerHead { [hd, hd] } else { [q, kv] };
-        [t.add_norm("self_attn.q_norm", q_width), t.add_norm("self_attn.k_norm", k_width)]
+        let widths = if extent == QkNorm::PerHead { [sizes.head_dim; 2] } else { [q, kv] };
+        [t.add_norm_weight("self_attn.q_norm", widths[0]), t.add_norm_weight("self_attn.k_norm", widths[1])]
     });
-    let o = t.add_linear(1, &[("self_attn.o_proj", d)], q, config.has_o_bias);
-    let attention_out_norm = t.add_optional_norm(config.norms.attention_out, d);
-    let mlp_in_norm = t.add_optional_norm(config.norms.mlp_in, d);
+    let o = t.add_linear(1, vec![(names.o, d)], q, config.has_o_bias, output_std);
+    let attention_out_norm = t.add_row_norm(norms.attention_out);
+    let mlp_in_norm = t.add_row_norm(norms.mlp_in);
+    let (mut ups, mut downs) = (names.gate_up.iter().map(|name| (*name, f)).collect(), vec![(names.down, d)]);
     let moe = config.moe.as_ref().filter(|_| layer_number.is_some_and(|l| config.is_moe_layer(l)));
-    // A layer with experts has a router here, and its experts in separate units.
-    let (ups, downs) = ([("mlp.gate_proj", f), ("mlp.up_proj", f)], [("mlp.down_proj", d)]);
-    let (ups, downs) = if moe.is_some() { (&ups[..0], &downs[..0]) } else { (&ups[..], &downs[..]) };
     if let Some(moe) = moe {
-        t.add_matrices(&[(&format!("{}.gate", moe.names.block), moe.shape.experts)], d);
+        // A layer with experts has a router here, and its experts in separate units.
+        (ups, downs) = (Vec::new(), Vec::new());
+        let router = format!("{}.gate.weight", moe.names.block);
+        t.add_tensor(&router, vec![moe.shape.experts, d], ParamInit::Normal(std));
     }
-    let gate_up = t.add_linear(2, ups, d, config.has_mlp_bias);
-    let down = t.add_linear(3, downs, f, config.has_mlp_bias);
-    let mlp_out_norm = t.add_optional_norm(config.norms.mlp_out, d);
+    let gate_up = t.add_linear(2, ups, d, config.has_mlp_bias, std);
+    let down = t.add_linear(3, downs, f, config.has_mlp_bias, output_std);
+    let mlp_out_norm = t.add_row_norm(norms.mlp_out);
     let spans = DecoderLayerSpans {
         attention_in_norm,
         qkv,

@@ -6,7 +6,7 @@
 //! layers.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, build_decoder, list_decoder_config_keys,
+        Activation, DECODER_KEY_NAMES, DecoderConfig, LayerNorms, NormKind, QkNorm, list_decoder_config_keys,
     },
     error::{ModelError, Result},
     family::ModelFamily,
@@ -28,14 +28,12 @@ const NORMS: LayerNorms = LayerNorms {
 pub(super) const GEMMA2: ModelFamily = ModelFamily {
     name: "gemma2",
     architecture: "Gemma2ForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let rope = RopeConfig::from_fields(fields)?;
-            let mut config = read_gemma_config(hf_config, fields, rope, 2)?;
-            config.attention_softcap = read_softcap(hf_config, fields, "attn_logit_softcapping", Some(50.0))?;
-            config.logit_softcap = read_softcap(hf_config, fields, "final_logit_softcapping", Some(30.0))?;
-            Ok(config)
-        })
+    read_config: |fields| {
+        let rope = RopeConfig::from_fields(fields)?;
+        let mut config = read_gemma_config(fields, rope, 2)?;
+        config.attention_softcap = read_softcap(fields, "attn_logit_softcapping", Some(50.0))?;
+        config.logit_softcap = read_softcap(fields, "final_logit_softcapping", Some(30.0))?;
+        Ok(config)
     },
     list_config_keys: |spec| {
         let family_keys =
@@ -49,19 +47,17 @@ pub(super) const GEMMA2: ModelFamily = ModelFamily {
 pub(super) const GEMMA3: ModelFamily = ModelFamily {
     name: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let pattern = fields.read_optional_size("sliding_window_pattern")?;
-            let pattern = pattern.or(fields.read_optional_size("_sliding_window_pattern")?).unwrap_or(6);
-            let (rope, sliding_rope) = read_rope_configs(fields)?;
-            let mut config = read_gemma_config(hf_config, fields, rope, pattern as usize)?;
-            config.sliding_rope = sliding_rope;
-            // transformers accepts this key but ignores it.
-            fields.require_one_of("attn_logit_softcapping", &[Value::Null])?;
-            config.logit_softcap = read_softcap(hf_config, fields, "final_logit_softcapping", None)?;
-            config.qk_norm = Some(QkNorm::PerHead);
-            Ok(config)
-        })
+    read_config: |fields| {
+        let pattern = fields.read_optional_size("sliding_window_pattern")?;
+        let pattern = pattern.or(fields.read_optional_size("_sliding_window_pattern")?).unwrap_or(6);
+        let (rope, sliding_rope) = read_rope_configs(fields)?;
+        let mut config = read_gemma_config(fields, rope, pattern as usize)?;
+        config.sliding_rope = sliding_rope;
+        // transformers accepts this key but ignores it.
+        fields.require_one_of("attn_logit_softcapping", &[Value::Null])?;
+        config.logit_softcap = read_softcap(fields, "final_logit_softcapping", None)?;
+        config.qk_norm = Some(QkNorm::PerHead);
+        Ok(config)
     },
     list_config_keys: |spec| {
         let rope = |theta: f64| json!({"rope_type": "default", "rope_theta": theta});
@@ -80,12 +76,7 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
 /// Reads the config keys that Gemma 2 and 3 share. `rope` is the rotary embedding of layers with
 /// full attention. Every `pattern`-th layer has full attention, unless the config key `layer_types`
 /// overrides this pattern.
-fn read_gemma_config(
-    hf_config: &Map<String, Value>,
-    fields: &HfConfigFields,
-    rope: RopeConfig,
-    pattern: usize,
-) -> Result<DecoderConfig> {
+fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) -> Result<DecoderConfig> {
     let gelu = json!("gelu_pytorch_tanh");
     fields.require_one_of("hidden_act", std::slice::from_ref(&gelu))?;
     fields.require_one_of("hidden_activation", &[gelu])?;
@@ -95,12 +86,11 @@ fn read_gemma_config(
     // Required here: transformers' default is 256, not hidden_size / num_attention_heads.
     fields.read_size("head_dim")?;
     let mut config = DecoderConfig::from_fields_and_rope(fields, rope)?;
-    (config.norms, config.norms_add_one, config.uses_gelu) = (NORMS, true, true);
+    (config.norm_kind, config.norms, config.activation) = (NormKind::RmsAddOne, NORMS, Activation::Geglu);
     config.ties_embeddings = fields.read_flag_or("tie_word_embeddings", true)?;
     config.embedding_scale = Some((config.sizes.hidden as f64).sqrt() as f32);
-    config.attention_scale =
-        (1.0 / fields.read_positive_number("query_pre_attn_scalar", 256.0)?.sqrt()) as f32;
-    let window = match hf_config.contains_key("sliding_window") {
+    config.attention_scale = 1.0 / fields.read_positive_number("query_pre_attn_scalar", 256.0)?.sqrt();
+    let window = match fields.contains_key("sliding_window") {
         true => fields.read_optional_size("sliding_window")?,
         false => Some(4096),
     };
@@ -113,13 +103,8 @@ fn read_gemma_config(
 
 /// Reads the softcap of config key `key`. Returns `None` if the value is null, and `default` if the
 /// key is absent.
-fn read_softcap(
-    hf_config: &Map<String, Value>,
-    fields: &HfConfigFields,
-    key: &'static str,
-    default: Option<f64>,
-) -> Result<Option<f32>> {
-    let default = if hf_config.contains_key(key) { None } else { default };
+fn read_softcap(fields: &HfConfigFields, key: &'static str, default: Option<f64>) -> Result<Option<f32>> {
+    let default = if fields.contains_key(key) { None } else { default };
     match fields.read_optional_number(key)?.or(default) {
         Some(cap) if cap as f32 <= 0.0 => Err(invalid_value_error(key, &cap.into(), "a number above 0")),
         cap => Ok(cap.map(|x| x as f32)),

@@ -1,7 +1,12 @@
 //! The model family GPT-2: learned positions, LayerNorm, GELU, and matrices stored as `[in, out]`.
 use crate::model::{
-    family::{ConfigKeyNames, ModelFamily},
-    gpt2::{DROPOUT_KEYS, build_gpt2_model},
+    architecture::ModelSizes,
+    decoder::{
+        Activation, DecoderConfig, DropoutConfig, LayerNorms, LearnedPositions, NormKind, TensorNames,
+    },
+    error::Result,
+    family::ModelFamily,
+    hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
 };
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
@@ -10,14 +15,110 @@ use serde_json::{Map, Value, json};
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "gpt2",
     architecture: "GPT2LMHeadModel",
-    build: |hf_config, _| build_gpt2_model(hf_config),
-    list_config_keys: list_gpt2_config_keys,
-    key_names: ConfigKeyNames { dropout_rates: &DROPOUT_KEYS, max_positions: "n_positions" },
+    read_config,
+    list_config_keys,
+    key_names: KEY_NAMES,
 };
 
+/// The config keys of the dropout rates of attention probabilities, of the embedding, and of the
+/// branches that are added to the residual stream.
+const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
+
+/// The names of config keys of GPT-2.
+const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
+    dropout_rates: &DROPOUT_KEYS,
+    max_positions: "n_positions",
+    hidden_size: "n_embd",
+    intermediate_size: "n_inner",
+};
+
+/// The norms of a layer.
+const NORMS: LayerNorms =
+    LayerNorms { attention_in: Some("ln_1"), attention_out: None, mlp_in: Some("ln_2"), mlp_out: None };
+
+/// The names of the model's tensors. `attn.bias` is the causal mask, and `attn.masked_bias` the
+/// score of masked positions.
+const NAMES: TensorNames = TensorNames {
+    embedding: "transformer.wte",
+    layers: "transformer.h",
+    qkv: &["attn.c_attn"],
+    o: "attn.c_proj",
+    gate_up: &["mlp.c_fc"],
+    down: "mlp.c_proj",
+    final_norm: "transformer.ln_f",
+    base_prefix: Some("transformer."),
+    constants: &["attn.bias", "attn.masked_bias"],
+};
+
+/// Config keys of GPT-2 without effect on training: heads for other tasks, and settings of
+/// transformers' attention in 16 bits.
+const IGNORED_KEYS: [&str; 10] = [
+    "n_special",
+    "predict_special_tokens",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "n_ctx",
+];
+
+/// Reads the config keys of GPT-2, and checks that their values are consistent.
+fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
+    let activations = [json!("gelu_new"), json!("gelu_pytorch_tanh")];
+    fields.require_one_of("activation_function", &activations)?;
+    fields.require_one_of("add_cross_attention", &[json!(false)])?;
+    fields.require_one_of("is_encoder_decoder", &[json!(false)])?;
+    fields.require_one_of("chunk_size_feed_forward", &[json!(0)])?;
+    let dropout_rates = DROPOUT_KEYS.map(|key| fields.read_dropout_rate(key, 0.1));
+    for key in IGNORED_KEYS {
+        fields.read_value(key);
+    }
+    let (hidden, heads) = (fields.read_size("n_embd")?, fields.read_size("n_head")?);
+    if !hidden.is_multiple_of(heads) {
+        let expected = format!("a divisor of n_embd ({hidden})");
+        return Err(invalid_value_error("n_head", &heads.into(), expected));
+    }
+    let hidden_size = hidden as usize;
+    let sizes = ModelSizes {
+        vocab: fields.read_size("vocab_size")? as usize,
+        hidden: hidden_size,
+        layers: fields.read_layer_count("n_layer")?,
+        heads: heads as usize,
+        kv_heads: heads as usize,
+        head_dim: (hidden / heads) as usize,
+    };
+    let positions = fields.read_size("n_positions")? as usize;
+    let intermediate_size = fields.read_optional_size("n_inner")?.map_or(4 * hidden_size, |n| n as usize);
+    let mut config = DecoderConfig::with_defaults(sizes, intermediate_size);
+    (config.names, config.has_transposed_matrices) = (NAMES, true);
+    (config.norm_kind, config.norms, config.activation) = (NormKind::Layer, NORMS, Activation::Gelu);
+    (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) = (true, true, true);
+    config.learned_positions = Some(LearnedPositions { name: "transformer.wpe", count: positions });
+    config.norm_eps = fields.read_positive_number("layer_norm_epsilon", 1e-5)? as f32;
+    config.ties_embeddings = fields.read_flag_or("tie_word_embeddings", true)?;
+    config.init_std = fields.read_positive_number("initializer_range", 0.02)? as f32;
+    // The more layers, the smaller are the initial weights of the output projections, as in
+    // `GPT2PreTrainedModel`.
+    config.output_init_std = config.init_std / (2.0 * sizes.layers as f32).sqrt();
+    if !fields.read_flag_or("scale_attn_weights", true)? {
+        config.attention_scale = 1.0;
+    }
+    config.scales_by_layer_index = fields.read_flag("scale_attn_by_inverse_layer_idx")?;
+    let [attention, embedding, residual] = dropout_rates;
+    let (attention, embedding, residual) = (attention?, embedding?, residual?);
+    config.attention_dropout = DropoutConfig { rate: attention, name: "attn.attn_dropout" };
+    config.embedding_dropout = Some(DropoutConfig { rate: embedding, name: "transformer.drop" });
+    config.attention_out_dropout = Some(DropoutConfig { rate: residual, name: "attn.resid_dropout" });
+    config.mlp_out_dropout = Some(DropoutConfig { rate: residual, name: "mlp.dropout" });
+    Ok(config)
+}
+
 /// Returns the config.json of a GPT-2 model that job.yaml describes.
-fn list_gpt2_config_keys(spec: &ModelSpec) -> Map<String, Value> {
-    let hf_config = json!({
+fn list_config_keys(spec: &ModelSpec) -> Map<String, Value> {
+    take_entries(json!({
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -32,9 +133,5 @@ fn list_gpt2_config_keys(spec: &ModelSpec) -> Map<String, Value> {
         "tie_word_embeddings": spec.tie_word_embeddings,
         "use_cache": true,
         "vocab_size": spec.vocab_size,
-    });
-    match hf_config {
-        Value::Object(map) => map,
-        _ => Map::new(),
-    }
+    }))
 }

@@ -1,6 +1,6 @@
 //! The model family Llama: Llama 1 to 3, and models with that architecture and optional biases.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -9,16 +9,13 @@ use serde_json::json;
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "llama",
     architecture: "LlamaForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let mut config = DecoderConfig::from_fields(fields)?;
-            let bias = fields.read_flag("attention_bias")?;
-            (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) =
-                (bias, bias, fields.read_flag("mlp_bias")?);
-            fields.require_one_of("rope_interleaved", &[json!(false)])?;
-            fields.require_one_of("is_llama_config", &[json!(true)])?;
-            Ok(config)
-        })
+    read_config: |fields| {
+        let mut config = DecoderConfig::from_fields(fields)?;
+        config.read_attention_bias(fields)?;
+        config.has_mlp_bias = fields.read_flag("mlp_bias")?;
+        fields.require_one_of("rope_interleaved", &[json!(false)])?;
+        fields.require_one_of("is_llama_config", &[json!(true)])?;
+        Ok(config)
     },
     list_config_keys: |spec| {
         list_decoder_config_keys(spec, json!({"attention_bias": false, "mlp_bias": false}))

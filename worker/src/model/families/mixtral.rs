@@ -2,8 +2,7 @@
 //! `sliding_window` is set.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, build_decoder,
-        list_decoder_config_keys,
+        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, list_decoder_config_keys,
     },
     family::ModelFamily,
 };
@@ -13,20 +12,17 @@ use serde_json::json;
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mixtral",
     architecture: "MixtralForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let mut config = DecoderConfig::from_fields(fields)?;
-            config.sliding_window = fields.read_optional_size("sliding_window")?.map(|w| w as usize);
-            config.sliding_layers.fill(config.sliding_window.is_some());
-            let names = ExpertTensorNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
-            let experts = ("num_local_experts", fields.read_size("num_local_experts")?);
-            let (sizes, width) = (config.sizes, config.intermediate_size);
-            let mut moe = DecoderMoeConfig::from_fields(fields, experts, sizes, width, names)?;
-            fields.require_one_of("router_jitter_noise", &[json!(0)])?;
-            moe.shape.normalize_weights = true;
-            config.moe = Some(moe);
-            Ok(config)
-        })
+    read_config: |fields| {
+        let mut config = DecoderConfig::from_fields(fields)?;
+        config.read_sliding_window(fields)?;
+        let names = ExpertTensorNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] };
+        let experts = ("num_local_experts", fields.read_size("num_local_experts")?);
+        let (sizes, width) = (config.sizes, config.intermediate_size);
+        let mut moe = DecoderMoeConfig::from_fields(fields, experts, sizes, width, names)?;
+        fields.require_one_of("router_jitter_noise", &[json!(0)])?;
+        moe.shape.normalize_weights = true;
+        config.moe = Some(moe);
+        Ok(config)
     },
     list_config_keys: |spec| {
         let family_keys = json!({

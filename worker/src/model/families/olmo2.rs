@@ -1,9 +1,7 @@
 //! The model family OLMo 2. The outputs of attention and MLP are normalized instead of their
 //! inputs, and so are q and k, each over all heads of a token.
 use crate::model::{
-    decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, build_decoder, list_decoder_config_keys,
-    },
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, list_decoder_config_keys},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -12,25 +10,22 @@ use serde_json::json;
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "olmo2",
     architecture: "Olmo2ForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let mut config = DecoderConfig::from_fields(fields)?;
-            let bias = fields.read_flag("attention_bias")?;
-            (config.has_qkv_bias, config.has_o_bias) = (bias, bias);
-            config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-5)? as f32;
-            config.norms = LayerNorms {
-                attention_in: None,
-                attention_out: Some("post_attention_layernorm"),
-                mlp_in: None,
-                mlp_out: Some("post_feedforward_layernorm"),
-            };
-            config.qk_norm = Some(QkNorm::AllHeads);
-            // transformers' default, which config.json may omit.
-            if !hf_config.contains_key("pad_token_id") {
-                config.padding_token = Some(1);
-            }
-            Ok(config)
-        })
+    read_config: |fields| {
+        let mut config = DecoderConfig::from_fields(fields)?;
+        config.read_attention_bias(fields)?;
+        config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-5)? as f32;
+        config.norms = LayerNorms {
+            attention_in: None,
+            attention_out: Some("post_attention_layernorm"),
+            mlp_in: None,
+            mlp_out: Some("post_feedforward_layernorm"),
+        };
+        config.qk_norm = Some(QkNorm::AllHeads);
+        // transformers' default, which config.json may omit.
+        if !fields.contains_key("pad_token_id") {
+            config.padding_token = Some(1);
+        }
+        Ok(config)
     },
     list_config_keys: |spec| {
         list_decoder_config_keys(spec, json!({"attention_bias": false, "pad_token_id": null}))

@@ -1,7 +1,7 @@
 //! The model family Qwen 2 and 2.5. The projections of q, k and v have biases, and some layers may
 //! attend to a sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, list_decoder_config_keys},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -10,14 +10,12 @@ use serde_json::json;
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen2",
     architecture: "Qwen2ForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            let mut config = DecoderConfig::from_fields(fields)?;
-            config.has_qkv_bias = true;
-            config.read_sliding_layers(fields)?;
-            fields.require_one_of("use_mrope", &[json!(false)])?;
-            Ok(config)
-        })
+    read_config: |fields| {
+        let mut config = DecoderConfig::from_fields(fields)?;
+        config.has_qkv_bias = true;
+        config.read_sliding_layers(fields)?;
+        fields.require_one_of("use_mrope", &[json!(false)])?;
+        Ok(config)
     },
     list_config_keys: |spec| {
         list_decoder_config_keys(spec, json!({"use_sliding_window": false, "sliding_window": null}))

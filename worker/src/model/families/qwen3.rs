@@ -1,7 +1,7 @@
 //! The model family Qwen 3. Each head of q and k has an RMSNorm, and some layers may attend to a
 //! sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNorm, build_decoder, list_decoder_config_keys},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNorm, list_decoder_config_keys},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -10,17 +10,14 @@ use serde_json::json;
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3",
     architecture: "Qwen3ForCausalLM",
-    build: |hf_config, tokens| {
-        build_decoder(hf_config, tokens, |fields| {
-            // Required here: transformers' default is 128, not hidden_size / num_attention_heads.
-            fields.read_size("head_dim")?;
-            let mut config = DecoderConfig::from_fields(fields)?;
-            let bias = fields.read_flag("attention_bias")?;
-            (config.has_qkv_bias, config.has_o_bias) = (bias, bias);
-            config.qk_norm = Some(QkNorm::PerHead);
-            config.read_sliding_layers(fields)?;
-            Ok(config)
-        })
+    read_config: |fields| {
+        // Required here: transformers' default is 128, not hidden_size / num_attention_heads.
+        fields.read_size("head_dim")?;
+        let mut config = DecoderConfig::from_fields(fields)?;
+        config.read_attention_bias(fields)?;
+        config.qk_norm = Some(QkNorm::PerHead);
+        config.read_sliding_layers(fields)?;
+        Ok(config)
     },
     list_config_keys: |spec| {
         let family_keys =

@@ -2,7 +2,7 @@
 //! have experts. Either all layers attend to a sliding window or none.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNorm, build_decoder,
+        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNorm,
         list_decoder_config_keys,
     },
     error::{ModelError, Result},
@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
-    build: |hf_config, tokens| build_decoder(hf_config, tokens, read_config),
+    read_config,
     list_config_keys,
     key_names: DECODER_KEY_NAMES,
 };
@@ -24,8 +24,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
 /// Reads the config keys of the family.
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let mut config = DecoderConfig::from_fields(fields)?;
-    let bias = fields.read_flag("attention_bias")?;
-    (config.has_qkv_bias, config.has_o_bias) = (bias, bias);
+    config.read_attention_bias(fields)?;
     config.qk_norm = Some(QkNorm::PerHead);
     let window = fields.read_optional_size("sliding_window")?;
     let slides = fields.read_flag("use_sliding_window")?;

@@ -1,5 +1,8 @@
 //! [`MoeLayerPlan`]: the distribution of a layer's experts over the ranks of a group.
-use crate::{expert_layout::ExpertLayout, model::moe::MoeModel, zero::engine::ZeroEngine};
+use crate::{
+    expert_layout::ExpertLayout,
+    model::{Model, MoeModel},
+};
 
 /// The distribution of the experts of one layer over the ranks of an expert-parallel group.
 #[derive(Clone)]
@@ -20,24 +23,20 @@ pub(in crate::train) struct MoeLayerPlan {
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.
 pub(super) fn plan_moe_layers(
-    moe: &dyn MoeModel,
-    p: &ExpertLayout,
-    engine: &ZeroEngine,
+    model: &Model,
+    moe: MoeModel,
+    layout: &ExpertLayout,
     number: usize,
 ) -> Vec<Option<MoeLayerPlan>> {
-    let layers = engine.shards.iter().filter(|s| !s.unit.holds_experts()).count() - 2;
-    let mut index = 0;
-    let layer = |l: usize| {
-        moe.is_moe_layer(l).then(|| {
-            let first = layers + 2 + index * p.parallel;
-            index += 1;
-            MoeLayerPlan {
-                index: index - 1,
-                unit: first + number,
-                order: p.list_experts_in_dispatch_order(l),
-                per_rank: (0..p.parallel).map(|r| p.list_experts_on(l, r).len()).collect(),
-            }
-        })
-    };
-    (0..layers).map(layer).collect()
+    let dense_units = model.sizes().layers + 2;
+    let mut plans = vec![None; model.sizes().layers];
+    for (index, l) in moe.list_moe_layers().enumerate() {
+        plans[l] = Some(MoeLayerPlan {
+            index,
+            unit: dense_units + index * layout.parallel + number,
+            order: layout.list_experts_in_dispatch_order(l),
+            per_rank: (0..layout.parallel).map(|r| layout.list_experts_on(l, r).len()).collect(),
+        });
+    }
+    plans
 }

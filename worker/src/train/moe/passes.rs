@@ -7,14 +7,14 @@
 use crate::{
     error::Result,
     model::{
-        LayerInput,
+        LayerInput, MoeModel,
         moe::{
             ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, ExpertOutputGrads,
             compute_expert_activation, compute_expert_gradients, experts_backward, experts_forward,
         },
     },
     train::{
-        activations::MicroBatchActivations,
+        activations::LayerActivations,
         dispatch::{Payload, resize_row_buffer},
         step::Trainer,
     },
@@ -40,7 +40,7 @@ impl Trainer {
     ) -> Result<()> {
         let guard = self.engine.fetch_params(l + 1)?;
         if compute {
-            self.run_routing_forward(l, &guard);
+            self.run_attention_and_router_forward(l, &guard);
         }
         self.engine.release_params(guard);
         let guard = self.engine.fetch_params(unit)?;
@@ -50,14 +50,14 @@ impl Trainer {
     }
 
     /// Runs the forward pass of attention and router, and records the router statistics.
-    fn run_routing_forward(&mut self, l: usize, guard: &ParamsGuard) {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return };
+    fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard) {
+        let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else { return };
         let (layer, saved, _, _, stats) = x.select_layer(l);
-        let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
-        let set = w.select_saved_set(l);
+        let (ops, batch) = (self.ops.as_ref(), &self.batch);
+        let LayerActivations { x, mut buffers, .. } = self.activations.select_layer(l);
         self.engine.with_params(guard, |params| {
-            let input = LayerInput { params, batch, x: w.layer_inputs[l].view(), layer: l };
-            moe.route_forward(ops, &input, &mut saved.routing, &mut w.saved[set], &mut w.scratch);
+            let input = LayerInput { ops, params, batch, x, layer: l };
+            moe.route_forward(&input, &mut saved.routing, &mut buffers);
         });
         stats.record_layer(ops, layer.index, &saved.routing);
     }
@@ -74,7 +74,9 @@ impl Trainer {
         compute: bool,
         output: bool,
     ) -> Result<()> {
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
+        let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else {
+            return Ok(());
+        };
         let shape = x.shape;
         let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
@@ -110,10 +112,9 @@ impl Trainer {
         dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.out);
         let rows = dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.out)?;
         if compute {
-            let set = w.select_saved_set(l);
-            let MicroBatchActivations { layer_inputs: x, saved: kept, .. } = w;
+            let LayerActivations { y, buffers, .. } = w.select_layer(l);
             let places = &saved.send_plan.choice_rows;
-            moe.combine_forward(ops, x[l + 1].view_mut(), rows, places, &saved.routing, &mut kept[set]);
+            moe.combine_forward(ops, y, rows, places, &saved.routing, buffers.saved);
         }
         Ok(())
     }
@@ -130,7 +131,7 @@ impl Trainer {
         let experts = self.engine.fetch_params(unit)?;
         if self.recompute == RecomputeMode::Block {
             if compute {
-                self.run_routing_forward(l, &guard);
+                self.run_attention_and_router_forward(l, &guard);
             }
             self.run_experts_forward(l, &experts, compute, false)?;
         }
@@ -140,7 +141,7 @@ impl Trainer {
         self.wait_for_combined_gradients(l)?;
         let mut grad = compute.then(|| self.engine.take_gradient_buffer(l + 1));
         if let Some(g) = &mut grad {
-            self.run_routing_backward(l, &guard, g)?;
+            self.run_attention_and_router_backward(l, &guard, g)?;
         }
         self.engine.release_params(guard);
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
@@ -188,8 +189,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the gradients of the parameters of this rank's experts, separately for each
-    /// micro-batch whose tokens this rank received, and starts to reduce them to their owners.
+    /// Computes the gradients of the parameters of this rank's experts, and starts to reduce the
+    /// gradients to their owners. Each micro-batch whose tokens this rank received has a separate
+    /// gradient.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -242,13 +244,20 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the backward pass of router and attention, from the gradients that
+    /// Runs the backward pass of the router and of the layer's attention, from the gradients that
     /// [`Trainer::wait_for_combined_gradients`] collected. Writes the gradient of the layer's
     /// parameters to `grad`.
-    fn run_routing_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) -> Result<()> {
+    fn run_attention_and_router_backward(
+        &mut self,
+        l: usize,
+        guard: &ParamsGuard,
+        grad: &mut Buf,
+    ) -> Result<()> {
         let positions = self.global_batch() as f64 * self.batch.seq_len as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.count_targets() as f64 / positions;
-        let (Some(x), Some(moe)) = (&mut self.experts, self.model.as_moe_model()) else { return Ok(()) };
+        let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else {
+            return Ok(());
+        };
         let (_, saved, workspace, dispatcher, stats) = x.select_layer(l);
         let (balance, z) = stats.compute_loss_gradient(scale);
         let n = saved.send_plan.row_tokens.len();
@@ -263,14 +272,12 @@ impl Trainer {
             balance_grad: &balance,
             z_loss_coef: z,
         };
-        let (w, ops, batch) = (&mut self.activations, self.ops.as_ref(), &self.batch);
+        let (ops, batch) = (self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let set = w.select_saved_set(l);
-        let MicroBatchActivations { layer_inputs: x, saved: kept, scratch, residual_grad: dx, .. } = w;
+        let LayerActivations { x, residual_grad: dx, mut buffers, .. } = self.activations.select_layer(l);
         self.engine.with_params(guard, |params| {
-            let input = LayerInput { params, batch, x: x[l].view(), layer: l };
-            let routing = &saved.routing;
-            moe.route_backward(ops, &input, g, dx.view_mut(), &back, routing, &mut kept[set], scratch);
+            let input = LayerInput { ops, params, batch, x, layer: l };
+            moe.route_backward(&input, g, dx, &back, &saved.routing, &mut buffers);
         });
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, merge_into_aligned_ranges},
-    owner_groups::{exchange_partial_sums, gather_from_owners, list_group_ranges},
+    owner_groups::list_group_ranges,
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
@@ -32,7 +32,7 @@ impl ZeroEngine {
         shard.unit.pack_trained(ops, whole.view_mut());
         let mut packed = lock_ignoring_poison(&shard.grads).take_buffer(ops);
         ops.copy(packed.view_mut(), whole.view().slice(0..shard.unit.trained_len()));
-        lock_ignoring_poison(&self.gradient_pool).give(whole);
+        lock_ignoring_poison(&self.gradient_pool).give_back(whole);
         packed
     }
 
@@ -62,7 +62,7 @@ impl ZeroEngine {
             MicroBatchRange::from_index(micro_batch),
             trained,
         );
-        lock_ignoring_poison(&self.gradient_pool).give(gradient);
+        lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
     }
 
     /// Returns whether gradients are reduced to their owners during the backward pass.
@@ -79,7 +79,7 @@ impl ZeroEngine {
         let shards = self.shards.clone();
         let unit = &shards[u].unit;
         if !unit.has_any_trained() {
-            gradient.into_iter().for_each(|g| lock_ignoring_poison(&self.gradient_pool).give(g));
+            gradient.into_iter().for_each(|g| lock_ignoring_poison(&self.gradient_pool).give_back(g));
             return Ok(());
         }
         if !self.reduces_during_backward() {
@@ -94,7 +94,7 @@ impl ZeroEngine {
         }
         let (shards, schedule, ops, pool) =
             (shards.clone(), self.schedule, self.ops.clone(), self.gradient_pool.clone());
-        self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
+        self.submit_reduction(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut sums = lock_ignoring_poison(&s.grads);
             let whole = gradient.as_ref().map(|g| g.view().slice(0..s.trained_counts.iter().sum()));
@@ -107,7 +107,15 @@ impl ZeroEngine {
                 lock_ignoring_poison(&pool).give_back_after(g, ops.record_event());
             }
             Ok(())
-        }));
+        })
+    }
+
+    /// Submits a reduction. Waits until at most [`REDUCTIONS_IN_FLIGHT`] reductions are running.
+    fn submit_reduction(
+        &mut self,
+        reduce: impl FnOnce(&dyn Comm) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.pending_reductions.push_back(self.queue.submit(reduce));
         while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
             self.pending_reductions.pop_front().expect("not empty").wait()?;
         }
@@ -146,7 +154,7 @@ impl ZeroEngine {
             write(&mut whole);
             unit.pack_trained(ops, whole.view_mut());
             ops.copy(gradient.view_mut(), whole.view().slice(0..unit.trained_len()));
-            lock_ignoring_poison(&self.gradient_pool).give(whole);
+            lock_ignoring_poison(&self.gradient_pool).give_back(whole);
         }
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
@@ -160,11 +168,11 @@ impl ZeroEngine {
         &mut self,
         u: usize,
         round: usize,
-        partial_sums: MicroBatchSums,
+        mut partial_sums: MicroBatchSums,
     ) -> Result<()> {
         let (shards, schedule, ops) = (self.shards.clone(), self.schedule, self.ops.clone());
         let (pool, buffers) = (self.micro_batch_sums_pool.clone(), self.exchange.clone());
-        self.pending_reductions.push_back(self.queue.submit(move |comm: &dyn Comm| {
+        self.submit_reduction(move |comm: &dyn Comm| {
             let s = &shards[u];
             let sent = list_group_ranges(&schedule, s.unit.owners, comm.rank(), round);
             assert!(
@@ -172,27 +180,23 @@ impl ZeroEngine {
                 "the sums cover other micro-batches than the schedule"
             );
             let mut sums = lock_ignoring_poison(&s.grads);
-            let (ops, buffers) = (ops.as_ref(), &mut lock_ignoring_poison(&buffers));
-            let mut sink = |range, piece: View| sums.push(ops, range, piece);
-            exchange_partial_sums(
+            let (ops, mut buffers) = (ops.as_ref(), lock_ignoring_poison(&buffers));
+            let unit = (&s.unit, &s.partition);
+            buffers.exchange_partial_sums(
                 comm,
                 ops,
-                buffers,
-                (&s.unit, &s.partition),
+                unit,
                 &schedule,
                 round,
                 &partial_sums,
-                &mut sink,
+                &mut |range, piece| {
+                    sums.push(ops, range, piece);
+                },
             )?;
-            let mut partial_sums = partial_sums;
             partial_sums.clear();
             lock_ignoring_poison(&pool).push((partial_sums, ops.record_event()));
             Ok(())
-        }));
-        while self.pending_reductions.len() > REDUCTIONS_IN_FLIGHT {
-            self.pending_reductions.pop_front().expect("not empty").wait()?;
-        }
-        Ok(())
+        })
     }
 
     /// Waits for all reductions, and returns the summed gradient of the trained elements in this
@@ -254,16 +258,8 @@ impl ZeroEngine {
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {
-            let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
-            gather_from_owners(
-                comm,
-                ops.as_ref(),
-                buffers,
-                s.unit.owners,
-                &s.trained_counts,
-                whole.view_mut(),
-                owned.view(),
-            )?;
+            let (s, mut buffers, to) = (&shards[u], lock_ignoring_poison(&buffers), whole.view_mut());
+            buffers.gather_from_owners(comm, &*ops, s.unit.owners, &s.trained_counts, to, owned.view())?;
             Ok(whole)
         })
     }

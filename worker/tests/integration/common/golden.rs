@@ -56,6 +56,14 @@ pub(crate) fn parse_golden_case(about: &Value, model: ModelSpec, answers: &[u8])
     if opt["name"] == "muon" {
         (spec.optimizer.name, spec.optimizer.momentum) = (OptimizerName::Muon, 0.9);
     }
+    if opt["name"] == "adafactor" {
+        let number = |key: &str, default| opt[key].as_f64().unwrap_or(default);
+        spec.optimizer.name = OptimizerName::Adafactor;
+        spec.optimizer.eps = number("eps", 1e-30);
+        spec.optimizer.beta1 = opt["beta1"].as_f64();
+        spec.optimizer.beta2_decay = number("decay_rate", -0.8);
+        spec.optimizer.clip_threshold = number("clip_threshold", 1.0);
+    }
     spec.clip_norm = opt["clip_norm"].as_f64();
     spec.schedule.name = ScheduleName::Constant;
     spec.schedule.warmup_steps = 0;

@@ -1,6 +1,6 @@
 //! Helpers that train whole models in one process: every rank is a thread, and samples are
 //! synthetic.
-#![allow(dead_code)] // each test file uses a part of this module
+#![allow(dead_code, reason = "each test file uses a part of this module")]
 pub(crate) mod families;
 pub(crate) mod golden;
 pub(crate) mod llama;
@@ -16,7 +16,6 @@ use protocol::event::Event;
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     checkpoint::{
-        mapping::build_checkpoint_model_spec,
         resume::{CheckpointDirs, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::StorageTopology,
@@ -103,6 +102,9 @@ pub(crate) fn create_train_spec(
             betas: (0.9, 0.95),
             eps: 1e-8,
             momentum: 0.0,
+            beta1: None,
+            beta2_decay: -0.8,
+            clip_threshold: 1.0,
             weight_decay: 0.1,
             no_decay: vec!["*norm*".into()],
             groups: Vec::new(),
@@ -333,15 +335,8 @@ pub(crate) fn create_checkpoint_saver(
     job: &JobSpec,
     root: &Path,
 ) -> CheckpointSaver {
-    let units = running.trainer.engine.clone_units();
-    let identity = RunMetadata {
-        model: build_checkpoint_model_spec(running.trainer.model.as_ref(), &units, running.train_spec(), 0),
-        tokenizer: Vec::new(),
-        job: job.clone(),
-        data_digest: SYNTHETIC_DATA_DIGEST.into(),
-        rng_generation: 0,
-        rng_decision: serde_json::Value::Null,
-    };
+    let (trainer, train, digest) = (&running.trainer, running.train_spec(), SYNTHETIC_DATA_DIGEST.into());
+    let identity = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));
     let layout = StorageTopology::for_shared_directory(running.trainer.engine.world());
     CheckpointSaver::new(root.into(), job.checkpoint.clone(), identity, None, layout)
 }
@@ -361,6 +356,16 @@ pub(crate) fn resume_newest_checkpoint(
     comm: Arc<dyn Comm>,
     root: &Path,
 ) -> (RunningTrainer, Vec<String>) {
+    try_resume_newest_checkpoint(spec, comm, root).unwrap()
+}
+
+/// Resumes as [`resume_newest_checkpoint`] does. Returns the error of a checkpoint that does not
+/// fit the job. Collective: every rank of the group must call it.
+pub(crate) fn try_resume_newest_checkpoint(
+    spec: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    root: &Path,
+) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
     let (job, world) = (create_job_spec(spec, root, false), comm.world());
     let mut ready = build_trainer(spec, comm, 1);
     let dirs = CheckpointDirs { root, workdir: root, layout: &StorageTopology::for_shared_directory(world) };
@@ -373,8 +378,8 @@ pub(crate) fn resume_newest_checkpoint(
         }
         Ok(())
     });
-    let cursor = resumed.unwrap().expect("a checkpoint to resume from").cursor;
-    (ready.start_at(cursor), notices)
+    let cursor = resumed?.expect("a checkpoint to resume from").cursor;
+    Ok((ready.start_at(cursor), notices))
 }
 
 /// Asserts that the notices of a resume equal the snapshot `name`. `root` is the directory of the

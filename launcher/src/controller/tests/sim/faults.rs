@@ -1,5 +1,8 @@
 //! [`InjectedFault`]: the faults that the simulator injects into a job.
-use super::{ControllerInput, HostIndex, HostSetup, SimEvent, SimHost, Simulation, StopRequest};
+use super::{
+    ControllerIndex, ControllerInput, ControllerState, HostIndex, HostSetup, SimEvent, SimHost, Simulation,
+    StopRequest,
+};
 use jobspec::ids::Rank;
 use protocol::control::ExitStatus;
 use std::time::Duration;
@@ -23,6 +26,8 @@ pub(in crate::controller::tests) enum InjectedFault {
     HostFreezes(HostIndex, u64),
     /// The controller is killed by SIGKILL.
     ControllerKilled,
+    /// The controller is suspended for this many milliseconds.
+    ControllerSuspended(u64),
     /// The user presses Ctrl-C.
     Interrupt,
     /// A new host is added to the list of hosts.
@@ -51,8 +56,8 @@ impl Simulation {
                 number.map(|number| self.end_agent(host, number)).is_some()
             }
             InjectedFault::ConnectionBreaks(host) => {
-                self.break_connection(host);
-                true
+                let connection = self.hosts[host].agents.last().and_then(|agent| agent.connection);
+                connection.map(|id| self.break_connection(id)).is_some()
             }
             InjectedFault::Silence(host) => {
                 self.hosts[host].disconnected = true;
@@ -70,14 +75,22 @@ impl Simulation {
                 true
             }
             InjectedFault::ControllerKilled => {
-                self.controller_alive = false;
-                self.ended_at = self.now;
-                (0..self.hosts.len()).for_each(|host| self.break_connection(host));
-                true
+                let controller = self.find_live_controller();
+                controller.map(|index| self.end_controller(index, ControllerState::Ended)).is_some()
+            }
+            InjectedFault::ControllerSuspended(ms) => {
+                let controller = self.find_live_controller();
+                if let Some(index) = controller {
+                    self.end_controller(index, ControllerState::Suspended { since: self.now });
+                    let at = self.now + Duration::from_millis(ms);
+                    self.schedule_event(at, SimEvent::ResumeController(index));
+                }
+                controller.is_some()
             }
             InjectedFault::Interrupt => {
-                self.feed_controller(ControllerInput::Stop(StopRequest::Interrupt));
-                true
+                let controller = self.find_live_controller();
+                let stop = ControllerInput::Stop(StopRequest::Interrupt);
+                controller.map(|index| self.feed_controller(index, stop)).is_some()
             }
             InjectedFault::HostAdded => {
                 self.hosts.push(SimHost::default());
@@ -85,7 +98,9 @@ impl Simulation {
                     vec![HostSetup { name: format!("h{}", self.listed.len()), remote: self.scenario.remote }];
                 let listed = self.listed.clone();
                 self.listed.push(true);
-                self.feed_controller(ControllerInput::Hosts { added, listed });
+                if let Some(index) = self.find_live_controller() {
+                    self.feed_controller(index, ControllerInput::Hosts { added, listed });
+                }
                 true
             }
             InjectedFault::HostUnlisted(host) => self.set_listed(host, false),
@@ -97,12 +112,18 @@ impl Simulation {
         Ok(())
     }
 
+    /// Returns the newest controller that runs.
+    fn find_live_controller(&self) -> Option<ControllerIndex> {
+        self.controllers.iter().rposition(|controller| controller.state == ControllerState::Alive)
+    }
+
     /// Adds a host to the list of hosts or removes the host from the list, and informs the
     /// controller of a change. Returns whether the list has changed.
     fn set_listed(&mut self, host: HostIndex, listed: bool) -> bool {
         let changes = std::mem::replace(&mut self.listed[host], listed) != listed;
-        if changes {
-            self.feed_controller(ControllerInput::Hosts { added: Vec::new(), listed: self.listed.clone() });
+        if let Some(index) = self.find_live_controller().filter(|_| changes) {
+            let listed = self.listed.clone();
+            self.feed_controller(index, ControllerInput::Hosts { added: Vec::new(), listed });
         }
         changes
     }

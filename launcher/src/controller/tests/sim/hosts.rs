@@ -1,24 +1,40 @@
 //! Simulated hosts: the cores of their agents, and the workers that these agents start, signal and
 //! supervise.
-use super::{HostIndex, SimEvent, Simulation};
+use super::{ConnectionId, HostIndex, SimEvent, SimRequest, Simulation};
 use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, GroupSignal};
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
-use protocol::control::{ExitStatus, HostPlan};
+use protocol::{
+    control::{AttachRejection, ExitStatus, FromWorker, HostPlan, PROTOCOL_VERSION},
+    event::{Event, WorkerPhase},
+};
 use std::{
     collections::{BTreeMap, VecDeque},
     time::Duration,
 };
+
+/// The interval at which the first rank of a built-in job reports a step.
+const STEP_INTERVAL: Duration = Duration::from_millis(700);
+
+/// A message of a built-in worker to its agent.
+#[derive(Debug)]
+pub(super) struct WorkerMessage {
+    pub(super) host: HostIndex,
+    number: u32,
+    attempt: u32,
+    rank: Rank,
+    message: FromWorker,
+}
 
 /// A simulated agent: the real core of an agent, with a simulated control connection.
 pub(super) struct SimAgent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
     pub(super) plan: Option<HostPlan>,
-    /// Whether the control connection is open.
-    pub(super) is_connected: bool,
-    /// Whether messages in both directions are lost while neither end notices.
-    pub(super) silent: bool,
+    /// The connection to the controller that the agent obeys.
+    pub(super) connection: Option<ConnectionId>,
+    /// Inputs that wait until the agent has locked its host; `None` if it has, or has no terms.
+    pub(super) waiting: Option<VecDeque<AgentInput>>,
     /// The time of the agent's scheduled tick; [`Duration::MAX`] if none is scheduled.
     pub(super) tick_at: Duration,
 }
@@ -26,7 +42,12 @@ pub(super) struct SimAgent {
 /// A simulated machine.
 #[derive(Default)]
 pub(super) struct SimHost {
+    /// The agents that are alive, oldest first.
     pub(super) agents: Vec<SimAgent>,
+    /// The request that the agent decides on.
+    pub(super) request: Option<SimRequest>,
+    /// The requests to end that wait for the end of the agent.
+    evicting: Vec<SimRequest>,
     /// Running workers by attempt and rank, with the number of the agent that started each.
     pub(super) workers: BTreeMap<(u32, Rank), u32>,
     pub(super) dead: bool,
@@ -54,10 +75,23 @@ impl Simulation {
         while let Some(input) = inputs.pop_front() {
             let now = self.now;
             let Some(agent) = self.find_agent(host, number) else { return Ok(()) };
+            if std::env::var("TR").is_ok() {
+                eprintln!(
+                    "{now:?} A{host}.{number} <- {}",
+                    format!("{input:?}").chars().take(300).collect::<String>()
+                );
+            }
             for action in agent.core.handle_input(now, input) {
+                if std::env::var("TR").is_ok() {
+                    eprintln!(
+                        "{now:?} A{host}.{number} -> {}",
+                        format!("{action:?}").chars().take(300).collect::<String>()
+                    );
+                }
                 inputs.extend(self.execute_action(host, number, action)?);
             }
         }
+        self.send_reports(host, number);
         let Some(agent) = self.find_agent(host, number) else { return Ok(()) };
         let due = agent.core.next_deadline();
         if due < agent.tick_at {
@@ -65,6 +99,14 @@ impl Simulation {
             self.schedule_event(due, SimEvent::AgentTick(host, number));
         }
         Ok(())
+    }
+
+    /// Sends the reports of an agent to the controller.
+    fn send_reports(&mut self, host: HostIndex, number: u32) {
+        let now = self.now;
+        while let Some(report) = self.find_agent(host, number).and_then(|agent| agent.core.take_report(now)) {
+            self.send_to_controller(host, number, report);
+        }
     }
 
     /// Executes an action of an agent's core. Returns the input that the core receives immediately
@@ -77,10 +119,31 @@ impl Simulation {
     ) -> Result<Option<AgentInput>, String> {
         Ok(match action {
             AgentAction::Send(message) => {
-                let is_open = self.find_agent(host, number).is_some_and(|a| a.is_connected && !a.silent);
-                if is_open && !self.hosts[host].disconnected {
-                    let at = self.now + self.compute_latency(host);
-                    self.schedule_event(at, SimEvent::ToController(host, number, message));
+                self.send_to_controller(host, number, message);
+                None
+            }
+            AgentAction::Disconnect => {
+                let connection = self.find_agent(host, number).and_then(|agent| agent.connection.take());
+                connection.into_iter().for_each(|id| self.break_connection(id));
+                None
+            }
+            AgentAction::AcceptController => {
+                let request = self.hosts[host].request.take();
+                let connection = request.and_then(|request| request.connection);
+                if let (Some(id), Some(agent)) = (connection, self.find_agent(host, number)) {
+                    agent.connection = Some(id);
+                    self.connections[id].agent = Some(number);
+                }
+                None
+            }
+            AgentAction::AcceptEviction => {
+                let request = self.hosts[host].request.take();
+                self.hosts[host].evicting.extend(request);
+                None
+            }
+            AgentAction::RejectRequest(rejection) => {
+                if let Some(request) = self.hosts[host].request.take() {
+                    self.reject_request(request, rejection);
                 }
                 None
             }
@@ -90,11 +153,12 @@ impl Simulation {
                 if let Some(agent) = self.find_agent(host, number) {
                     agent.plan = (!has_older).then(|| (*plan).clone());
                 }
+                if !has_older {
+                    return Ok(Some(AgentInput::Prepared { attempt: plan.attempt }));
+                }
                 let rank = plan.workers.first().map_or(0, |w| w.rank);
-                has_older.then(|| AgentInput::SpawnFailed {
-                    rank,
-                    diagnostic: Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive"),
-                })
+                let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive");
+                Some(AgentInput::SpawnFailed { rank, diagnostic })
             }
             AgentAction::Spawn(index) => self.spawn_worker(host, number, index)?,
             AgentAction::SendToWorker(rank, message) => {
@@ -133,6 +197,7 @@ impl Simulation {
             AgentAction::WriteStacks(_) => Some(AgentInput::StacksWritten),
             AgentAction::MeasureActivity | AgentAction::RequestSave(..) => None,
             AgentAction::Exit(_) => {
+                self.send_reports(host, number);
                 self.end_agent(host, number);
                 None
             }
@@ -166,24 +231,46 @@ impl Simulation {
         let attempt = plan.attempt;
         self.schedule_event(done, SimEvent::WorkerEnds { host, attempt, rank, status: ExitStatus::Code(0) });
         if self.scenario.builtin {
-            let hello =
-                protocol::control::FromWorker::Hello { version: protocol::control::PROTOCOL_VERSION, pid };
-            let at = now + self.rng.pick_delay(1, 50);
-            self.schedule_event(
-                at,
-                SimEvent::Feed(host, number, AgentInput::Worker { rank, message: hello }),
-            );
-            // The worker reports progress as rarely as its lease allows.
-            for after in (10..).step_by(10).map(Duration::from_secs).take_while(|after| now + *after < done) {
-                let phase = protocol::event::WorkerPhase::Training;
-                let message = protocol::control::FromWorker::Progress { phase, step: after.as_secs() };
-                self.schedule_event(
-                    now + after,
-                    SimEvent::Feed(host, number, AgentInput::Worker { rank, message }),
-                );
-            }
+            self.schedule_worker_messages((host, number), (attempt, rank, pid), done);
         }
         Ok(Some(AgentInput::Spawned { rank, pid }))
+    }
+
+    /// Schedules the messages of a built-in worker that works until `done`.
+    fn schedule_worker_messages(
+        &mut self,
+        (host, number): (HostIndex, u32),
+        (attempt, rank, pid): (u32, Rank, u32),
+        done: Duration,
+    ) {
+        let now = self.now;
+        let send = |world: &mut Simulation, at: Duration, message: FromWorker| {
+            let message = WorkerMessage { host, number, attempt, rank, message };
+            world.schedule_event(at, SimEvent::WorkerSends(message));
+        };
+        let hello_at = now + self.rng.pick_delay(1, 50);
+        send(self, hello_at, FromWorker::Hello { version: PROTOCOL_VERSION, pid });
+        // The worker reports progress as rarely as its lease allows.
+        for after in (10..).step_by(10).map(Duration::from_secs).take_while(|after| now + *after < done) {
+            let phase = WorkerPhase::Training;
+            send(self, now + after, FromWorker::Progress { phase, step: after.as_secs() });
+        }
+        let times = (1..).map(|step: u32| (u64::from(step), hello_at + STEP_INTERVAL * step));
+        for (step, at) in times.take_while(|(_, at)| rank == 0 && *at < done) {
+            send(self, at, FromWorker::Event(build_step_event(step)));
+        }
+    }
+
+    /// Delivers a message of a worker to its agent, if both are alive.
+    pub(super) fn deliver_worker_message(&mut self, message: WorkerMessage) -> Result<(), String> {
+        let WorkerMessage { host, number, attempt, rank, message } = message;
+        if self.hosts[host].workers.get(&(attempt, rank)) != Some(&number) {
+            return Ok(());
+        }
+        if let FromWorker::Event(Event::Step { step, .. }) = &message {
+            self.steps.insert(attempt, (*step, host));
+        }
+        self.feed_agent(host, number, AgentInput::Worker { rank, message })
     }
 
     /// Schedules the end of all workers of this rank on the host, whatever their attempt, at the
@@ -218,16 +305,36 @@ impl Simulation {
     }
 
     /// Ends the process of an agent and the workers that the agent started. The controller sees the
-    /// end if the control connection is open and not silent.
+    /// end if the host is not disconnected.
     pub(super) fn end_agent(&mut self, host: HostIndex, number: u32) {
-        let linked = self.find_agent(host, number).is_some_and(|a| a.is_connected && !a.silent)
-            && !self.hosts[host].disconnected;
+        let connection = self.find_agent(host, number).and_then(|agent| agent.connection);
         let state = &mut self.hosts[host];
         state.agents.retain(|a| a.number != number);
         state.workers.retain(|_, owner| *owner != number);
-        if linked {
+        let evicting = std::mem::take(&mut state.evicting);
+        if let Some(id) = connection.filter(|id| self.connections[*id].is_open)
+            && !self.hosts[host].disconnected
+        {
+            self.connections[id].is_open = false;
             let at = self.now + self.compute_latency(host);
-            self.schedule_event(at, SimEvent::ControllerSeesEnd(host, number));
+            self.schedule_event(at, SimEvent::ControllerSeesEnd(id));
         }
+        for request in evicting {
+            self.reject_request(request, AttachRejection::NoAgent);
+        }
+    }
+}
+
+/// Builds the event of a training step.
+fn build_step_event(step: u64) -> Event {
+    Event::Step {
+        step,
+        loss: 1.0,
+        grad_norm: 1.0,
+        lr: 1e-3,
+        tokens: step,
+        tokens_per_s: 1.0,
+        peak_rss: 1,
+        exposed_comm_s: 0.0,
     }
 }

@@ -1,45 +1,19 @@
 //! [`ExternalCheckpointBuilder`]: collects the files, tensors and facts of an external checkpoint.
-use super::checkpoint::{ExternalCheckpoint, ExternalTensor};
+use super::checkpoint::ExternalCheckpoint;
 use super::facts::{ExternalFacts, StatePart};
-use super::stored_files::{StoredFile, StoredFiles};
-use super::tensor_part::TensorPart;
-use crate::catalog::model::TensorInfo;
+use super::stored_files::StoredFiles;
+use super::tensor_part::ExternalTensor;
 use crate::codec::disk::Directory;
-use crate::codec::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile};
-use crate::error::{CkptError, DamageReason, InvalidStep, MissingPart, Result};
+use crate::codec::torch_file::{DTYPE_GLOBALS, PLAIN_GLOBALS, TENSOR_GLOBALS, TorchFile};
+use crate::error::{CkptError, DamageReason, InvalidStep, MissingPart, Result, format_names};
+use crate::format_constants::TENSORS_MAX;
 use crate::tensor::TensorRole;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
 /// Classes and functions that the pickles of torch files may name.
-pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, PLAIN_GLOBALS];
-
-impl ExternalTensor {
-    /// Returns a tensor whose elements are all elements of the view `view`, in order. `file` is the
-    /// index of the view's file in the store.
-    pub(crate) fn from_whole_view(
-        name: &str,
-        role: TensorRole,
-        file: usize,
-        view: &TensorView,
-    ) -> ExternalTensor {
-        let count = view.elements();
-        let parts = if count > 0 { vec![TensorPart::new(file, view, 0..count, 0)] } else { Vec::new() };
-        ExternalTensor::from_parts(name, role, view.dtype, view.shape.clone(), parts)
-    }
-
-    /// Returns a tensor that consists of `parts`, which must be sorted by their first element.
-    pub(crate) fn from_parts(
-        name: &str,
-        role: TensorRole,
-        dtype: crate::tensor::Dtype,
-        shape: Vec<u64>,
-        parts: Vec<TensorPart>,
-    ) -> ExternalTensor {
-        ExternalTensor { info: TensorInfo { name: name.to_owned(), role, dtype, shape }, parts }
-    }
-}
+pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
 /// Names of the weights that the reader of a checkpoint trains. The names identify optimizer states
 /// that a file stores only by number.
@@ -58,12 +32,10 @@ pub(crate) struct ExternalCheckpointBuilder {
 impl ExternalCheckpointBuilder {
     /// Opens the directory at `path`, without reading any file.
     pub(crate) fn new(path: &Path) -> Result<ExternalCheckpointBuilder> {
-        let directory = Arc::new(Directory::open(path)?);
-        let facts = ExternalFacts::default();
         Ok(ExternalCheckpointBuilder {
-            directory,
+            directory: Arc::new(Directory::open(path)?),
             trained: None,
-            facts,
+            facts: ExternalFacts::default(),
             store: StoredFiles::default(),
             entries: Vec::new(),
         })
@@ -77,15 +49,26 @@ impl ExternalCheckpointBuilder {
         globals: &[&[&'static str]],
     ) -> Result<(usize, TorchFile)> {
         let file = TorchFile::open(&self.directory, name, globals)?;
-        let mut stored = StoredFile::new(self.directory.clone(), name.to_owned(), file.size);
-        stored.add_spans(file.members.clone());
-        self.store.files.push(stored);
-        Ok((self.store.files.len() - 1, file))
+        Ok((self.store.add_file(&self.directory, name, file.size, file.members.clone()), file))
+    }
+
+    /// Fails if `count` further tensors would exceed the limit of [`TENSORS_MAX`] tensors per
+    /// checkpoint. `name` is the file with these tensors.
+    pub(crate) fn require_tensor_capacity(&self, name: &str, count: usize) -> Result<()> {
+        match self.entries.len().saturating_add(count) > TENSORS_MAX {
+            true => Err(self.damaged(name, DamageReason::TooManyTensors { limit: TENSORS_MAX })),
+            false => Ok(()),
+        }
     }
 
     /// Returns [`CkptError::Damaged`] for the file `file` of the directory.
     pub(crate) fn damaged(&self, file: &str, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), file, reason)
+    }
+
+    /// Returns [`CkptError::Damaged`] for the file with the index `file` in the store.
+    pub(crate) fn damaged_file(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
+        self.damaged(&self.store.files[file].name, reason)
     }
 
     /// Returns [`CkptError::Missing`] for the part `part` of the checkpoint.
@@ -105,43 +88,43 @@ impl ExternalCheckpointBuilder {
         self.add_notice(notice);
     }
 
+    /// Adds a notice that optimizer states with unknown keys are ignored. `keys` are these keys.
+    /// Does nothing without keys.
+    pub(crate) fn report_unknown_states<'k>(&mut self, keys: impl IntoIterator<Item = &'k String>) {
+        let keys: BTreeSet<&String> = keys.into_iter().collect();
+        if !keys.is_empty() {
+            let keys: Vec<String> = keys.into_iter().cloned().collect();
+            self.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&keys)));
+        }
+    }
+
     /// Iterates over the names and shapes of the weights that were added so far.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (&str, &[u64])> {
         let weights = self.entries.iter().filter(|e| e.info.role == TensorRole::Weight);
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Returns true if any tensor added so far is an optimizer state.
-    pub(crate) fn has_optimizer_state(&self) -> bool {
-        self.entries.iter().any(|e| e.info.role.is_optimizer_state())
-    }
-
     /// Sorts the tensors by the position of their names in `order`. Tensors whose names are not in
     /// `order` come last, in their previous order.
-    pub(crate) fn sort_tensors(&mut self, order: &[String]) {
-        let position: HashMap<&str, usize> = order.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
+    pub(crate) fn sort_tensors<'n>(&mut self, order: impl IntoIterator<Item = &'n str>) {
+        let position: HashMap<&str, usize> = order.into_iter().zip(0..).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
     }
 
-    /// Builds the checkpoint. Lists the optimizer state as missing in the facts if no tensor is an
-    /// optimizer state.
-    pub(crate) fn finish(mut self) -> Result<ExternalCheckpoint> {
-        if !self.has_optimizer_state() {
+    /// Builds the checkpoint in the builder's directory. Lists the optimizer state as missing in
+    /// the facts if no tensor is an optimizer state.
+    pub(crate) fn finish(self) -> Result<ExternalCheckpoint> {
+        let path = self.directory.path().to_owned();
+        self.finish_with_paths(&path, &path)
+    }
+
+    /// Builds the checkpoint as [`ExternalCheckpointBuilder::finish`] does. `path` is the path of
+    /// the checkpoint, and `root` the directory with its config and tokenizer.
+    pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
+        if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, StatePart::OptimizerState);
         }
-        let path = self.directory.path().to_owned();
-        ExternalCheckpoint::new(&path, &path, self.facts, self.store, self.entries)
-    }
-}
-
-/// Returns the role of the optimizer state that programs store under `key`, or `None` for other
-/// states.
-pub(crate) fn parse_optimizer_state_role(key: &str) -> Option<TensorRole> {
-    match key {
-        "exp_avg" => Some(TensorRole::ExpAvg),
-        "exp_avg_sq" => Some(TensorRole::ExpAvgSq),
-        "momentum_buffer" => Some(TensorRole::Momentum),
-        _ => None,
+        ExternalCheckpoint::new(path, root, self.facts, self.store, self.entries)
     }
 }
 

@@ -1,24 +1,33 @@
 //! [`ExternalCheckpoint`]: a checkpoint written by another program, which is read in place.
-
+use super::crc_check;
 use super::facts::{ExternalFacts, StatePart};
-
 use super::stored_files::{PartRead, StoredFiles};
-use super::tensor_part::TensorPart;
-use crate::catalog::model::{TensorInfo, TextFile};
+use super::tensor_part::{ExternalTensor, TensorPart};
+use crate::catalog::model::{CONFIG_VALUES_MAX, TensorInfo, TextFile};
 use crate::catalog::passthrough::PassthroughState;
 use crate::catalog::tensor_source::{ReadRequest, TensorSource};
 use crate::catalog::training_state::TrainingState;
 use crate::codec::disk::Directory;
+use crate::codec::json::{LimitedValue, read_json_if_exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result, UnsupportedFeature};
-use crate::tensor::{TensorRole, element_ranges};
+use crate::format_constants::TENSORS_MAX;
+use crate::tensor::{TensorRole, check_tensor_name, count_elements, element_ranges};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Limit on the size of `config.json` and of text files that are exported with the weights, in
+/// Name of the file with the model config.
+const CONFIG_FILE: &str = "config.json";
+/// Limit on the size of `config.json` in bytes.
+const CONFIG_BYTES_MAX: u64 = 64 << 20;
+/// Limit on the size of all text files that are exported with the weights, in bytes.
+const TEXT_BYTES_MAX: u64 = 128 << 20;
+/// Limit on the bytes of all tensors, in multiples of the bytes of all files. Tensors may share
 /// bytes.
-const TEXT_FILE_MAX: u64 = 64 << 20;
+const SHARED_BYTES_FACTOR: u64 = 2;
+/// Bytes by which the tensors may exceed [`SHARED_BYTES_FACTOR`], such as those of expanded masks.
+const SHARED_BYTES_MAX: u64 = 256 << 20;
 /// Text files that a Hugging Face directory has next to the weights.
 const TEXT_FILES: [&str; 8] = [
     "generation_config.json",
@@ -31,19 +40,12 @@ const TEXT_FILES: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// A tensor, and the parts of files that hold its elements.
-pub(crate) struct ExternalTensor {
-    pub(crate) info: TensorInfo,
-    /// The parts, sorted by their first element. Together the parts cover the tensor.
-    pub(crate) parts: Vec<TensorPart>,
-}
-
 /// An open checkpoint of another program.
 pub struct ExternalCheckpoint {
     path: PathBuf,
     pub(super) facts: ExternalFacts,
     pub(crate) store: StoredFiles,
-    pub(super) entries: Vec<ExternalTensor>,
+    pub(crate) entries: Vec<ExternalTensor>,
     /// Index of each tensor in `entries`, by role and name.
     pub(super) index: HashMap<(TensorRole, String), usize>,
     /// The content of `config.json`, or `None` if the file does not exist.
@@ -67,8 +69,7 @@ impl ExternalCheckpoint {
     /// the directory `root`.
     ///
     /// # Errors
-    /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two
-    /// tensors have the same role and name.
+    /// Fails if a tensor is invalid, the tensors exceed a limit, or a file of `root` is invalid.
     pub(crate) fn new(
         path: &Path,
         root: &Path,
@@ -77,22 +78,8 @@ impl ExternalCheckpoint {
         mut entries: Vec<ExternalTensor>,
     ) -> Result<ExternalCheckpoint> {
         entries.sort_by_key(|e| e.info.role);
-        let mut index = HashMap::new();
-        for (i, entry) in entries.iter().enumerate() {
-            let label = format!("{}/{}", entry.info.role, entry.info.name);
-            let damaged = |reason: DamageReason| CkptError::damaged(path, label.as_str(), reason);
-            crate::tensor::check_tensor_name(&entry.info.name).map_err(|e| damaged(e.into()))?;
-            let total = crate::tensor::count_elements(&entry.info.shape)
-                .ok_or_else(|| damaged(format!("the shape {:?} is impossible", entry.info.shape).into()))?;
-            let error =
-                element_ranges::find_coverage_error(total, entry.parts.iter().map(TensorPart::element_range));
-            if let Some(error) = error {
-                return Err(damaged(error.into()));
-            }
-            if index.insert((entry.info.role, entry.info.name.clone()), i).is_some() {
-                return Err(damaged("the tensor occurs twice".into()));
-            }
-        }
+        let index = index_tensors(path, &store, &entries)?;
+        facts.warnings.extend(facts.state.find_impossible_steps());
         let of_role = |role: TensorRole| entries.iter().filter(move |e| e.info.role == role);
         facts.state.buffers = of_role(TensorRole::Buffer).map(|e| e.info.name.clone()).collect();
         facts.root = root.to_owned();
@@ -152,18 +139,18 @@ impl ExternalCheckpoint {
         self.store.files.iter().map(|f| (f.name.as_str(), f.size))
     }
 
-    /// Lists the tensors with a part for which `inside` is true, as `role/name`.
-    pub(crate) fn list_tensors_with(&self, inside: &dyn Fn(&TensorPart) -> bool) -> Vec<String> {
-        let entries = self.entries.iter().filter(|e| e.parts.iter().any(inside));
-        entries.map(|e| format!("{}/{}", e.info.role, e.info.name)).collect()
-    }
-
     /// Returns the tensor of this name and role. Fails with [`CkptError::NoSuchTensor`] if the
     /// checkpoint does not have the tensor.
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&ExternalTensor> {
-        self.index.get(&(role, name.to_owned())).map(|&i| &self.entries[i]).ok_or_else(|| {
-            CkptError::NoSuchTensor { path: self.path.clone(), tensor: format!("{role}/{name}") }
-        })
+        let index = self.index.get(&(role, name.to_owned()));
+        index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
+    }
+
+    /// Returns the reads that together satisfy `requests`.
+    fn resolve_requests<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
+        let mut parts = Vec::new();
+        requests.iter_mut().try_for_each(|request| self.resolve_request(request, &mut parts))?;
+        Ok(parts)
     }
 
     /// Appends the reads that together satisfy `request` to `parts`. Each stored part of the tensor
@@ -181,16 +168,11 @@ impl ExternalCheckpoint {
         let entry = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
-        if range.end > entry.info.element_count() {
-            return Err(CkptError::RangeOutsideTensor {
-                path: self.path.clone(),
-                tensor: format!("{}/{}", request.role, request.name),
-                elements: entry.info.element_count(),
-                requested: range.end,
-            });
+        let (tensor, elements) = (entry.info.label(), entry.info.element_count());
+        if range.end > elements {
+            return Err(CkptError::range_outside_tensor(&self.path, tensor, elements, range.end));
         }
         if !entry.info.dtype.is_float() {
-            let tensor = format!("{}/{}", request.role, request.name);
             let feature = UnsupportedFeature::Dtype { tensor, dtype: entry.info.dtype };
             return Err(CkptError::unsupported(&self.path, feature));
         }
@@ -214,23 +196,15 @@ impl TensorSource for ExternalCheckpoint {
     }
 
     fn read_many(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        let mut part_reads = Vec::new();
-        for request in requests {
-            self.resolve_request(request, &mut part_reads)?;
-        }
-        self.store.read_verified_parts(part_reads, |inside| self.list_tensors_with(inside))
+        self.store.read_parts(self.resolve_requests(requests)?, true, &self.entries)
     }
 
     fn read_unchecked(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
-        let mut part_reads = Vec::new();
-        for request in requests {
-            self.resolve_request(request, &mut part_reads)?;
-        }
-        self.store.read_unverified_parts(part_reads, |inside| self.list_tensors_with(inside))
+        self.store.read_parts(self.resolve_requests(requests)?, false, &self.entries)
     }
 
     fn verify_reads(&self, every_byte: bool) -> Result<()> {
-        self.store.verify_read_spans(every_byte, |inside| self.list_tensors_with(inside))
+        crc_check::verify_read_spans(&self.store, every_byte, &self.entries)
     }
 
     fn read_raw(&self, name: &str, role: TensorRole, start_element: u64, out: &mut [u8]) -> Result<()> {
@@ -244,18 +218,29 @@ impl TensorSource for ExternalCheckpoint {
             let bytes = ((range.end - range.start) * size) as usize;
             let (now, later) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = later;
-            let tensors_with = |inside: &dyn Fn(&TensorPart) -> bool| self.list_tensors_with(inside);
-            self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, tensors_with)?;
+            self.store.read_raw(&entry.parts[i], entry.info.dtype, range, now, &self.entries)?;
         }
-        match rest.is_empty() {
-            true => Ok(()),
-            false => Err(CkptError::RangeOutsideTensor {
-                path: self.path.clone(),
-                tensor: format!("{role}/{name}"),
-                elements: entry.info.element_count(),
-                requested: end,
-            }),
+        if rest.is_empty() {
+            return Ok(());
         }
+        let elements = entry.info.element_count();
+        Err(CkptError::range_outside_tensor(&self.path, entry.info.label(), elements, end))
+    }
+
+    fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
+        let entry = self.find_tensor(&info.name, info.role)?;
+        let parts = element_ranges::intersect_ranges(
+            &entry.parts,
+            TensorPart::element_range,
+            start..info.element_count(),
+        );
+        for (i, range) in parts {
+            let next = self.store.skip_zeros(&entry.parts[i], entry.info.dtype, range.clone())?;
+            if next < range.end {
+                return Ok(next);
+            }
+        }
+        Ok(info.element_count())
     }
 
     fn read_passthrough(&self) -> Result<PassthroughState> {
@@ -295,33 +280,72 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
+/// Makes the index of `entries`, and checks them. `path` is the path of the checkpoint, for errors.
+///
+/// # Errors
+/// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two
+/// tensors have the same role and name. Also fails if there are too many tensors, or the tensors
+/// are much larger than the files.
+fn index_tensors(
+    path: &Path,
+    store: &StoredFiles,
+    entries: &[ExternalTensor],
+) -> Result<HashMap<(TensorRole, String), usize>> {
+    let stored = store.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.size));
+    let bytes_max = stored.saturating_mul(SHARED_BYTES_FACTOR).saturating_add(SHARED_BYTES_MAX);
+    let (mut index, mut bytes) = (HashMap::new(), 0u64);
+    for (i, entry) in entries.iter().enumerate() {
+        let damaged = |reason: DamageReason| CkptError::damaged(path, entry.info.label(), reason);
+        check_tensor_name(&entry.info.name).map_err(|e| damaged(e.into()))?;
+        let total = count_elements(&entry.info.shape)
+            .ok_or_else(|| damaged(format!("the shape {:?} is impossible", entry.info.shape).into()))?;
+        let error =
+            element_ranges::find_coverage_error(total, entry.parts.iter().map(TensorPart::element_range));
+        if let Some(error) = error {
+            return Err(damaged(error.into()));
+        }
+        if index.insert((entry.info.role, entry.info.name.clone()), i).is_some() {
+            return Err(damaged("the tensor occurs twice".into()));
+        }
+        bytes = bytes.saturating_add(entry.info.bytes());
+        let file =
+            || entry.parts.first().map_or_else(|| entry.info.label(), |p| store.files[p.file].name.clone());
+        if i >= TENSORS_MAX {
+            return Err(CkptError::damaged(
+                path,
+                file(),
+                DamageReason::TooManyTensors { limit: TENSORS_MAX },
+            ));
+        }
+        if bytes > bytes_max {
+            return Err(CkptError::damaged(path, file(), DamageReason::TensorsExceedFiles { bytes, stored }));
+        }
+    }
+    Ok(index)
+}
+
 /// Reads `config.json`. Returns `None` if the directory does not have this file. Fails if the file
 /// is not a JSON object.
 fn read_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
-    match directory.file_size("config.json")? {
+    match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
+        Some(LimitedValue::<CONFIG_VALUES_MAX>(Value::Object(map))) => Ok(Some(map)),
         Some(_) => {
-            let text = directory.read_file("config.json", TEXT_FILE_MAX)?;
-            match serde_json::from_slice(&text) {
-                Ok(Value::Object(map)) => Ok(Some(map)),
-                Ok(_) => Err(CkptError::damaged(
-                    directory.path(),
-                    "config.json",
-                    DamageReason::Json("not an object".into()),
-                )),
-                Err(e) => Err(CkptError::damaged(directory.path(), "config.json", e)),
-            }
+            let reason = DamageReason::Json("not an object".into());
+            Err(CkptError::damaged(directory.path(), CONFIG_FILE, reason))
         }
     }
 }
 
-/// Reads the files of [`TEXT_FILES`] that the directory has. Fails if a file is not UTF-8 text.
+/// Reads the files of [`TEXT_FILES`] that the directory has. Fails if a file is not UTF-8 text, or
+/// the files together have more than [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
-    let mut texts = Vec::new();
+    let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);
     for name in TEXT_FILES {
         if directory.file_size(name)?.is_some() {
-            let text = String::from_utf8(directory.read_file(name, TEXT_FILE_MAX)?)
+            let text = String::from_utf8(directory.read_file(name, bytes_left)?)
                 .map_err(|_| CkptError::damaged(directory.path(), name, "the file is not UTF-8 text"))?;
+            bytes_left -= text.len() as u64;
             texts.push(TextFile { name: name.into(), text });
         }
     }

@@ -47,7 +47,9 @@ impl FusedExperts {
         let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
         for &(name, shape) in weights {
             match parse_expert_matrix(name) {
-                Some((layer, expert, matrix)) => {
+                Some((before, expert, matrix)) => {
+                    let layer =
+                        format!("{before}.experts").replacen(MOE_MODULE_NAMES.0, MOE_MODULE_NAMES.1, 1);
                     let twice = layers.entry(layer).or_default().insert((expert, matrix), (name, shape));
                     if twice.is_some() {
                         return None;
@@ -83,7 +85,7 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds a weight of the model, which consists of the weights `parts` in files. Returns `None`
+    /// Adds a weight of the model. Files store this weight as the weights `parts`. Returns `None`
     /// if the number of elements overflows.
     fn add_weight(&mut self, name: String, shape: Vec<u64>, parts: Vec<ShapedWeight<'_>>) -> Option<()> {
         if parts.len() > 1 || parts.first().is_some_and(|(part, _)| *part != name) {
@@ -113,15 +115,14 @@ impl FusedExperts {
     }
 }
 
-/// Parses the name of an expert's matrix. Returns the name that the layer's experts have in the
-/// model, the number of the expert, and the index into a row of [`MATRIX_NAMES`]. Returns `None`
-/// for other names.
-fn parse_expert_matrix(name: &str) -> Option<(String, u64, usize)> {
+/// Parses the name of an expert's matrix. Returns the part of the name before `.experts.`, the
+/// number of the expert, and the index of the matrix: 0 for gate, 1 for up, 2 for down. Returns
+/// `None` for other names.
+pub(crate) fn parse_expert_matrix(name: &str) -> Option<(&str, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
     let which = MATRIX_NAMES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
-    let layer = format!("{before}.experts").replacen(MOE_MODULE_NAMES.0, MOE_MODULE_NAMES.1, 1);
-    Some((layer, number.parse().ok()?, which))
+    Some((before, number.parse().ok()?, which))
 }
 
 #[cfg(test)]

@@ -6,15 +6,14 @@ mod facts;
 mod fused_experts;
 mod partial_crcs;
 mod stored_files;
+mod strided_cache;
 mod tensor_part;
 mod unfuse_experts;
 
-pub(crate) use builder::{
-    ExternalCheckpointBuilder, GLOBALS, TrainedNames, parse_optimizer_state_role, to_whole_step,
-};
+pub(crate) use builder::{ExternalCheckpointBuilder, GLOBALS, TrainedNames, to_whole_step};
 pub use checkpoint::ExternalCheckpoint;
-pub(crate) use checkpoint::ExternalTensor;
+pub(crate) use crc_check::verify_all_spans;
 pub use facts::{ExternalFacts, StatePart};
-pub(crate) use fused_experts::{FusedExperts, FusedMember};
-pub(crate) use stored_files::{StoredFile, StoredFiles};
-pub(crate) use tensor_part::TensorPart;
+pub(crate) use fused_experts::{FusedExperts, FusedMember, parse_expert_matrix};
+pub(crate) use stored_files::{StepValue, StoredFile};
+pub(crate) use tensor_part::{ExternalTensor, TensorPart};

@@ -2,7 +2,7 @@
 //! the CRC-32 of a whole span.
 //!
 //! A conversion therefore reads each byte only once.
-use crc32fast::Hasher;
+use crate::codec::disk::combine_crcs;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -19,14 +19,6 @@ struct CrcPiece {
     crc: u32,
 }
 
-/// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the
-/// length of the second sequence in bytes.
-pub(super) fn combine_crcs(first: u32, second: u32, second_bytes: u64) -> u32 {
-    let mut hasher = Hasher::new_with_initial(first);
-    hasher.combine(&Hasher::new_with_initial_len(second, second_bytes));
-    hasher.finalize()
-}
-
 impl PartialCrcs {
     /// Locks and returns the map of pieces, also if another thread panicked with the lock.
     fn lock_pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, CrcPiece>> {
@@ -34,8 +26,8 @@ impl PartialCrcs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds the CRC-32 of the byte range `bytes`, which was read. Ignores an empty range, and a
-    /// range that overlaps an earlier range.
+    /// Adds `crc`, the CRC-32 of the byte range `bytes`. Ignores an empty range, and a range that
+    /// overlaps an earlier range.
     pub(super) fn add_crc(&self, bytes: Range<u64>, crc: u32) {
         if bytes.is_empty() {
             return;

@@ -1,14 +1,16 @@
 //! [`StoredFiles`]: reads parts of tensors in the files of an external checkpoint, and verifies the
 //! CRC-32 of each span of a file.
 use super::partial_crcs::PartialCrcs;
-use super::tensor_part::TensorPart;
+use super::strided_cache::StridedCache;
+use super::tensor_part::{ExternalTensor, TensorPart};
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers};
-use crate::codec::torch_file::{TensorView, TorchFile};
+use crate::codec::torch_file::TensorView;
 use crate::codec::zip::ZipMember;
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use crate::tensor::Dtype;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +19,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Bytes of 16-bit floats that are read and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
+/// Indices of a file in the store, and of a span in the file.
+pub(super) type SpanPlace = (usize, usize);
+
 /// The files of an external checkpoint that hold tensors.
 #[derive(Default)]
 pub(crate) struct StoredFiles {
     pub(crate) files: Vec<StoredFile>,
     pub(super) read_buffers: ReadBuffers,
+    strided: StridedCache,
 }
 
 /// A file of an external checkpoint, and its spans that hold tensors.
@@ -58,6 +64,12 @@ impl CrcSpan {
     }
 }
 
+/// The step of a parameter as a file stores it, which is a number or a tensor with one element.
+pub(crate) enum StepValue {
+    Number(f64),
+    Tensor(TensorView),
+}
+
 /// A request to read elements of one part of a tensor into a buffer of f32.
 pub(crate) struct PartRead<'a> {
     pub(crate) part: &'a TensorPart,
@@ -73,14 +85,6 @@ impl StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Describes the torch file `name` in `directory`. Each member of the file becomes a span with
-    /// the same index.
-    pub(crate) fn from_torch_file(directory: Arc<Directory>, name: String, file: TorchFile) -> StoredFile {
-        let mut stored = StoredFile::new(directory, name, file.size);
-        stored.add_spans(file.members);
-        stored
-    }
-
     /// Adds a span for each member. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
@@ -92,6 +96,11 @@ impl StoredFile {
             partial_crcs: PartialCrcs::default(),
         }));
         first
+    }
+
+    /// Returns true if every byte of the file's tensors has a CRC-32.
+    pub(crate) fn has_checksums(&self) -> bool {
+        self.spans.iter().all(|span| span.crc.is_some() || span.bytes.is_empty())
     }
 
     /// Returns the open directory that contains the file.
@@ -111,13 +120,6 @@ impl StoredFile {
         }
     }
 
-    /// Returns the damage of a span whose content does not match its CRC-32. `tensors` names the
-    /// tensors in the span.
-    pub(super) fn crc_damage(&self, span: &CrcSpan, tensors: Vec<String>) -> Damage {
-        let reason = DamageReason::CrcMismatch { member: span.name.clone() };
-        Damage { file: self.name.clone(), block: None, tensors, reason }
-    }
-
     /// Returns [`CkptError::Damaged`] for this file.
     fn damaged(&self, reason: impl Into<DamageReason>) -> CkptError {
         CkptError::damaged(self.directory.path(), &self.name, reason)
@@ -125,9 +127,7 @@ impl StoredFile {
 
     /// Reads the byte range `bytes` of the file and computes its CRC-32.
     pub(super) fn compute_crc(&self, open: &mut OffsetReader<'_>, bytes: Range<u64>) -> Result<u32> {
-        let mut hasher = crc32fast::Hasher::new();
-        open.for_each_piece(bytes, |piece| hasher.update(piece)).map_err(|e| self.read_error(e))?;
-        Ok(hasher.finalize())
+        open.compute_crc(bytes).map_err(|e| self.read_error(e))
     }
 
     /// Fills `out` with bytes of `span` from offset `at` of the file on. Records the CRC-32 of the
@@ -165,69 +165,99 @@ impl StoredFile {
 }
 
 impl StoredFiles {
-    /// Reads all requested parts, and verifies the span of each part first. For errors,
-    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
-    pub(crate) fn read_verified_parts(
-        &self,
-        part_reads: Vec<PartRead<'_>>,
-        tensors_with: impl Fn(&dyn Fn(&TensorPart) -> bool) -> Vec<String>,
-    ) -> Result<()> {
-        self.read_parts(part_reads, true, tensors_with)
+    /// Adds the file `name` of `size` bytes in `directory`, with a span for each member. Returns
+    /// the index of the file.
+    pub(crate) fn add_file(
+        &mut self,
+        directory: &Arc<Directory>,
+        name: &str,
+        size: u64,
+        members: Vec<ZipMember>,
+    ) -> usize {
+        let mut file = StoredFile::new(directory.clone(), name.to_owned(), size);
+        file.add_spans(members);
+        self.files.push(file);
+        self.files.len() - 1
     }
 
-    /// Reads all requested parts, without verifying the spans of contiguous parts. The caller must
-    /// call [`StoredFiles::verify_read_spans`] after the last read, and must discard the elements
-    /// if that call fails. The span of a part that is not contiguous is verified before the part is
-    /// read.
-    /// `tensors_with(predicate)` must name the tensors with a part that satisfies the predicate.
-    pub(crate) fn read_unverified_parts(
-        &self,
-        part_reads: Vec<PartRead<'_>>,
-        tensors_with: impl Fn(&dyn Fn(&TensorPart) -> bool) -> Vec<String>,
-    ) -> Result<()> {
-        self.read_parts(part_reads, false, tensors_with)
+    /// Returns the damage of a span whose content does not match its CRC-32. `tensors` are the
+    /// labels of the tensors with a part in the span.
+    pub(super) fn crc_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
+        let stored = &self.files[file];
+        let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
+        Damage { file: stored.name.clone(), block: None, tensors, reason }
+    }
+
+    /// Returns [`CkptError::Damaged`] for a span whose content does not match its CRC-32. The error
+    /// names those of the tensors `entries` that have a part in the span.
+    pub(super) fn crc_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
+        let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
+        CkptError::from_damage(self.files[span.0].directory.path(), self.crc_damage(span, tensors))
     }
 
     /// Reads all requested parts in the order of their files and offsets. Verifies the span of a
-    /// part before the part is read if `checked` is true or the part is not contiguous.
-    fn read_parts(
+    /// part before the part is read if `checked` is true or the part is not contiguous. An error
+    /// about a span names the tensors of `entries` in the span.
+    ///
+    /// If `checked` is false, the caller must verify the read spans after the last read with
+    /// [`super::crc_check::verify_read_spans`], and must discard the elements if that fails.
+    pub(crate) fn read_parts(
         &self,
         mut part_reads: Vec<PartRead<'_>>,
         checked: bool,
-        tensors_with: impl Fn(&dyn Fn(&TensorPart) -> bool) -> Vec<String>,
+        entries: &[ExternalTensor],
     ) -> Result<()> {
         part_reads.sort_by_key(|w| (w.part.file, w.part.span, w.part.offset, w.range.start));
         let mut buffer = Vec::new();
         for in_file in part_reads.chunk_by_mut(|a, b| a.part.file == b.part.file) {
-            let index = in_file[0].part.file;
-            let file = &self.files[index];
+            let file = &self.files[in_file[0].part.file];
             let mut open = file.open(&self.read_buffers)?;
             for w in in_file {
-                let span = &file.spans[w.part.span];
                 // strided elements are not consecutive, so their CRC-32s cannot be combined
-                let verify_first = checked || w.part.strided.is_some();
-                if verify_first && !span.is_verified() {
-                    if !self.verify_span_crc(index, span, &mut open)? {
-                        let tensors = tensors_with(&|p: &TensorPart| p.is_in_span(index, w.part.span));
-                        let damage = file.crc_damage(span, tensors);
-                        return Err(CkptError::Damaged {
-                            path: file.directory.path().to_owned(),
-                            damage: Box::new(damage),
-                        });
-                    }
-                    span.mark_verified();
+                if checked || w.part.strided.is_some() {
+                    self.verify_span_of(w.part, &mut open, entries)?;
                 }
-                read_part(file, &mut open, span, w, &mut buffer)?;
+                match self.load_strided_span(w.part, &mut open)? {
+                    Some(content) => copy_strided_part(&content, w)?,
+                    None => read_part(file, &mut open, &file.spans[w.part.span], w, &mut buffer)?,
+                }
             }
         }
         Ok(())
     }
 
-    /// Reads the whole span `span` of the file with index `index`. Returns true if the content
-    /// matches the CRC-32. Does not mark the span as verified.
-    fn verify_span_crc(&self, index: usize, span: &CrcSpan, open: &mut OffsetReader<'_>) -> Result<bool> {
-        let crc = self.files[index].compute_crc(open, span.bytes.clone())?;
-        Ok(span.crc.is_none_or(|expected| expected == crc))
+    /// Verifies the span of the part `part` unless the span is verified. Fails if the content of
+    /// the span does not match its CRC-32.
+    fn verify_span_of(
+        &self,
+        part: &TensorPart,
+        open: &mut OffsetReader<'_>,
+        entries: &[ExternalTensor],
+    ) -> Result<()> {
+        let file = &self.files[part.file];
+        let span = &file.spans[part.span];
+        if span.is_verified() {
+            return Ok(());
+        }
+        let crc = file.compute_crc(open, span.bytes.clone())?;
+        if span.crc.is_some_and(|expected| expected != crc) {
+            return Err(self.crc_error((part.file, part.span), entries));
+        }
+        span.mark_verified();
+        Ok(())
+    }
+
+    /// Returns the content of the span of a part that is not contiguous, from the cache. Returns
+    /// `None` for contiguous parts, and if the span is too large for the cache. The caller must
+    /// have verified the span.
+    fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
+        if part.strided.is_none() {
+            return Ok(None);
+        }
+        let file = &self.files[part.file];
+        let bytes = file.spans[part.span].bytes.clone();
+        let read = |buffer: &mut [u8]| file.read_bytes(open, bytes.start, buffer);
+        self.strided.get_or_read((part.file, part.span), bytes.end - bytes.start, read)
     }
 
     /// Reads the elements `range` of the tensor into `out`, in the stored dtype. `part` must have
@@ -238,29 +268,44 @@ impl StoredFiles {
         dtype: Dtype,
         range: Range<u64>,
         out: &mut [u8],
-        tensors_with: impl Fn(&dyn Fn(&TensorPart) -> bool) -> Vec<String>,
+        entries: &[ExternalTensor],
     ) -> Result<()> {
         let file = &self.files[part.file];
-        let span = &file.spans[part.span];
         let mut open = file.open(&self.read_buffers)?;
-        if !span.is_verified() {
-            if !self.verify_span_crc(part.file, span, &mut open)? {
-                let damage =
-                    file.crc_damage(span, tensors_with(&|p: &TensorPart| p.is_in_span(part.file, part.span)));
-                return Err(CkptError::Damaged {
-                    path: file.directory.path().to_owned(),
-                    damage: Box::new(damage),
-                });
-            }
-            span.mark_verified();
-        }
+        self.verify_span_of(part, &mut open, entries)?;
+        let content = self.load_strided_span(part, &mut open)?;
+        let start = file.spans[part.span].bytes.start;
         let (size, mut done) = (dtype.size(), 0usize);
         part.for_each_run(range, |element, count| {
-            let bytes = (count * size) as usize;
+            let (at, bytes) = (element * size, (count * size) as usize);
             let out = &mut out[done..done + bytes];
             done += bytes;
-            file.read_bytes(&mut open, span.bytes.start + element * size, out)
+            match &content {
+                Some(content) => copy_bytes(content, at, out),
+                None => file.read_bytes(&mut open, start + at, out),
+            }
         })
+    }
+
+    /// Returns the index of the first of the elements `range` of a part that is not in a hole of a
+    /// sparse file, or the end of the range. Returns the start of the range for parts that are not
+    /// contiguous.
+    pub(super) fn skip_zeros(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
+        if part.strided.is_some() {
+            return Ok(range.start);
+        }
+        let (file, size) = (&self.files[part.file], dtype.size());
+        let first = file.spans[part.span].bytes.start + (part.offset + range.start - part.start) * size;
+        let data = file.open(&self.read_buffers)?.find_data(first..first + (range.end - range.start) * size);
+        Ok(range.end.min(range.start + (data.start - first) / size))
+    }
+
+    /// Reads the step of a parameter that is stored in the file with index `file`.
+    pub(crate) fn read_step(&self, file: usize, step: &StepValue) -> Result<f64> {
+        match step {
+            StepValue::Number(number) => Ok(*number),
+            StepValue::Tensor(view) => self.read_scalar(file, view).map(f64::from),
+        }
     }
 
     /// Reads the first element of the tensor `view` of the file with index `file`, as F32. Verifies
@@ -273,9 +318,26 @@ impl StoredFiles {
     pub(crate) fn read_first_element(&self, part: &TensorPart, dtype: Dtype) -> Result<f32> {
         let mut out = [0.0];
         let range = part.start..part.start + 1;
-        self.read_verified_parts(vec![PartRead { part, dtype, range, out: &mut out }], |_| Vec::new())?;
+        self.read_parts(vec![PartRead { part, dtype, range, out: &mut out }], true, &[])?;
         Ok(out[0])
     }
+}
+
+/// Lists, for each of `spans`, the tensors among `entries` that have a part in the span.
+pub(super) fn list_tensors_in_spans(
+    spans: &[SpanPlace],
+    entries: &[ExternalTensor],
+) -> HashMap<SpanPlace, Vec<String>> {
+    let mut found: HashMap<SpanPlace, Vec<String>> = spans.iter().map(|s| (*s, Vec::new())).collect();
+    for entry in entries {
+        let places: BTreeSet<SpanPlace> = entry.parts.iter().map(|p| (p.file, p.span)).collect();
+        for place in places {
+            if let Some(tensors) = found.get_mut(&place) {
+                tensors.push(entry.info.label());
+            }
+        }
+    }
+    found
 }
 
 /// Reads the elements of the request `w` from the span `span`, and stores them as F32 in `w.out`.
@@ -310,6 +372,36 @@ fn read_part(
             at += n as u64 * size;
         }
         Ok(())
+    })
+}
+
+/// Copies bytes of the content of a span from offset `at` on to `out`.
+fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
+    let outside = || CkptError::internal("an element is outside of its span");
+    let at = usize::try_from(at).map_err(|_| outside())?;
+    let source = content.get(at..).and_then(|rest| rest.get(..out.len())).ok_or_else(outside)?;
+    out.copy_from_slice(source);
+    Ok(())
+}
+
+/// Copies the elements of the request `w` from `content`, the content of their span, and stores
+/// them as F32 in `w.out`.
+fn copy_strided_part(content: &[u8], w: &mut PartRead<'_>) -> Result<()> {
+    let size = w.dtype.size();
+    let (mut done, mut bytes) = (0, Vec::new());
+    let out = &mut *w.out;
+    w.part.for_each_run(w.range.clone(), |element, count| {
+        let out = &mut out[done..done + count as usize];
+        done += count as usize;
+        if w.dtype == Dtype::F32 {
+            return copy_bytes(content, element * size, bytemuck::cast_slice_mut::<f32, u8>(out));
+        }
+        bytes.resize((count * size) as usize, 0);
+        copy_bytes(content, element * size, &mut bytes)?;
+        match widen_to_f32(w.dtype, &bytes, out) {
+            true => Ok(()),
+            false => Err(CkptError::internal("a tensor that is neither BF16, F16 nor F32 is read as F32")),
+        }
     })
 }
 

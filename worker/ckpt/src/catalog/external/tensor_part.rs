@@ -1,7 +1,75 @@
-//! [`TensorPart`]: consecutive elements of a tensor, which are stored in one file.
+//! [`ExternalTensor`] and [`TensorPart`]: a tensor of an external checkpoint, and consecutive
+//! elements of the tensor that are stored in one file.
+use crate::catalog::model::TensorInfo;
+use crate::codec::safetensors::SafetensorsEntry;
 use crate::codec::torch_file::TensorView;
 use crate::error::Result;
+use crate::tensor::{Dtype, TensorRole, count_elements};
 use std::ops::Range;
+use std::sync::Arc;
+
+/// A tensor, and the parts of files that hold its elements.
+pub(crate) struct ExternalTensor {
+    pub(crate) info: TensorInfo,
+    /// The parts, sorted by their first element. Together the parts cover the tensor.
+    pub(crate) parts: Vec<TensorPart>,
+}
+
+impl ExternalTensor {
+    /// Returns a tensor whose elements are all elements of the view `view`, in order. `file` is the
+    /// index of the view's file in the store.
+    pub(crate) fn from_whole_view(
+        name: &str,
+        role: TensorRole,
+        file: usize,
+        view: &TensorView,
+    ) -> ExternalTensor {
+        ExternalTensor::from_view_elements(name, role, &view.shape, file, view, 0..view.elements())
+    }
+
+    /// Returns a tensor of the shape `shape` whose elements are the elements `taken` of the view
+    /// `view`. `file` is the index of the view's file in the store.
+    pub(crate) fn from_view_elements(
+        name: &str,
+        role: TensorRole,
+        shape: &[u64],
+        file: usize,
+        view: &TensorView,
+        taken: Range<u64>,
+    ) -> ExternalTensor {
+        let part = (!taken.is_empty()).then(|| TensorPart::new(file, view, taken, 0));
+        ExternalTensor::from_parts(name, role, view.dtype, shape, part.into_iter().collect())
+    }
+
+    /// Returns the tensor that `entry` describes, in a safetensors file with the index `file` in
+    /// the store. The elements of the tensor are the whole span `span` of this file.
+    pub(crate) fn from_whole_span(
+        entry: SafetensorsEntry,
+        role: TensorRole,
+        file: usize,
+        span: usize,
+    ) -> ExternalTensor {
+        let SafetensorsEntry { name, dtype, shape, .. } = entry;
+        let count = count_elements(&shape).unwrap_or(0);
+        let part = TensorPart { start: 0, count, file, span, offset: 0, skip: 0, strided: None };
+        let parts = if count > 0 { vec![part] } else { Vec::new() };
+        ExternalTensor { info: TensorInfo { name, role, dtype, shape }, parts }
+    }
+
+    /// Returns a tensor that consists of `parts`, which must be sorted by their first element.
+    pub(crate) fn from_parts(
+        name: &str,
+        role: TensorRole,
+        dtype: Dtype,
+        shape: &[u64],
+        parts: Vec<TensorPart>,
+    ) -> ExternalTensor {
+        ExternalTensor {
+            info: TensorInfo { name: name.to_owned(), role, dtype, shape: shape.to_vec() },
+            parts,
+        }
+    }
+}
 
 /// Consecutive elements of a tensor, which are stored in one file.
 #[derive(Clone, Debug)]
@@ -17,17 +85,17 @@ pub(crate) struct TensorPart {
     /// Index of the part's first element in the span. If the view is not contiguous, the index of
     /// the view's first element.
     pub(super) offset: u64,
+    /// Number of elements of the view before this part if the view is not contiguous, otherwise 0.
+    skip: u64,
     /// The layout of the view, or `None` if the view is contiguous.
-    pub(super) strided: Option<Box<StridedLayout>>,
+    pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
 /// The layout of a view that is not contiguous.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
     strides: Vec<u64>,
-    /// Number of elements of the view before this part.
-    skip: u64,
 }
 
 impl TensorPart {
@@ -36,19 +104,14 @@ impl TensorPart {
     /// store.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
-        let strided = || {
-            Box::new(StridedLayout {
-                shape: view.shape.clone(),
-                strides: view.strides.clone(),
-                skip: taken.start,
-            })
-        };
+        let strided = || Arc::new(StridedLayout { shape: view.shape.clone(), strides: view.strides.clone() });
         TensorPart {
             start,
             count: taken.end - taken.start,
             file,
             span: view.member,
             offset: view.offset + if contiguous { taken.start } else { 0 },
+            skip: if contiguous { 0 } else { taken.start },
             strided: (!contiguous).then(strided),
         }
     }
@@ -56,12 +119,12 @@ impl TensorPart {
     /// Makes a part of another tensor, which shares stored elements with this tensor. `taken` are
     /// the indices of the shared elements in this tensor, and must be in this part. The first of
     /// these elements has the index `start` in the other tensor.
-    pub(super) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
+    pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
-        match &mut part.strided {
-            Some(strided) => strided.skip += before,
-            None => part.offset += before,
+        match part.strided.is_some() {
+            true => part.skip += before,
+            false => part.offset += before,
         }
         part
     }
@@ -69,11 +132,6 @@ impl TensorPart {
     /// Returns the range of elements of the tensor that this part holds.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
-    }
-
-    /// Returns true if the part is in the span `span` of the file `file`, both given by index.
-    pub(super) fn is_in_span(&self, file: usize, span: usize) -> bool {
-        (self.file, self.span) == (file, span)
     }
 
     /// Calls `run(first, count)` for each run of consecutive elements in the elements `range` of
@@ -92,7 +150,7 @@ impl TensorPart {
             (Some(&size), Some(1)) => size,
             _ => 1,
         };
-        let (mut at, end) = (strided.skip + first, strided.skip + first + count);
+        let (mut at, end) = (self.skip + first, self.skip + first + count);
         while at < end {
             let len = (inner - at % inner).min(end - at);
             run(self.offset + strided.locate_element(at), len)?;

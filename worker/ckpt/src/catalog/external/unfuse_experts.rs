@@ -1,9 +1,11 @@
 //! Splits experts that a file stores as one tensor per layer (fused) into one tensor per expert.
-use super::checkpoint::{ExternalCheckpoint, ExternalTensor};
+use super::checkpoint::ExternalCheckpoint;
 use super::facts::ExternalFacts;
 use super::fused_experts::{FusedExperts, FusedMember};
-use super::tensor_part::TensorPart;
+use super::tensor_part::{ExternalTensor, TensorPart};
+use crate::catalog::model::borrow_weights;
 use crate::tensor::element_ranges;
+use std::collections::HashMap;
 
 impl ExternalCheckpoint {
     /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
@@ -12,10 +14,9 @@ impl ExternalCheckpoint {
     /// reader of `weights` finds an unexpected tensor. Does nothing if `weights` lists no separate
     /// experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
-        let weights: Vec<_> = weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
-        let Some(fused) = FusedExperts::detect(&weights) else { return };
-        let has =
-            |e: &ExternalTensor| fused.weights.iter().any(|(n, s)| *n == e.info.name && *s == e.info.shape);
+        let Some(fused) = FusedExperts::detect(&borrow_weights(weights)) else { return };
+        let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();
+        let has = |e: &ExternalTensor| shapes.get(e.info.name.as_str()) == Some(&e.info.shape.as_slice());
         let twice =
             |e: &ExternalTensor, m: &FusedMember| self.index.contains_key(&(e.info.role, m.name.clone()));
         let members = |e: &ExternalTensor| {

@@ -2,9 +2,10 @@
 //! previous blocks.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
 use super::directory::Directory;
-use super::units::{ALIGN, BLOCK, WINDOW};
+use super::sparse::find_data;
+use super::units::{ALIGN, BLOCK, WINDOW, disable_direct_io};
 use crate::error::{CkptError, DamageReason, Result};
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -44,6 +45,27 @@ impl BlockReader {
         self.size
     }
 
+    /// Lists the ranges of those of the blocks `blocks` that contain data. The other blocks are in
+    /// holes of a sparse file and consist of zeros.
+    pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
+        let block = BLOCK as u64;
+        let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
+        let mut found: Vec<Range<u64>> = Vec::new();
+        while at < end {
+            let data = find_data(&self.file, at..end);
+            if data.is_empty() {
+                break;
+            }
+            let range = data.start / block..data.end.div_ceil(block);
+            at = range.end * block;
+            match found.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => found.push(range),
+            }
+        }
+        found
+    }
+
     /// Reads the byte range `bytes` of the file into the beginning of `window`. The range must
     /// begin at a block boundary.
     ///
@@ -70,8 +92,7 @@ impl BlockReader {
                 Ok(n) => done += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if self.direct && e.raw_os_error() == Some(libc::EINVAL) => {
-                    let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
-                    fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
+                    disable_direct_io(&self.file)?;
                     self.direct = false;
                 }
                 Err(e) => return Err(e),
@@ -129,40 +150,35 @@ pub(crate) fn stream_windows(
     let memory =
         |e| CkptError::Io { action: "allocate memory to read", path: "a checkpoint".into(), source: e };
     let mut windows = jobs.iter().flat_map(BlockRequest::split_into_windows).peekable();
+    let mut read_next = move |job: &BlockRequest| -> io::Result<(AlignedBuffer, Result<()>)> {
+        let mut buffer = buffers.take()?;
+        let read = reader.read_request(job, &mut buffer);
+        Ok((buffer, read))
+    };
+    let mut deliver = |job: BlockRequest, window: io::Result<(AlignedBuffer, Result<()>)>| {
+        let (buffer, read) = window.map_err(memory)?;
+        let len = (job.byte_range().end - job.byte_range().start) as usize;
+        let result = sink((job, read.as_ref().map(|()| &buffer[..len])));
+        buffers.give_back(buffer);
+        result
+    };
     let Some(first) = windows.next() else { return Ok(()) };
     if windows.peek().is_none() {
-        let mut buffer = buffers.take().map_err(memory)?;
-        let read = reader.read_request(&first, &mut buffer);
-        let len = (first.byte_range().end - first.byte_range().start) as usize;
-        let result = sink((first, read.as_ref().map(|()| &buffer[..len])));
-        buffers.give_back(buffer);
-        return result;
+        let window = read_next(&first);
+        return deliver(first, window);
     }
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<(BlockRequest, io::Result<AlignedBuffer>, Result<()>)>(1);
+        let (full, inbox) = sync_channel(1);
         let ahead = std::iter::once(first).chain(windows);
         scope.spawn(move || {
             for job in ahead {
-                let (buffer, read) = match buffers.take() {
-                    Ok(mut buffer) => {
-                        let read = reader.read_request(&job, &mut buffer);
-                        (Ok(buffer), read)
-                    }
-                    Err(e) => (Err(e), Ok(())),
-                };
-                if full.send((job, buffer, read)).is_err() {
+                let window = read_next(&job);
+                if full.send((job, window)).is_err() {
                     return;
                 }
             }
         });
-        for (job, buffer, read) in inbox {
-            let buffer = buffer.map_err(memory)?;
-            let len = (job.byte_range().end - job.byte_range().start) as usize;
-            let result = sink((job, read.as_ref().map(|()| &buffer[..len])));
-            buffers.give_back(buffer);
-            result?;
-        }
-        Ok(())
+        inbox.into_iter().try_for_each(|(job, window)| deliver(job, window))
     })
 }
 

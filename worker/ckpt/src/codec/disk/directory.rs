@@ -9,7 +9,45 @@ use nix::unistd::syncfs;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// Limit on the number of files of one checkpoint.
+pub(crate) const FILES_MAX: usize = 1 << 20;
+
+/// Opens a directory. Symbolic links are followed. A FIFO or device at the path is an error, and is
+/// not opened.
+fn open_directory(path: &Path) -> io::Result<File> {
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NONBLOCK;
+    fs::OpenOptions::new().read(true).custom_flags(flags.bits()).open(path)
+}
+
+/// Opens the regular file at `path` for reading. Symbolic links to files are followed.
+///
+/// # Errors
+/// Fails if the path is a directory, a FIFO, a socket or a device. These are not opened.
+pub(crate) fn open_regular_file(path: &Path) -> Result<File> {
+    let open = || -> io::Result<File> {
+        if !fs::metadata(path)?.is_file() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // O_NONBLOCK, since a FIFO may have replaced the file meanwhile
+        let file = fs::OpenOptions::new().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+        match file.metadata()?.is_file() {
+            true => Ok(file),
+            false => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    };
+    open().map_err(CkptError::io("open", path))
+}
+
+/// Removes `path` unless it is a directory or does not exist. Does not follow a symbolic link.
+pub(crate) fn remove_unless_directory(path: &Path) -> Result<()> {
+    match path.symlink_metadata() {
+        Ok(m) if !m.is_dir() => unlink(path),
+        _ => Ok(()),
+    }
+}
 
 /// Returns true if the path exists, even as a dangling symbolic link.
 pub(crate) fn exists(path: &Path) -> bool {
@@ -30,7 +68,7 @@ pub(crate) fn make_dir(path: &Path) -> Result<()> {
 pub(crate) fn make_dirs(path: &Path) -> Result<()> {
     match fs::metadata(path) {
         Ok(m) if m.is_dir() => return Ok(()),
-        Ok(_) => return Err(CkptError::io("create directory", path)(io::ErrorKind::NotADirectory.into())),
+        Ok(_) => return Err(CkptError::io("create directory", path)(io::ErrorKind::NotADirectory)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(CkptError::io("create directory", path)(e)),
     }
@@ -59,7 +97,7 @@ pub(crate) fn parent_dir(path: &Path) -> PathBuf {
 
 /// Syncs a directory, which makes its entries (created, renamed and removed names) durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
-    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
     fault_points::run_between_points("fsync directory", || dir.sync_all())
         .map_err(CkptError::io("fsync directory", path))
 }
@@ -67,9 +105,9 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
 /// Syncs the whole file system of the directory `path`, which makes every file written there
 /// durable.
 pub(crate) fn sync_file_system(path: &Path) -> Result<()> {
-    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
     fault_points::run_between_points("sync file system", || syncfs(&dir))
-        .map_err(CkptError::errno("sync the file system of", path))
+        .map_err(CkptError::io("sync the file system of", path))
 }
 
 /// Removes a file. Does nothing if the file does not exist.
@@ -101,9 +139,38 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     }
 }
 
+/// Path, size in bytes, and modification time (seconds, nanoseconds) of a file.
+pub(crate) type FileState = (PathBuf, u64, i64, i64);
+
+/// Lists the states of the files in the directory tree `path`, sorted by path. Descends at most
+/// `depth` levels of subdirectories. Skips files that are removed meanwhile.
+///
+/// # Errors
+/// Fails if a directory cannot be listed, or there are more than [`FILES_MAX`] files and
+/// directories.
+pub(crate) fn list_file_states(path: &Path, depth: u32) -> Result<Vec<FileState>> {
+    let (mut files, mut directories) = (Vec::new(), vec![(path.to_owned(), depth)]);
+    while let Some((directory, depth)) = directories.pop() {
+        for entry in fs::read_dir(&directory).map_err(CkptError::io("list", &directory))? {
+            let path = entry.map_err(CkptError::io("list", &directory))?.path();
+            let Ok(m) = path.symlink_metadata() else { continue };
+            match m.is_dir() {
+                true if depth > 0 => directories.push((path, depth - 1)),
+                true => {}
+                false => files.push((path, m.size(), m.mtime(), m.mtime_nsec())),
+            }
+            if files.len() + directories.len() > FILES_MAX {
+                return Err(CkptError::TooManyFiles { path: directory, limit: FILES_MAX });
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
 /// Queries the bytes that are free for this user on the file system of `path`.
 fn query_free_bytes(path: &Path) -> Result<u64> {
-    let v = nix::sys::statvfs::statvfs(path).map_err(CkptError::errno("query the free space of", path))?;
+    let v = nix::sys::statvfs::statvfs(path).map_err(CkptError::io("query the free space of", path))?;
     Ok((v.blocks_available() as u64).saturating_mul(v.fragment_size() as u64))
 }
 
@@ -129,7 +196,7 @@ pub(crate) struct DirLock {
 /// Fails with [`CkptError::DirectoryBusy`] if another process holds the lock. On file systems
 /// without locks for directories, the call succeeds and nothing is locked.
 pub(crate) fn lock_dir(path: &Path) -> Result<DirLock> {
-    let dir = File::open(path).map_err(CkptError::io("open directory", path))?;
+    let dir = open_directory(path).map_err(CkptError::io("open directory", path))?;
     match Flock::lock(dir, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(DirLock { _lock: Some(lock) }),
         Err((_, Errno::EWOULDBLOCK)) => Err(CkptError::DirectoryBusy { path: path.to_owned() }),
@@ -151,11 +218,13 @@ impl Directory {
     /// # Errors
     /// Fails if the path does not exist or is not a directory.
     pub(crate) fn open(path: &Path) -> Result<Directory> {
-        let fd = File::open(path).map_err(CkptError::io("open", path))?;
-        if !fd.metadata().map_err(CkptError::io("stat", path))?.is_dir() {
-            return Err(CkptError::not_a_checkpoint(path, Diagnosis::NotADirectory));
+        match open_directory(path) {
+            Ok(fd) => Ok(Directory { fd, path: path.to_owned() }),
+            Err(e) if e.kind() == io::ErrorKind::NotADirectory && exists(path) => {
+                Err(CkptError::not_a_checkpoint(path, Diagnosis::NotADirectory))
+            }
+            Err(e) => Err(CkptError::io("open", path)(e)),
         }
-        Ok(Directory { fd, path: path.to_owned() })
     }
 
     /// Returns the path that was given to [`Directory::open`].
@@ -201,7 +270,7 @@ impl Directory {
         };
         match found {
             Err(Errno::ENOENT) => Ok(None),
-            other => other.map(Some).map_err(CkptError::errno("stat", &self.path.join(name))),
+            other => other.map(Some).map_err(CkptError::io("stat", &self.path.join(name))),
         }
     }
 
@@ -228,7 +297,7 @@ impl Directory {
                     let reason = DamageReason::NotADirectory { component: part.to_owned() };
                     return Err(CkptError::damaged(&self.path, name, reason));
                 }
-                other => other.map_err(CkptError::errno("open", &self.path.join(name)))?,
+                other => other.map_err(CkptError::io("open", &self.path.join(name)))?,
             });
         }
         Ok(Some((inner, last)))
@@ -256,14 +325,19 @@ impl Directory {
         let missing = || CkptError::missing(&self.path, MissingPart::File(name.to_owned()));
         let Some((inner, last)) = self.open_parent(name)? else { return Err(missing()) };
         let at = inner.as_ref().map_or(self.fd.as_fd(), AsFd::as_fd);
+        // a device is not opened, since that alone may have an effect
+        match fstatat(at, last, AtFlags::AT_SYMLINK_NOFOLLOW) {
+            Err(Errno::ENOENT) => return Err(missing()),
+            found => self.require_regular_file(name, found.map_err(CkptError::io("stat", &path))?.st_mode)?,
+        }
         let fd = match openat(at, last, flags, Mode::empty()) {
             Err(Errno::ENOENT) => return Err(missing()),
             Err(Errno::ELOOP) => {
                 return Err(CkptError::damaged(&self.path, name, DamageReason::NotRegularFile));
             }
-            other => other.map_err(CkptError::errno("open", &path))?,
+            other => other.map_err(CkptError::io("open", &path))?,
         };
-        let st = fstat(&fd).map_err(CkptError::errno("stat", &path))?;
+        let st = fstat(&fd).map_err(CkptError::io("stat", &path))?;
         self.require_regular_file(name, st.st_mode)?;
         Ok((File::from(fd), st.st_size.max(0) as u64))
     }
@@ -303,11 +377,17 @@ impl Directory {
     }
 
     /// Lists the names of the directory's entries, sorted.
+    ///
+    /// # Errors
+    /// Fails if the directory cannot be read, or has more than [`FILES_MAX`] entries.
     pub(crate) fn list_names(&self) -> Result<Vec<String>> {
         let entries = fs::read_dir(&self.path).map_err(CkptError::io("list", &self.path))?;
         let mut names = Vec::new();
         for entry in entries {
             let entry = entry.map_err(CkptError::io("list", &self.path))?;
+            if names.len() == FILES_MAX {
+                return Err(CkptError::TooManyFiles { path: self.path.clone(), limit: FILES_MAX });
+            }
             names.push(entry.file_name().to_string_lossy().into_owned());
         }
         names.sort();

@@ -1,11 +1,11 @@
 //! [`FileWriter`]: writes a new file in large aligned windows. A thread writes a window while the
 //! caller fills and hashes the next window.
 use super::buffer_pool::{AlignedBuffer, DiskBufferPool};
-use super::units::{ALIGN, BLOCK};
+use super::units::{ALIGN, BLOCK, disable_direct_io};
 use crate::error::{CkptError, Result};
 use crate::fault_points;
-use crate::hash::Hash;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use crate::hash::{FileHasher, Hash};
+use nix::fcntl::OFlag;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -20,6 +20,63 @@ pub(crate) enum IoMode {
     Direct,
     /// Writes through the page cache. Small files use this mode.
     Buffered,
+}
+
+/// What a [`FileWriter`] hashes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hashing {
+    /// Nothing.
+    Off,
+    /// Each [`BLOCK`] separately.
+    Blocks,
+    /// The whole file.
+    File,
+}
+
+/// A file that a [`FileWriter`] wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct WrittenFile {
+    /// Size in bytes.
+    pub(crate) bytes: u64,
+    /// The hash of each block. Empty unless requested with [`Hashing::Blocks`].
+    pub(crate) blocks: Vec<Hash>,
+    /// The hash of the whole file, if requested with [`Hashing::File`].
+    pub(crate) digest: Option<Hash>,
+}
+
+/// The hashes of the bytes that were written so far.
+enum Hashes {
+    Off,
+    Blocks(Vec<Hash>),
+    File(Box<FileHasher>),
+}
+
+impl Hashes {
+    fn new(hashing: Hashing) -> Hashes {
+        match hashing {
+            Hashing::Off => Hashes::Off,
+            Hashing::Blocks => Hashes::Blocks(Vec::new()),
+            Hashing::File => Hashes::File(Box::default()),
+        }
+    }
+
+    /// Adds the next block, or the part of a block at the end of the file.
+    fn add_block(&mut self, bytes: &[u8]) {
+        match self {
+            Hashes::Off => {}
+            Hashes::Blocks(blocks) => blocks.push(Hash::digest(bytes)),
+            Hashes::File(hasher) => hasher.update(bytes),
+        }
+    }
+
+    /// Returns the description of a file of `bytes` bytes with these hashes.
+    fn describe_file(self, bytes: u64) -> WrittenFile {
+        match self {
+            Hashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
+            Hashes::Blocks(blocks) => WrittenFile { bytes, blocks, digest: None },
+            Hashes::File(hasher) => WrittenFile { bytes, blocks: Vec::new(), digest: Some(hasher.finish()) },
+        }
+    }
 }
 
 /// Windows in memory per file: one is filled, one waits, one is written.
@@ -84,20 +141,12 @@ impl OutputFile {
                 Ok(n) => done += n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if self.direct && e.raw_os_error() == Some(libc::EINVAL) => {
-                    self.disable_direct_io()?
+                    disable_direct_io(&self.file)?;
+                    self.direct = false;
                 }
                 Err(e) => return Err(e),
             }
         }
-    }
-
-    /// Turns O_DIRECT off for the rest of the file. Some file systems accept the flag when the file
-    /// is opened, but reject a direct write.
-    fn disable_direct_io(&mut self) -> io::Result<()> {
-        let flags = OFlag::from_bits_retain(fcntl(&self.file, FcntlArg::F_GETFL)?);
-        fcntl(&self.file, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
-        self.direct = false;
-        Ok(())
     }
 
     /// Truncates the file to `len` bytes, which removes the padding. With `sync`, makes the content
@@ -143,17 +192,16 @@ pub(crate) struct FileWriter {
     taken: usize,
     /// Bytes given to [`FileWriter::write`] so far.
     len: u64,
-    /// The BLAKE3 hash of each [`BLOCK`] so far; `None` if hashes were not requested.
-    hashes: Option<Vec<Hash>>,
+    hashes: Hashes,
 }
 
 impl FileWriter {
-    /// Creates a file. With `hashed`, a BLAKE3 hash of each block is computed.
+    /// Creates a file. Computes the hashes that `hashing` requests.
     ///
     /// # Errors
     /// Fails if the path exists.
-    pub(crate) fn create(path: PathBuf, io_mode: IoMode, hashed: bool) -> Result<FileWriter> {
-        FileWriter::with_buffers(path, io_mode, hashed, DiskBufferPool::default())
+    pub(crate) fn create(path: PathBuf, io_mode: IoMode, hashing: Hashing) -> Result<FileWriter> {
+        FileWriter::with_buffers(path, io_mode, hashing, DiskBufferPool::default())
     }
 
     /// Creates a file as [`FileWriter::create`] does, with windows that are taken from the pool
@@ -161,12 +209,11 @@ impl FileWriter {
     pub(crate) fn with_buffers(
         path: PathBuf,
         io_mode: IoMode,
-        hashed: bool,
+        hashing: Hashing,
         buffers: DiskBufferPool,
     ) -> Result<FileWriter> {
         let output = OutputFile::create(&path, io_mode).map_err(CkptError::io("create", &path))?;
         let window = buffers.take().map_err(CkptError::io("allocate memory to write", &path))?;
-        let hashes = hashed.then(Vec::new);
         Ok(FileWriter {
             path,
             writer: WindowWriter::Inline(output),
@@ -175,7 +222,7 @@ impl FileWriter {
             buffers,
             taken: 1,
             len: 0,
-            hashes,
+            hashes: Hashes::new(hashing),
         })
     }
 
@@ -199,12 +246,9 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Records the hash of the last `n` bytes that were copied to the window. Does nothing if
-    /// hashes were not requested.
+    /// Hashes the last `n` bytes that were copied to the window, if hashes were requested.
     fn hash_block(&mut self, n: usize) {
-        if let Some(hashes) = &mut self.hashes {
-            hashes.push(Hash::digest(&self.window[self.filled - n..self.filled]));
-        }
+        self.hashes.add_block(&self.window[self.filled - n..self.filled]);
     }
 
     /// Passes the filled window to the writing thread, and continues with an empty one. Starts the
@@ -249,22 +293,20 @@ impl FileWriter {
         }
     }
 
-    /// Writes the remaining bytes and makes the file durable. Returns the size in bytes, and the
-    /// hash of each block. The list of hashes is empty if hashes were not requested.
-    pub(crate) fn finish(self) -> Result<(u64, Vec<Hash>)> {
+    /// Writes the remaining bytes and makes the file durable.
+    pub(crate) fn finish(self) -> Result<WrittenFile> {
         self.finish_file(true)
     }
 
-    /// Writes the remaining bytes without making the file durable, and returns the size in bytes.
-    /// After many files were written, one call of [`super::sync_file_system`] makes all of them
-    /// durable.
-    pub(crate) fn finish_unsynced(self) -> Result<u64> {
-        Ok(self.finish_file(false)?.0)
+    /// Writes the remaining bytes without making the file durable. After many files were written,
+    /// one call of [`super::sync_file_system`] makes all of them durable.
+    pub(crate) fn finish_unsynced(self) -> Result<WrittenFile> {
+        self.finish_file(false)
     }
 
     /// Writes the remaining bytes, returns the window to the pool and, with `sync`, makes the file
     /// durable.
-    fn finish_file(mut self, sync: bool) -> Result<(u64, Vec<Hash>)> {
+    fn finish_file(mut self, sync: bool) -> Result<WrittenFile> {
         if !self.filled.is_multiple_of(BLOCK) {
             self.hash_block(self.filled % BLOCK);
         }
@@ -274,7 +316,7 @@ impl FileWriter {
         });
         done.map_err(CkptError::io("write", &self.path))?;
         self.buffers.give_back(self.window);
-        Ok((self.len, self.hashes.take().unwrap_or_default()))
+        Ok(self.hashes.describe_file(self.len))
     }
 }
 
@@ -300,9 +342,9 @@ fn spawn_writer_thread(mut output: OutputFile) -> io::Result<WindowWriter> {
 /// # Errors
 /// Fails if the path exists or a write fails.
 pub(crate) fn write_file(path: PathBuf, content: &[u8]) -> Result<u64> {
-    let mut file = FileWriter::create(path, IoMode::Buffered, false)?;
+    let mut file = FileWriter::create(path, IoMode::Buffered, Hashing::Off)?;
     file.write(content)?;
-    Ok(file.finish()?.0)
+    Ok(file.finish()?.bytes)
 }
 
 #[cfg(test)]
@@ -311,24 +353,29 @@ mod tests {
     use crate::codec::disk::units::WINDOW;
 
     /// Writes a file of `len` bytes in pieces of different sizes, with windows of `window` bytes.
-    /// Asserts that the file's content equals the bytes, and each returned hash its block's hash.
+    /// Asserts that the file's content equals the bytes, and each returned hash that of its bytes.
     fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
-        let path = dir.join(format!("{io_mode:?}-{window}-{len}"));
-        let mut writer =
-            FileWriter::with_buffers(path.clone(), io_mode, true, DiskBufferPool::with_size(window))
-                .expect("made");
-        let (mut rest, mut n) = (bytes.as_slice(), 1);
-        while !rest.is_empty() {
-            let (now, later) = rest.split_at(n.min(rest.len()));
-            writer.write(now).expect("written");
-            (rest, n) = (later, n * 3 + 1);
+        for hashing in [Hashing::Off, Hashing::Blocks, Hashing::File] {
+            let path = dir.join(format!("{io_mode:?}-{window}-{len}-{hashing:?}"));
+            let pool = DiskBufferPool::with_size(window);
+            let mut writer = FileWriter::with_buffers(path.clone(), io_mode, hashing, pool).expect("made");
+            let (mut rest, mut n) = (bytes.as_slice(), 1);
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(n.min(rest.len()));
+                writer.write(now).expect("written");
+                (rest, n) = (later, n * 3 + 1);
+            }
+            let blocks: Vec<Hash> = bytes.chunks(BLOCK).map(Hash::digest).collect();
+            let expected = WrittenFile {
+                bytes: len as u64,
+                blocks: if hashing == Hashing::Blocks { blocks } else { Vec::new() },
+                digest: (hashing == Hashing::File).then(|| Hash::digest(&bytes)),
+            };
+            assert_eq!(writer.finish().expect("finished"), expected);
+            assert!(std::fs::read(path).expect("read") == bytes, "{io_mode:?}, {len} bytes");
         }
-        let (written, hashes) = writer.finish().expect("finished");
-        assert_eq!(written, len as u64);
-        assert!(std::fs::read(path).expect("read") == bytes, "{io_mode:?}, {len} bytes");
-        assert_eq!(hashes, bytes.chunks(BLOCK).map(Hash::digest).collect::<Vec<_>>());
     }
 
     #[test]
@@ -357,7 +404,8 @@ mod tests {
         let mut window = vec![0; WINDOW];
         window.fill(7);
         output.append_window(&mut window, WINDOW).expect("written");
-        output.disable_direct_io().expect("left");
+        disable_direct_io(&output.file).expect("left");
+        output.direct = false;
         output.append_window(&mut window, 4099).expect("written");
         output.finish(WINDOW as u64 + 4099, true).expect("durable");
         assert!(std::fs::read(&path).expect("read") == vec![7u8; WINDOW + 4099]);
@@ -369,7 +417,7 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, "other").expect("written");
         for io_mode in [IoMode::Direct, IoMode::Buffered] {
-            assert!(FileWriter::create(path.clone(), io_mode, false).is_err());
+            assert!(FileWriter::create(path.clone(), io_mode, Hashing::Off).is_err());
         }
         assert_eq!(std::fs::read(&path).expect("read"), b"other");
     }

@@ -4,17 +4,23 @@
 //! failures.
 mod block_reader;
 mod buffer_pool;
+mod crc;
+mod digest;
 mod directory;
 mod file_writer;
 mod offset_reader;
+mod sparse;
 mod units;
 
 pub(crate) use block_reader::{BlockReader, BlockRequest, stream_windows};
 pub(crate) use buffer_pool::DiskBufferPool;
+pub(crate) use crc::{combine_crcs, read_file_crc};
+pub(crate) use digest::{hash_file, hash_open_file};
 pub(crate) use directory::{
-    DirLock, Directory, exists, is_plain_file_name, lock_dir, make_dir, make_dirs, parent_dir, remove_tree,
+    DirLock, Directory, FILES_MAX, FileState, exists, is_plain_file_name, list_file_states, lock_dir,
+    make_dir, make_dirs, open_regular_file, parent_dir, remove_tree, remove_unless_directory,
     require_free_bytes, sync_dir, sync_file_system, unlink,
 };
-pub(crate) use file_writer::{FileWriter, IoMode, SMALL_WINDOW, write_file};
+pub(crate) use file_writer::{FileWriter, Hashing, IoMode, SMALL_WINDOW, WrittenFile, write_file};
 pub(crate) use offset_reader::{OffsetReader, ReadBuffers};
 pub(crate) use units::{BLOCK, WINDOW};

@@ -3,9 +3,11 @@
 //! Bytes in the page cache are copied from the cache. Other bytes are read with direct I/O, so that
 //! a checkpoint that is read once does not evict other pages.
 use super::buffer_pool::DiskBufferPool;
+use super::crc::compute_file_crc;
 use super::directory::Directory;
+use super::sparse::find_data;
 use super::units::ALIGN;
-use crate::error::Result;
+use crate::error::{CkptError, DamageReason, Result};
 use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io;
@@ -88,6 +90,44 @@ impl<'a> OffsetReader<'a> {
             at = end;
         }
         Ok(())
+    }
+
+    /// Computes the CRC-32 of the byte range `bytes` of the file. Does not read the holes of a
+    /// sparse file.
+    ///
+    /// # Errors
+    /// Fails if the range reaches beyond the end of the file, or a read fails.
+    pub(crate) fn compute_crc(&mut self, bytes: Range<u64>) -> io::Result<u32> {
+        // a second handle, since the reads need the first one
+        let file = self.cached.try_clone()?;
+        compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
+    }
+
+    /// Finds the first data in the byte range `bytes` of the file, as [`find_data`] does.
+    pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
+        find_data(&self.cached, bytes)
+    }
+
+    /// Counts the bytes of the byte range `bytes` that are in holes of a sparse file.
+    pub(crate) fn count_hole_bytes(&self, bytes: Range<u64>) -> u64 {
+        let (mut at, mut holes) = (bytes.start, 0);
+        while at < bytes.end {
+            let data = self.find_data(at..bytes.end);
+            holes += data.start - at;
+            at = data.end;
+        }
+        holes
+    }
+
+    /// Converts an I/O error of a read in this file. A file that ends early becomes
+    /// [`DamageReason::Changed`].
+    pub(super) fn describe_error(&self, e: io::Error) -> CkptError {
+        match e.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                CkptError::damaged(self.directory.path(), self.name, DamageReason::Changed)
+            }
+            _ => CkptError::io("read", &self.directory.path().join(self.name))(e),
+        }
     }
 
     /// Fills `out` with the file's bytes from offset `at` on. Reads them in consecutive pieces, and

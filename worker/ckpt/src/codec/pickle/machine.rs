@@ -1,8 +1,9 @@
 //! [`PickleMachine`]: the virtual machine that turns the opcodes of a pickle into values.
-use super::tree::{MEMO_MAX, NodeIndex, PickleNode, PickleTree, PickleValue, VALUES_MAX};
+use super::tree::{
+    MEMO_MAX, NodeIndex, PickleCall, PickleNode, PickleTree, PickleValue, TextRange, VALUES_MAX,
+};
 use crate::error::PickleError;
 use crate::format_constants::PICKLE_BYTES_MAX;
-use std::collections::HashMap;
 
 /// Result of executing opcodes.
 type Result<T> = std::result::Result<T, PickleError>;
@@ -35,12 +36,15 @@ pub(crate) fn parse_first_pickle(input: &[u8], globals: &[&[&'static str]]) -> R
         stack: Vec::new(),
         marks: Vec::new(),
         nodes: Vec::new(),
-        memo: HashMap::new(),
+        texts: String::new(),
+        memo: Vec::new(),
+        memo_entries: 0,
         pushed: 0,
     };
     let root = machine.run()?;
-    let (at, tree) = (machine.at, PickleTree { nodes: machine.nodes, root });
-    tree.check_nesting()?;
+    let PickleMachine { at, nodes, texts, .. } = machine;
+    let tree = PickleTree { nodes, texts, root };
+    tree.check_structure()?;
     Ok((tree, at))
 }
 
@@ -55,8 +59,13 @@ struct PickleMachine<'a> {
     /// Height of the stack at each mark.
     marks: Vec<usize>,
     nodes: Vec<PickleNode>,
-    memo: HashMap<u32, PickleValue>,
-    /// Values pushed so far. Limited to [`VALUES_MAX`], which bounds the memory.
+    /// All texts of the pickle, one after another.
+    texts: String,
+    /// The memo entry of each index, or `None` for an index that was not stored.
+    memo: Vec<Option<PickleValue>>,
+    /// Number of memo entries that were stored.
+    memo_entries: usize,
+    /// Values pushed or copied so far. Limited to [`VALUES_MAX`], which bounds the memory.
     pushed: usize,
 }
 
@@ -113,7 +122,7 @@ impl<'a> PickleMachine<'a> {
             b'u' => self.set_marked_items(),
             b'q' => self.take_size(1).and_then(|i| self.store_memo(i)),
             b'r' => self.take_size(4).and_then(|i| self.store_memo(i)),
-            0x94 => self.store_memo(self.memo.len()),
+            0x94 => self.store_memo(self.memo_entries),
             b'h' => self.take_size(1).and_then(|i| self.push_memo(i)),
             b'j' => self.take_size(4).and_then(|i| self.push_memo(i)),
             b'c' => self.push_global_from_lines(),
@@ -145,12 +154,19 @@ impl<'a> PickleMachine<'a> {
 
     /// Pushes a value to the stack. Fails if the pickle has pushed more than [`VALUES_MAX`] values.
     fn push(&mut self, value: PickleValue) -> Result<()> {
-        self.pushed += 1;
-        if self.pushed > VALUES_MAX {
-            return Err(PickleError::Limit { what: "values", limit: VALUES_MAX });
-        }
+        self.count_values(1)?;
         self.stack.push(value);
         Ok(())
+    }
+
+    /// Adds `n`, the number of values that are pushed or copied, to the count of values. Fails if
+    /// the count exceeds [`VALUES_MAX`].
+    fn count_values(&mut self, n: usize) -> Result<()> {
+        self.pushed = self.pushed.saturating_add(n);
+        match self.pushed > VALUES_MAX {
+            true => Err(PickleError::Limit { what: "values", limit: VALUES_MAX }),
+            false => Ok(()),
+        }
     }
 
     /// Adds a node to the tree and pushes a reference to it.
@@ -167,19 +183,25 @@ impl<'a> PickleMachine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    /// Pops a value from the stack. Fails if the stack has no value above the last mark.
-    fn pop(&mut self) -> Result<PickleValue> {
-        match self.stack.len() > self.last_mark_height() {
-            true => self.stack.pop().ok_or(PickleError::StackUnderflow),
-            false => Err(PickleError::StackUnderflow),
-        }
+    /// Returns the value on top of the stack without popping it. Fails if the stack has no value
+    /// above the last mark.
+    fn peek(&self) -> Result<PickleValue> {
+        let above_mark = self.stack.get(self.last_mark_height()..).unwrap_or_default();
+        above_mark.last().copied().ok_or(PickleError::StackUnderflow)
     }
 
-    /// Returns the value on top of the stack without popping it.
-    fn peek(&self) -> Result<PickleValue> {
-        match self.stack.len() > self.last_mark_height() {
-            true => self.stack.last().copied().ok_or(PickleError::StackUnderflow),
-            false => Err(PickleError::StackUnderflow),
+    /// Pops a value from the stack. Fails if the stack has no value above the last mark.
+    fn pop(&mut self) -> Result<PickleValue> {
+        let value = self.peek()?;
+        self.stack.pop();
+        Ok(value)
+    }
+
+    /// Returns the node of a value, or `None` if the value is not a node.
+    fn node(&self, value: PickleValue) -> Option<&PickleNode> {
+        match value {
+            PickleValue::Node(id) => self.nodes.get(id as usize),
+            _ => None,
         }
     }
 
@@ -258,7 +280,11 @@ impl<'a> PickleMachine<'a> {
         let len = self.take_size(width)?;
         let text = std::str::from_utf8(self.take_bytes(len)?)
             .map_err(|_| PickleError::InvalidUtf8 { at: self.at })?;
-        self.push_node(PickleNode::Str(text.into()))
+        let overflow = |_| PickleError::SizeOverflow;
+        let start = u32::try_from(self.texts.len()).map_err(overflow)?;
+        let length = u32::try_from(text.len()).map_err(overflow)?;
+        self.texts.push_str(text);
+        self.push_node(PickleNode::Str(TextRange { start, length }))
     }
 
     /// Skips a byte string in the input and pushes a node without the content. The input states
@@ -343,17 +369,20 @@ impl<'a> PickleMachine<'a> {
     /// Stores the value on top of the stack as the memo entry `index`.
     fn store_memo(&mut self, index: usize) -> Result<()> {
         let value = self.peek()?;
-        let index = u32::try_from(index).map_err(|_| PickleError::SizeOverflow)?;
-        self.memo.insert(index, value);
-        match self.memo.len() > MEMO_MAX {
-            true => Err(PickleError::Limit { what: "memo entries", limit: MEMO_MAX }),
-            false => Ok(()),
+        if index >= MEMO_MAX {
+            return Err(PickleError::Limit { what: "memo entries", limit: MEMO_MAX });
         }
+        if index >= self.memo.len() {
+            self.memo.resize(index + 1, None);
+        }
+        self.memo_entries += usize::from(self.memo[index].is_none());
+        self.memo[index] = Some(value);
+        Ok(())
     }
 
     /// Pushes the value of the memo entry `index`.
     fn push_memo(&mut self, index: usize) -> Result<()> {
-        let known = u32::try_from(index).ok().and_then(|i| self.memo.get(&i).copied());
+        let known = self.memo.get(index).copied().flatten();
         self.push(known.ok_or(PickleError::UnknownMemoEntry { index })?)
     }
 
@@ -376,11 +405,8 @@ impl<'a> PickleMachine<'a> {
     /// Pops a name and a module, and pushes the global they name.
     fn push_global_from_stack(&mut self) -> Result<()> {
         let (name, module) = (self.pop()?, self.pop()?);
-        let text = |v| match v {
-            PickleValue::Node(id) => match &self.nodes[id as usize] {
-                PickleNode::Str(s) => Ok(s.to_string()),
-                _ => Err(PickleError::WrongType("names a class by a value that is not text")),
-            },
+        let text = |v| match self.node(v) {
+            Some(PickleNode::Str(range)) => Ok(range.slice_text(&self.texts).to_owned()),
             _ => Err(PickleError::WrongType("names a class by a value that is not text")),
         };
         let (module, name) = (text(module)?, text(name)?);
@@ -398,8 +424,13 @@ impl<'a> PickleMachine<'a> {
         match self.globals.iter().flat_map(|list| list.iter()).find(known) {
             Some(global) => self.push_node(PickleNode::Global(global)),
             None => {
-                let shown: String =
-                    format!("{module}.{name}").chars().filter(|c| !c.is_control()).take(120).collect();
+                let shown: String = module
+                    .chars()
+                    .chain(['.'])
+                    .chain(name.chars())
+                    .filter(|c| !c.is_control())
+                    .take(120)
+                    .collect();
                 Err(PickleError::ForbiddenGlobal { name: shown })
             }
         }
@@ -409,13 +440,8 @@ impl<'a> PickleMachine<'a> {
     /// Fails if the callee is not a class or function, or the arguments are not a tuple.
     fn pop_call(&mut self) -> Result<(&'static str, PickleValue)> {
         let (args, class) = (self.pop()?, self.pop()?);
-        let tuple =
-            matches!(args, PickleValue::Node(id) if matches!(self.nodes[id as usize], PickleNode::Tuple(_)));
-        match class {
-            PickleValue::Node(id) => match self.nodes[id as usize] {
-                PickleNode::Global(class) if tuple => Ok((class, args)),
-                _ => Err(PickleError::WrongType("calls a value that is not a class or function")),
-            },
+        match (self.node(class), self.node(args)) {
+            (Some(PickleNode::Global(class)), Some(PickleNode::Tuple(_))) => Ok((class, args)),
             _ => Err(PickleError::WrongType("calls a value that is not a class or function")),
         }
     }
@@ -429,39 +455,39 @@ impl<'a> PickleMachine<'a> {
                 let pairs = self.read_ordered_dict_pairs(args)?;
                 self.push_node(PickleNode::Dict(pairs))
             }
-            _ => self.push_node(PickleNode::Object { class, args, state: PickleValue::None }),
+            _ => self.push_node(PickleNode::Object(Box::new(PickleCall {
+                class,
+                args,
+                state: PickleValue::None,
+            }))),
         }
     }
 
     /// Reads the keys and values from the arguments of `OrderedDict()` or `OrderedDict([[key,
-    /// value], …])`.
-    fn read_ordered_dict_pairs(&self, args: PickleValue) -> Result<Vec<(PickleValue, PickleValue)>> {
-        let values = |v: PickleValue| match v {
-            PickleValue::Node(id) => match &self.nodes[id as usize] {
-                PickleNode::List(v) | PickleNode::Tuple(v) => Some(v.as_slice()),
-                _ => None,
-            },
+    /// value], …])`. Counts the copied values, since a pickle could copy a shared list many times.
+    fn read_ordered_dict_pairs(&mut self, args: PickleValue) -> Result<Vec<(PickleValue, PickleValue)>> {
+        let values = |v: PickleValue| match self.node(v)? {
+            PickleNode::List(v) | PickleNode::Tuple(v) => Some(v.as_slice()),
             _ => None,
         };
         /// The error for arguments that are not pairs.
         const NOT_PAIRS: PickleError =
             PickleError::WrongType("makes an OrderedDict from values that are not pairs");
-        match values(args).ok_or(NOT_PAIRS)? {
-            [] => Ok(Vec::new()),
-            [list] => {
-                let pair = |&v: &PickleValue| match values(v) {
-                    Some(&[key, value]) => Ok((key, value)),
-                    _ => Err(NOT_PAIRS),
-                };
-                let list = values(*list).ok_or(NOT_PAIRS)?;
-                // limits the memory, since a pickle could copy a shared list many times
-                match list.len() + self.pushed <= VALUES_MAX {
-                    true => list.iter().map(pair).collect(),
-                    false => Err(PickleError::Limit { what: "values", limit: VALUES_MAX }),
-                }
-            }
-            _ => Err(NOT_PAIRS),
+        let list = match values(args).ok_or(NOT_PAIRS)? {
+            [] => return Ok(Vec::new()),
+            [list] => values(*list).ok_or(NOT_PAIRS)?,
+            _ => return Err(NOT_PAIRS),
+        };
+        if list.len() > VALUES_MAX - self.pushed {
+            return Err(PickleError::Limit { what: "values", limit: VALUES_MAX });
         }
+        let pair = |&v: &PickleValue| match values(v) {
+            Some(&[key, value]) => Ok((key, value)),
+            _ => Err(NOT_PAIRS),
+        };
+        let pairs: Vec<_> = list.iter().map(pair).collect::<Result<_>>()?;
+        self.count_values(pairs.len())?;
+        Ok(pairs)
     }
 
     /// Pops the arguments and the class of a `__new__` call, and pushes an object that records the
@@ -469,15 +495,18 @@ impl<'a> PickleMachine<'a> {
     fn push_new_object(&mut self, with_keywords: bool) -> Result<()> {
         if with_keywords {
             let keywords = self.pop()?;
-            let none = matches!(keywords, PickleValue::Node(id) if matches!(&self.nodes[id as usize], PickleNode::Dict(d) if d.is_empty()));
-            if !none {
+            if !matches!(self.node(keywords), Some(PickleNode::Dict(pairs)) if pairs.is_empty()) {
                 return Err(PickleError::WrongType("makes an object with keyword arguments"));
             }
         }
         let (class, args) = self.pop_call()?;
         match class {
             "collections.OrderedDict" => self.push_node(PickleNode::Dict(Vec::new())),
-            _ => self.push_node(PickleNode::Object { class, args, state: PickleValue::None }),
+            _ => self.push_node(PickleNode::Object(Box::new(PickleCall {
+                class,
+                args,
+                state: PickleValue::None,
+            }))),
         }
     }
 
@@ -486,8 +515,8 @@ impl<'a> PickleMachine<'a> {
     fn set_object_state(&mut self) -> Result<()> {
         let given = self.pop()?;
         match self.peek_node()? {
-            PickleNode::Object { state, .. } => {
-                *state = given;
+            PickleNode::Object(call) => {
+                call.state = given;
                 Ok(())
             }
             // ignores attributes of an OrderedDict, such as the module versions of a state_dict

@@ -14,4 +14,4 @@ pub(crate) use machine::{parse_first_pickle, parse_pickle};
 pub use object::PythonObject;
 pub(crate) use object::StoredTensor;
 pub(crate) use tree::{PickleItems, PickleTree, PickleView, parse_shape};
-pub(crate) use write::encode_pickle;
+pub(crate) use write::{encode_pickle, torch_storage_class};

@@ -1,5 +1,5 @@
 //! [`PythonObject`]: an owned Python value that is read from one torch file and written to another.
-use super::tree::{PickleNode, PickleValue, PickleView};
+use super::tree::{PickleCall, PickleNode, PickleValue, PickleView, parse_shape};
 use crate::tensor::Dtype;
 use serde_json::Value as Json;
 use std::sync::Arc;
@@ -104,6 +104,15 @@ impl PythonObject {
         PythonObject::OrderedDict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
+    /// Makes an instance of the class `class`, as `module.name`, with these attributes.
+    pub(crate) fn instance<K: Into<String>>(
+        class: &str,
+        attributes: impl IntoIterator<Item = (K, PythonObject)>,
+    ) -> PythonObject {
+        let state = Box::new(PythonObject::dict_from_pairs(attributes));
+        PythonObject::Instance { class: class.to_owned(), state }
+    }
+
     /// Returns the value of the string key `key` of a dict, or `None` if the key is missing or the
     /// object is not a dict.
     pub(crate) fn get(&self, key: &str) -> Option<&PythonObject> {
@@ -196,7 +205,7 @@ impl PickleView<'_> {
             values.iter().map(|&v| self.with_value(v).to_object(left, tensor)).collect()
         };
         Some(match node {
-            PickleNode::Str(s) => PythonObject::from_text(&**s),
+            PickleNode::Str(_) => PythonObject::from_text(self.as_str()?),
             PickleNode::List(v) => PythonObject::List(copy_all(v)?),
             PickleNode::Tuple(v) => PythonObject::Tuple(copy_all(v)?),
             PickleNode::Set(v) => PythonObject::Set(copy_all(v)?),
@@ -205,23 +214,32 @@ impl PickleView<'_> {
                 PythonObject::Dict(copy_all(&keys)?.into_iter().zip(copy_all(&values)?).collect())
             }
             PickleNode::Global(name) => PythonObject::Global((*name).into()),
-            PickleNode::Object { class: "torch.Size", .. } => {
-                PythonObject::Size(crate::codec::pickle::tree::parse_shape(self)?)
-            }
-            PickleNode::Object { class, state, .. } if NEW_WITHOUT_ARGS_CLASSES.contains(class) => {
-                PythonObject::Instance {
-                    class: (*class).into(),
-                    state: Box::new(self.with_value(*state).to_object(left, tensor)?),
-                }
-            }
-            PickleNode::Object { class, args, state: PickleValue::None } if !class.starts_with("torch._") => {
-                match self.with_value(*args).to_object(left, tensor)? {
-                    PythonObject::Tuple(args) => PythonObject::Call { function: (*class).into(), args },
-                    _ => return None,
-                }
-            }
-            PickleNode::Object { .. } => tensor(self)?,
+            PickleNode::Object(call) => self.call_to_object(call, left, tensor)?,
             PickleNode::Bytes | PickleNode::BigInt | PickleNode::Persistent(_) => return None,
         })
+    }
+
+    /// Copies a recorded call into a [`PythonObject`], as [`PickleView::to_object`] does.
+    fn call_to_object(
+        self,
+        call: &PickleCall,
+        left: &mut usize,
+        tensor: &dyn Fn(PickleView<'_>) -> Option<PythonObject>,
+    ) -> Option<PythonObject> {
+        let class = call.class;
+        if class == "torch.Size" {
+            return parse_shape(self).map(PythonObject::Size);
+        }
+        if NEW_WITHOUT_ARGS_CLASSES.contains(&class) {
+            let state = Box::new(self.with_value(call.state).to_object(left, tensor)?);
+            return Some(PythonObject::Instance { class: class.into(), state });
+        }
+        if call.state != PickleValue::None || class.starts_with("torch._") {
+            return tensor(self);
+        }
+        match self.with_value(call.args).to_object(left, tensor)? {
+            PythonObject::Tuple(args) => Some(PythonObject::Call { function: class.into(), args }),
+            _ => None,
+        }
     }
 }

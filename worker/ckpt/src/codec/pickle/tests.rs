@@ -1,5 +1,5 @@
 //! Tests with malformed and malicious pickles.
-use super::tree::VALUES_MAX;
+use super::tree::{MEMO_MAX, VALUES_MAX};
 use super::*;
 use crate::error::PickleError;
 use proptest::prelude::*;
@@ -38,7 +38,7 @@ fn values_of_every_type_are_read_in_order() {
     assert_eq!(root.get("a").and_then(PickleView::as_int), Some(-2));
     assert_eq!(root.get("c").and_then(PickleView::as_int), Some(-32768));
     let pair = root.get("e").and_then(PickleView::as_items).expect("a tuple");
-    assert_eq!((pair.len(), pair.get(0).and_then(PickleView::as_bool)), (2, Some(true)));
+    assert_eq!((pair.iter().count(), pair.get(0).map(PickleView::to_json)), (2, Some(true.into())));
     let (class, args, _) = root.get("f").and_then(PickleView::as_object).expect("an object");
     let sizes = args
         .as_items()
@@ -113,18 +113,57 @@ fn lengths_beyond_the_input_are_rejected_before_memory_is_allocated() {
     assert_eq!(expect_rejection(b"\x8b\xff\xff\xff\xffab."), truncated);
 }
 
-#[test]
-fn shared_values_are_not_expanded() {
-    // each of 100 lists holds the previous one twice: 2^100 values when expanded
+/// Returns a pickle of `n + 1` lists, each of which holds the previous one twice. These are 2^(n +
+/// 1) - 1 lists if every use is counted.
+fn doubling_pickle(n: u8) -> Vec<u8> {
     let mut input = b"]q\x00".to_vec();
-    for i in 0..100u8 {
+    for i in 0..n {
         input.extend([b']', b'(', b'h', i, b'h', i, b'e', b'q', i + 1]);
     }
     input.push(b'.');
-    let tree = parse_pickle(&input, GLOBALS).expect("small");
-    assert_eq!(tree.nodes.len(), 101);
+    input
+}
+
+#[test]
+fn shared_values_are_not_copied_and_their_uses_are_limited() {
+    let tree = parse_pickle(&doubling_pickle(23), GLOBALS).expect("2^24 - 1 lists");
+    assert_eq!(tree.nodes.len(), 24);
     let shown = tree.root_value().to_json().to_string();
     assert!(shown.len() < 2_000_000, "{}", shown.len());
+    for n in [24, 25, 100] {
+        let limit = "values, counting each use of a shared one";
+        let error = expect_rejection(&doubling_pickle(n));
+        assert!(matches!(error, PickleError::Limit { what, .. } if what == limit), "{n}: {error}");
+    }
+    // a long text that is used often counts by its length
+    let mut texts = vec![b']', b'X', 0, 0, 16, 0];
+    texts.extend(vec![b'a'; 1 << 20]);
+    texts.extend(*b"q\x000(");
+    texts.extend([b'h', 0].repeat(200));
+    texts.extend(*b"e.");
+    assert!(matches!(expect_rejection(&texts), PickleError::Limit { .. }));
+}
+
+#[test]
+fn copies_of_a_shared_list_are_counted() {
+    // 2^20 pairs, copied by one call of OrderedDict after another
+    let mut input = b"(".to_vec();
+    input.extend(b"NN\x86".repeat(1 << 20));
+    input.extend(b"l\x85q\x00]");
+    input.extend(b"ccollections\nOrderedDict\nh\x00Ra".repeat(6));
+    input.push(b'.');
+    assert_eq!(expect_rejection(&input), PickleError::Limit { what: "values", limit: VALUES_MAX });
+}
+
+#[test]
+fn memo_entries_are_limited() {
+    let store = |index: u32| [&b"Nr"[..], &index.to_le_bytes(), b"."].concat();
+    assert!(parse_pickle(&store(MEMO_MAX as u32 - 1), GLOBALS).is_ok());
+    let error = PickleError::Limit { what: "memo entries", limit: MEMO_MAX };
+    assert_eq!(expect_rejection(&store(MEMO_MAX as u32)), error);
+    assert_eq!(expect_rejection(&store(u32::MAX)), error);
+    // an entry between two others was never stored
+    assert_eq!(expect_rejection(b"Nq\x00q\x02h\x01."), PickleError::UnknownMemoEntry { index: 1 });
 }
 
 #[test]

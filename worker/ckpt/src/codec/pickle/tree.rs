@@ -1,12 +1,19 @@
 //! [`PickleTree`]: the values of a pickle.
 use crate::error::PickleError;
-use crate::format_constants::PICKLE_DEPTH_MAX;
+use crate::format_constants::{NAME_BYTES_MAX, PICKLE_DEPTH_MAX};
+use crate::tensor::DIMENSIONS_MAX;
 use serde_json::{Map, Number, Value as Json};
 
 /// Limit on the number of values that one pickle may push to the stack.
 pub(crate) const VALUES_MAX: usize = 8 << 20;
 /// Limit on the entries of the memo, in which a pickle stores values that it uses again.
 pub(crate) const MEMO_MAX: usize = 4 << 20;
+/// Limit on the size of all values if each use of a shared value is counted. Every reader that
+/// follows the values from the root is bounded by this limit. The unit is a value, or 8 bytes of
+/// text.
+const EXPANDED_MAX: usize = 16 << 20;
+/// Number of bytes of text that count as one value for [`EXPANDED_MAX`].
+const TEXT_BYTES_PER_VALUE: u32 = 8;
 /// Limit on the number of values that one conversion to JSON includes.
 const JSON_MAX: usize = 100_000;
 
@@ -26,7 +33,8 @@ pub(crate) enum PickleValue {
 /// A value of a pickle that does not fit into a machine word.
 #[derive(Debug)]
 pub(crate) enum PickleNode {
-    Str(Box<str>),
+    /// A text, as a range of the texts of the tree.
+    Str(TextRange),
     /// A byte string, whose content is dropped.
     Bytes,
     /// An integer beyond 64 bits, whose value is dropped.
@@ -37,20 +45,42 @@ pub(crate) enum PickleNode {
     Set(Vec<PickleValue>),
     /// A class or function, as `module.name`.
     Global(&'static str),
-    /// The result of calling a class or function. The call is only recorded, never made.
-    Object {
-        class: &'static str,
-        args: PickleValue,
-        state: PickleValue,
-    },
+    /// The result of calling a class or function.
+    Object(Box<PickleCall>),
     /// A reference to data outside of the pickle: in torch files, to a storage.
     Persistent(PickleValue),
+}
+
+/// A call of a class or function, which is only recorded, never made.
+#[derive(Debug)]
+pub(crate) struct PickleCall {
+    /// The class or function, as `module.name`.
+    pub(super) class: &'static str,
+    pub(super) args: PickleValue,
+    /// The state that the result of the call gets afterwards, or `None`.
+    pub(super) state: PickleValue,
+}
+
+/// The byte range of a text in the texts of a tree.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TextRange {
+    pub(super) start: u32,
+    pub(super) length: u32,
+}
+
+impl TextRange {
+    /// Returns the part of `texts` that this range covers.
+    pub(super) fn slice_text(self, texts: &str) -> &str {
+        texts.get(self.start as usize..(self.start + self.length) as usize).unwrap_or_default()
+    }
 }
 
 /// All values of one pickle, whose nodes refer to each other by index.
 #[derive(Debug)]
 pub(crate) struct PickleTree {
     pub(super) nodes: Vec<PickleNode>,
+    /// All texts, one after another.
+    pub(super) texts: String,
     pub(super) root: PickleValue,
 }
 
@@ -68,49 +98,78 @@ impl PickleTree {
         })
     }
 
-    /// Fails if a value contains itself, or values are nested deeper than [`PICKLE_DEPTH_MAX`]
-    /// levels.
-    pub(super) fn check_nesting(&self) -> Result<(), PickleError> {
-        /// Marks a node that was not visited yet, in place of its height.
-        const UNVISITED: u32 = 0;
-        /// Marks a node on the path from the root to the current node, in place of its height.
-        const ON_PATH: u32 = u32::MAX;
-        let mut heights = vec![UNVISITED; self.nodes.len()];
+    /// Fails if a value contains itself, values are nested deeper than [`PICKLE_DEPTH_MAX`] levels,
+    /// or the values are larger than [`EXPANDED_MAX`] if each use of a shared value is counted.
+    pub(super) fn check_structure(&self) -> Result<(), PickleError> {
         let PickleValue::Node(root) = self.root else { return Ok(()) };
+        let mut extents = vec![NodeExtent::Unvisited; self.nodes.len()];
         let mut path: Vec<(NodeIndex, usize)> = vec![(root, 0)];
-        heights[root as usize] = ON_PATH;
+        extents[root as usize] = NodeExtent::OnPath;
         while let Some((id, next)) = path.last_mut() {
             let id = *id;
             if let Some(child) = self.nodes[id as usize].child(*next) {
                 *next += 1;
-                if let PickleValue::Node(child) = child {
-                    match heights[child as usize] {
-                        ON_PATH => return Err(PickleError::Cycle),
-                        UNVISITED if path.len() as u32 >= PICKLE_DEPTH_MAX => {
-                            return Err(PickleError::TooDeep);
-                        }
-                        UNVISITED => {
-                            heights[child as usize] = ON_PATH;
-                            path.push((child, 0));
-                        }
-                        height if path.len() as u32 + height > PICKLE_DEPTH_MAX => {
-                            return Err(PickleError::TooDeep);
-                        }
-                        _ => {}
+                let PickleValue::Node(child) = child else { continue };
+                match extents[child as usize] {
+                    NodeExtent::OnPath => return Err(PickleError::Cycle),
+                    NodeExtent::Unvisited if path.len() as u32 >= PICKLE_DEPTH_MAX => {
+                        return Err(PickleError::TooDeep);
                     }
+                    NodeExtent::Unvisited => {
+                        extents[child as usize] = NodeExtent::OnPath;
+                        path.push((child, 0));
+                    }
+                    NodeExtent::Known { height, .. } if path.len() as u32 + height > PICKLE_DEPTH_MAX => {
+                        return Err(PickleError::TooDeep);
+                    }
+                    NodeExtent::Known { .. } => {}
                 }
                 continue;
             }
             path.pop();
-            let height = |v| match v {
-                PickleValue::Node(n) => heights[n as usize],
-                _ => 0,
-            };
-            let children = (0..).map_while(|i| self.nodes[id as usize].child(i));
-            heights[id as usize] = 1 + children.map(height).max().unwrap_or(0);
+            extents[id as usize] = self.compute_extent(&self.nodes[id as usize], &extents)?;
         }
         Ok(())
     }
+
+    /// Computes the extent of `node` from the extents of its children, which must be known. Fails
+    /// if the size exceeds [`EXPANDED_MAX`].
+    fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
+        let text = match node {
+            PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
+            _ => 0,
+        };
+        let (mut height, mut size) = (0, 1 + text as usize);
+        for child in (0..).map_while(|i| node.child(i)) {
+            let inner = match child {
+                PickleValue::Node(n) => extents[n as usize],
+                _ => NodeExtent::Known { height: 0, size: 1 },
+            };
+            if let NodeExtent::Known { height: h, size: s } = inner {
+                (height, size) = (height.max(h), size + s as usize);
+            }
+            if size > EXPANDED_MAX {
+                let what = "values, counting each use of a shared one";
+                return Err(PickleError::Limit { what, limit: EXPANDED_MAX });
+            }
+        }
+        Ok(NodeExtent::Known { height: height + 1, size: size as u32 })
+    }
+}
+
+/// The extent of a node while [`PickleTree::check_structure`] visits the nodes depth first.
+#[derive(Clone, Copy)]
+enum NodeExtent {
+    Unvisited,
+    /// The node is on the path from the root to the current node.
+    OnPath,
+    /// All values in the node were visited.
+    Known {
+        /// Number of nodes on the longest path downwards.
+        height: u32,
+        /// Size of the value, in the unit of [`EXPANDED_MAX`].
+        size: u32,
+    },
 }
 
 impl PickleNode {
@@ -120,7 +179,7 @@ impl PickleNode {
             PickleNode::Str(_) | PickleNode::Bytes | PickleNode::BigInt | PickleNode::Global(_) => None,
             PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v) => v.get(i).copied(),
             PickleNode::Dict(v) => v.get(i / 2).map(|&(key, value)| if i & 1 == 0 { key } else { value }),
-            PickleNode::Object { args, state, .. } => [*args, *state].get(i).copied(),
+            PickleNode::Object(call) => [call.args, call.state].get(i).copied(),
             PickleNode::Persistent(v) => (i == 0).then_some(*v),
         }
     }
@@ -174,21 +233,18 @@ impl<'t> PickleView<'t> {
         self.as_int().and_then(|i| u64::try_from(i).ok())
     }
 
-    /// Returns the value as a bool, or `None` for other types.
-    #[cfg(test)]
-    pub(super) fn as_bool(self) -> Option<bool> {
-        match self.value {
-            PickleValue::Bool(b) => Some(b),
+    /// Returns the text of a `str`, or `None` for other types.
+    pub(crate) fn as_str(self) -> Option<&'t str> {
+        match self.node()? {
+            PickleNode::Str(range) => Some(range.slice_text(&self.tree.texts)),
             _ => None,
         }
     }
 
-    /// Returns the text of a `str`, or `None` for other types.
-    pub(crate) fn as_str(self) -> Option<&'t str> {
-        match self.node()? {
-            PickleNode::Str(s) => Some(s),
-            _ => None,
-        }
+    /// Returns the text of a `str` of at most [`NAME_BYTES_MAX`] bytes, which is a name. Returns
+    /// `None` for longer texts and other types.
+    pub(crate) fn as_name(self) -> Option<&'t str> {
+        self.as_str().filter(|text| text.len() <= NAME_BYTES_MAX)
     }
 
     /// Returns the `module.name` of a class or function, or `None` for other types.
@@ -242,23 +298,12 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Returns the value of the integer key `key` of a dict, or `None` if the key is missing or the
-    /// value is not a dict.
-    pub(crate) fn get_by_int(self, key: i64) -> Option<PickleView<'t>> {
-        match self.node()? {
-            PickleNode::Dict(p) => {
-                p.iter().rev().find(|(k, _)| *k == PickleValue::Int(key)).map(|&(_, v)| self.with_value(v))
-            }
-            _ => None,
-        }
-    }
-
     /// Returns the class or function, the arguments, and the state of an object that a call made,
     /// or `None` for other types.
     pub(crate) fn as_object(self) -> Option<(&'static str, PickleView<'t>, PickleView<'t>)> {
         match self.node()? {
-            PickleNode::Object { class, args, state } => {
-                Some((class, self.with_value(*args), self.with_value(*state)))
+            PickleNode::Object(call) => {
+                Some((call.class, self.with_value(call.args), self.with_value(call.state)))
             }
             _ => None,
         }
@@ -271,9 +316,29 @@ impl<'t> PickleView<'t> {
         self.to_json_limited(&mut left)
     }
 
+    /// Converts a dict to JSON, as [`PickleView::to_json`] does, without the string key `skipped`.
+    /// Subtracts the number of converted values from `left`. Returns `None` for other types, and
+    /// for a dict of `left` or more values.
+    pub(crate) fn to_json_map(self, skipped: &str, left: &mut usize) -> Option<Map<String, Json>> {
+        let mut map = Map::new();
+        for (key, value) in self.as_pairs()?.filter(|(key, _)| key.as_str() != Some(skipped)) {
+            map.insert(key.to_json_key(), value.to_json_limited(left));
+            (*left > 0).then_some(())?;
+        }
+        Some(map)
+    }
+
+    /// Converts the key of a dict to text, as JSON requires.
+    fn to_json_key(self) -> String {
+        match self.as_str() {
+            Some(text) => text.to_owned(),
+            None => self.to_json_limited(&mut 1).to_string(),
+        }
+    }
+
     /// Converts the value to JSON, and subtracts the number of converted values from `left`. Values
     /// beyond `left` become null or are left out.
-    fn to_json_limited(self, left: &mut usize) -> Json {
+    pub(crate) fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;
         }
@@ -284,24 +349,20 @@ impl<'t> PickleView<'t> {
             (PickleValue::Float(f), _) => {
                 Number::from_f64(f).map_or_else(|| f.to_string().into(), Json::Number)
             }
-            (_, Some(PickleNode::Str(s))) => Json::String(s.to_string()),
+            (_, Some(PickleNode::Str(range))) => range.slice_text(&self.tree.texts).into(),
             (_, Some(PickleNode::List(v) | PickleNode::Tuple(v) | PickleNode::Set(v))) => v
                 .iter()
                 .map_while(|&v| (*left > 0).then(|| self.with_value(v).to_json_limited(left)))
                 .collect(),
             (_, Some(PickleNode::Dict(pairs))) => {
-                let key = |k: PickleView<'_>| match k.as_str() {
-                    Some(s) => s.to_owned(),
-                    None => k.to_json_limited(&mut 1).to_string(),
-                };
                 let pair = |&(k, v): &(PickleValue, PickleValue)| {
-                    (*left > 0).then(|| (key(self.with_value(k)), self.with_value(v).to_json_limited(left)))
+                    let (key, value) = (self.with_value(k), self.with_value(v));
+                    (*left > 0).then(|| (key.to_json_key(), value.to_json_limited(left)))
                 };
                 Json::Object(pairs.iter().map_while(pair).collect::<Map<_, _>>())
             }
-            (_, Some(PickleNode::Object { class, .. } | PickleNode::Global(class))) => {
-                Json::String((*class).into())
-            }
+            (_, Some(PickleNode::Global(class))) => Json::String((*class).into()),
+            (_, Some(PickleNode::Object(call))) => Json::String(call.class.into()),
             _ => Json::Null,
         }
     }
@@ -315,12 +376,6 @@ pub(crate) struct PickleItems<'t> {
 }
 
 impl<'t> PickleItems<'t> {
-    /// Returns the number of items.
-    #[cfg(test)]
-    pub(super) fn len(self) -> usize {
-        self.values.len()
-    }
-
     /// Returns the item with index `i`, or `None` if there are fewer items.
     pub(crate) fn get(self, i: usize) -> Option<PickleView<'t>> {
         self.values.get(i).map(|&value| PickleView { tree: self.tree, value })
@@ -338,11 +393,13 @@ impl<'t> PickleItems<'t> {
     }
 }
 
-/// Returns the sizes in a `torch.Size`, list or tuple, or `None` for other values.
+/// Returns the sizes in a `torch.Size`, list or tuple. Returns `None` for other values, and for
+/// more than [`DIMENSIONS_MAX`] sizes.
 pub(crate) fn parse_shape(value: PickleView<'_>) -> Option<Vec<u64>> {
-    match value.as_object() {
-        Some(("torch.Size", args, _)) => args.as_items()?.get(0)?.as_items()?.to_counts(),
-        Some(_) => None,
-        None => value.as_items()?.to_counts(),
-    }
+    let sizes = match value.as_object() {
+        Some(("torch.Size", args, _)) => args.as_items()?.get(0)?.as_items()?,
+        Some(_) => return None,
+        None => value.as_items()?,
+    };
+    sizes.get(DIMENSIONS_MAX).is_none().then(|| sizes.to_counts()).flatten()
 }

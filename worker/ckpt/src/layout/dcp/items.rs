@@ -1,20 +1,18 @@
 //! Adds the tensors and values of a torch distributed checkpoint to an external checkpoint.
-use super::metadata::parse_metadata;
-use crate::error::DcpError;
-
 use super::item_kind::{DcpItemKind, ItemKeyParser};
-use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk};
+use super::metadata::{ItemContent, ItemMetadata, StorageLocation, TensorChunk, parse_metadata};
 use crate::catalog::{
-    ExternalCheckpointBuilder, ExternalTensor, GLOBALS, ParamGroupInfo, StoredFile, TensorPart,
-    parse_optimizer_state_role, to_whole_step,
+    ExternalCheckpointBuilder, ExternalTensor, GLOBALS, ParamGroupInfo, StoredFile, TensorPart, to_whole_step,
 };
 use crate::codec::torch_file::{TensorView, TorchFile};
-use crate::error::{MissingPart, Result, TorchFileError, format_names};
+use crate::error::{DcpError, MissingPart, Result, TorchFileError};
+use crate::format_constants::HYPER_VALUES_MAX;
 use crate::layout::hf::weights::parse_number;
 use crate::tensor::{Dtype, TensorRole, count_elements};
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
+use std::ops::Range;
 
 /// Name of the file that lists the contents of a DCP directory.
 pub(crate) const METADATA_FILE: &str = ".metadata";
@@ -49,13 +47,8 @@ pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside:
     if let Some(&last) = ranks.last() {
         builder.facts.state.world = builder.facts.state.world.max(Some(last + 1));
     }
-    if !found.unknown.is_empty() {
-        let unknown: Vec<String> = found.unknown.iter().cloned().collect();
-        builder.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
-    }
-    for line in std::mem::take(&mut found.notices) {
-        builder.add_notice(line);
-    }
+    builder.report_unknown_states(&found.unknown);
+    builder.facts.notices.append(&mut found.notices);
     let groups = found.into_param_groups();
     if !groups.is_empty() {
         builder.facts.state.groups = groups;
@@ -89,8 +82,7 @@ fn read_all_items(
 ) -> Result<HashMap<StorageLocation, ItemValue>> {
     let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
     sorted.sort();
-    let mut read = HashMap::new();
-    let mut absent = Vec::new();
+    let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_VALUES_MAX);
     for in_file in sorted.chunk_by(|a, b| a.file == b.file) {
         let name = within(&in_file[0].file);
         if builder.directory.file_size(&name)?.is_none() {
@@ -98,12 +90,14 @@ fn read_all_items(
             continue;
         }
         let (file, size) = builder.directory.open_file(&name, nix::fcntl::OFlag::empty())?;
-        let mut stored = StoredFile::new(builder.directory.clone(), name.clone(), size);
+        let stored = StoredFile::new(builder.directory.clone(), name, size);
         let index = builder.store.files.len();
+        let mut reader = ItemReader { builder, file, index, stored, values_left };
         for location in in_file {
-            let what = read_item(builder, &file, size, index, &name, location, &mut stored)?;
-            read.insert((*location).clone(), what);
+            read.insert((*location).clone(), reader.read_item(location)?);
         }
+        let ItemReader { stored, values_left: left, .. } = reader;
+        values_left = left;
         builder.store.files.push(stored);
     }
     match absent.is_empty() {
@@ -112,39 +106,48 @@ fn read_all_items(
     }
 }
 
-/// Reads the item at `location` of `file`, which has `size` bytes and the index `index` in the
-/// store. Adds the zip members of a tensor to `stored`.
-fn read_item(
-    builder: &ExternalCheckpointBuilder,
-    file: &File,
-    size: u64,
+/// Reads the items of one file.
+struct ItemReader<'a> {
+    builder: &'a ExternalCheckpointBuilder,
+    file: File,
+    /// Index that the file gets in the store.
     index: usize,
-    name: &str,
-    location: &StorageLocation,
-    stored: &mut StoredFile,
-) -> Result<ItemValue> {
-    let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
-        let (offset, length) = (location.offset, location.length);
-        return Err(builder.damaged(name, DcpError::ItemTruncated { offset, length, size }));
-    };
-    let at = location.offset;
-    let torch = match TorchFile::open_range(file, at..end, GLOBALS) {
-        Ok(torch) => torch,
-        // a value of an unknown class is ignored, but an unreadable item is damage
-        Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
-        Err(error) => return Err(builder.damaged(name, location.convert_error(error))),
-    };
-    let tensor = torch.parse_tensor(torch.value());
-    match tensor.map_err(|error| builder.damaged(name, location.convert_error(error)))? {
-        Some(mut view) => {
-            view.member += stored.add_spans(torch.members);
-            Ok(ItemValue::Tensor(index, view))
+    /// The file, with the zip members of the tensors that were read.
+    stored: StoredFile,
+    /// Number of values that may still be converted to JSON, in all files together.
+    values_left: usize,
+}
+
+impl ItemReader<'_> {
+    /// Reads the item at `location`. Adds the zip members of a tensor to the stored file.
+    fn read_item(&mut self, location: &StorageLocation) -> Result<ItemValue> {
+        let size = self.stored.size;
+        let damaged = |error: DcpError| self.builder.damaged(&self.stored.name, error);
+        let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
+            let (offset, length) = (location.offset, location.length);
+            return Err(damaged(DcpError::ItemTruncated { offset, length, size }));
+        };
+        let torch = match TorchFile::open_range(&self.file, location.offset..end, GLOBALS) {
+            Ok(torch) => torch,
+            // a value of an unknown class is ignored, but an unreadable item is damage
+            Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
+            Err(error) => return Err(damaged(location.convert_error(error))),
+        };
+        let value = torch.value();
+        if let Some(mut view) =
+            torch.parse_tensor(value).map_err(|error| damaged(location.convert_error(error)))?
+        {
+            view.member += self.stored.add_spans(torch.members);
+            return Ok(ItemValue::Tensor(self.index, view));
         }
-        None => {
-            let value = torch.value();
-            let json = parse_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
-            let whole = value.as_int().map(Json::from);
-            Ok(ItemValue::Value(whole.or(json).unwrap_or_else(|| value.to_json())))
+        let number = parse_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
+        if let Some(number) = value.as_int().map(Json::from).or(number) {
+            return Ok(ItemValue::Value(number));
+        }
+        let json = value.to_json_limited(&mut self.values_left);
+        match self.values_left {
+            0 => Err(self.builder.damaged(&self.stored.name, DcpError::TooManyValues(HYPER_VALUES_MAX))),
+            _ => Ok(ItemValue::Value(json)),
         }
     }
 }
@@ -231,22 +234,16 @@ impl ItemCollector {
                 let hyper = self.hyper.entry((group.parse().ok(), group)).or_default();
                 hyper.insert(key, value.unwrap_or(Json::Null));
             }
-            DcpItemKind::State(name, key) => match parse_optimizer_state_role(&key) {
-                Some(role) => builder.entries.push(ExternalTensor::from_parts(
-                    &name,
-                    role,
-                    dtype,
-                    shape.to_vec(),
-                    parts,
-                )),
-                None => {
-                    self.unknown.insert(key);
+            DcpItemKind::State(name, key) => match TensorRole::from_torch_key(&key) {
+                Some(role) => {
+                    builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape, parts));
                 }
+                None => drop(self.unknown.insert(key)),
             },
             DcpItemKind::Weight(name) => {
                 let trained = matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
                 let role = if trained { TensorRole::Weight } else { TensorRole::Buffer };
-                builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape.to_vec(), parts));
+                builder.entries.push(ExternalTensor::from_parts(&name, role, dtype, shape, parts));
             }
             DcpItemKind::Other => {}
         }
@@ -288,15 +285,15 @@ impl ItemCollector {
                     shape: view.shape,
                 });
             }
-            for (start, taken) in
-                compute_chunk_runs(shape, chunk).ok_or_else(|| DcpError::ImpossibleShape(key.to_owned()))?
-            {
-                parts.push(TensorPart::new(file, &view, taken, start));
-                self.part_count += 1;
-                if self.part_count > PARTS_MAX {
-                    return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
-                }
+            let impossible = || DcpError::ImpossibleShape(key.to_owned());
+            let (count, runs) = compute_chunk_runs(shape, chunk).ok_or_else(impossible)?;
+            self.part_count = self.part_count.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
+            if self.part_count > PARTS_MAX {
+                return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
             }
+            let whole = TensorPart::new(file, &view, 0..view.elements(), 0);
+            parts.reserve_exact(count as usize);
+            parts.extend(runs.map(|(start, taken)| whole.slice(taken, start)));
         }
         parts.sort_by_key(|p| p.start);
         Ok(parts)
@@ -306,6 +303,8 @@ impl ItemCollector {
     /// their hyper-parameters are equal.
     fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
+        // the first group with these hyper-parameters, as JSON text
+        let mut places: HashMap<String, usize> = HashMap::new();
         for ((number, called), mut hyper) in self.hyper {
             let names = match hyper.remove("params") {
                 Some(Json::Array(names)) => {
@@ -313,7 +312,8 @@ impl ItemCollector {
                 }
                 _ => Vec::new(),
             };
-            match (number, groups.iter_mut().find(|g| g.hyper == hyper)) {
+            let place = *places.entry(Json::Object(hyper.clone()).to_string()).or_insert(groups.len());
+            match (number, groups.get_mut(place)) {
                 (None, Some(alike)) => alike.names.push(called),
                 (None, None) => groups.push(ParamGroupInfo { hyper, names: vec![called] }),
                 (Some(_), _) => groups.push(ParamGroupInfo { hyper, names }),
@@ -324,12 +324,13 @@ impl ItemCollector {
 }
 
 /// Splits a chunk of a tensor of shape `shape` into runs of consecutive elements of the tensor.
-/// Each item is the index of the run's first element in the tensor, and the run's range of elements
-/// in the chunk. Returns `None` if the number of elements overflows.
+/// Returns the number of runs and the runs. Each run is the index of its first element in the
+/// tensor, and its range of elements in the chunk. Returns `None` if the number of elements
+/// overflows.
 fn compute_chunk_runs(
     shape: &[u64],
     chunk: &TensorChunk,
-) -> Option<impl Iterator<Item = (u64, std::ops::Range<u64>)>> {
+) -> Option<(u64, impl Iterator<Item = (u64, Range<u64>)>)> {
     let total = count_elements(&chunk.sizes)?;
     count_elements(shape)?;
     // trailing dimensions that the chunk covers completely belong to one run
@@ -340,7 +341,7 @@ fn compute_chunk_runs(
     let strides: Vec<u64> = (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect();
     let (sizes, offsets) = (chunk.sizes.clone(), chunk.offsets.clone());
     let count = if total == 0 { 0 } else { total / run };
-    Some((0..count).map(move |i| {
+    let runs = (0..count).map(move |i| {
         let mut start: u64 = offsets.iter().zip(&strides).map(|(o, s)| o * s).sum();
         let mut rest = i;
         for d in (0..split_dims).rev() {
@@ -348,7 +349,8 @@ fn compute_chunk_runs(
             rest /= sizes[d];
         }
         (start, i * run..(i + 1) * run)
-    }))
+    });
+    Some((count, runs))
 }
 
 #[cfg(test)]
@@ -367,7 +369,7 @@ mod tests {
             let location = StorageLocation { file: String::new(), offset: 0, length: 0 };
             let chunk = TensorChunk { offsets: offsets.clone(), sizes: sizes.clone(), location };
             let mut found = vec![None; sizes.iter().product::<u64>() as usize];
-            for (start, taken) in compute_chunk_runs(&shape, &chunk).expect("possible") {
+            for (start, taken) in compute_chunk_runs(&shape, &chunk).expect("possible").1 {
                 for (n, i) in taken.enumerate() {
                     found[i as usize] = Some(start + n as u64);
                 }

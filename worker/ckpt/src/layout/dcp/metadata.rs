@@ -1,48 +1,37 @@
 //! Parses `.metadata` of torch distributed checkpoints, which lists the tensors, their chunks, and
 //! the location of each chunk.
 use crate::codec::pickle::{self, PickleTree, PickleView, parse_shape};
-use crate::codec::torch_file::parse_dtype;
+use crate::codec::torch_file::{DTYPE_GLOBALS, parse_dtype};
 use crate::error::{DcpError, TorchFileError};
 use crate::tensor::Dtype;
 use std::collections::HashMap;
 
 /// Classes and functions that the pickle in `.metadata` may name.
-const GLOBALS: &[&[&str]] = &[&[
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-    "torch.Size",
-    "torch.bfloat16",
-    "torch.bool",
-    "torch.contiguous_format",
-    "torch.float16",
-    "torch.float32",
-    "torch.float64",
-    "torch.float8_e4m3fn",
-    "torch.float8_e5m2",
-    "torch.int16",
-    "torch.int32",
-    "torch.int64",
-    "torch.int8",
-    "torch.preserve_format",
-    "torch.strided",
-    "torch.uint8",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.distributed.checkpoint._fsspec_filesystem._StorageInfo",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.Metadata",
-    "torch.distributed.checkpoint.metadata.MetadataIndex",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed.checkpoint.metadata.TensorProperties",
-    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.serialization._get_layout",
-]];
-/// Limit on the number of dimensions of a tensor.
-const DIMENSIONS_MAX: usize = 16;
+const GLOBALS: &[&[&str]] = &[
+    DTYPE_GLOBALS,
+    &[
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+        "torch.Size",
+        "torch.contiguous_format",
+        "torch.preserve_format",
+        "torch.strided",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed.checkpoint._fsspec_filesystem._StorageInfo",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+        "torch.distributed.checkpoint.metadata.StorageMeta",
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+    ],
+];
 
 /// Result of parsing `.metadata`.
 type Result<T> = std::result::Result<T, DcpError>;
@@ -103,7 +92,7 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
         .as_pairs()
         .ok_or(DcpError::InvalidField("state_dict_metadata"))?
     {
-        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let key = key.as_name().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let path = match &paths {
             Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
             None => None,
@@ -121,6 +110,11 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
 /// the key is missing.
 fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
+}
+
+/// Reads the text under the string key `key` of a dict.
+fn read_text(value: PickleView<'_>, key: &'static str) -> Result<String> {
+    read_field(value, key)?.as_name().map(str::to_owned).ok_or(DcpError::InvalidField(key))
 }
 
 /// Returns the attributes of an object. Fails if `class` is not the last component of the object's
@@ -147,7 +141,7 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     for (index, info) in value.as_pairs().ok_or(DcpError::InvalidField("storage_data"))? {
         let (index, info) =
             (read_attributes(index, "MetadataIndex")?, read_attributes(info, "_StorageInfo")?);
-        let key = read_field(index, "fqn")?.as_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let key = read_text(index, "fqn")?;
         let offset = match index.get("offset").filter(|v| !v.is_none()) {
             Some(v) => Some(parse_shape(v).ok_or(DcpError::InvalidField("offset"))?),
             None => None,
@@ -159,10 +153,7 @@ fn read_locations(value: PickleView<'_>) -> Result<StorageLocations> {
             return Err(DcpError::Transformed(key));
         }
         let number = |key: &'static str| read_field(info, key)?.as_count().ok_or(DcpError::InvalidField(key));
-        let file = read_field(info, "relative_path")?
-            .as_str()
-            .ok_or(DcpError::InvalidField("relative_path"))?
-            .to_owned();
+        let file = read_text(info, "relative_path")?;
         let location = StorageLocation { file, offset: number("offset")?, length: number("length")? };
         taken.push(location.clone());
         if locations.insert((key.clone(), offset), location).is_some() {
@@ -185,9 +176,9 @@ fn read_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, 
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
     for (key, path) in pairs {
-        let key = key.as_str().ok_or(DcpError::InvalidField("key"))?;
+        let key = key.as_name().ok_or(DcpError::InvalidField("key"))?;
         let part =
-            |v: PickleView<'_>| v.as_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
+            |v: PickleView<'_>| v.as_name().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
         let path: Option<Vec<String>> =
             path.as_items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
         let path = path.ok_or(DcpError::InvalidField("path"))?;
@@ -217,8 +208,7 @@ fn read_item_content(
     }
     let state = read_attributes(value, "TensorStorageMetadata")?;
     let sizes = |view: PickleView<'_>, name: &'static str| {
-        let sizes = view.get(name).and_then(parse_shape).filter(|s| s.len() <= DIMENSIONS_MAX);
-        sizes.ok_or(DcpError::InvalidField(name))
+        view.get(name).and_then(parse_shape).ok_or(DcpError::InvalidField(name))
     };
     let properties = read_attributes(read_field(state, "properties")?, "TensorProperties")?;
     let dtype = properties.as_items().and_then(|p| p.get(0)).or_else(|| properties.get("dtype"));

@@ -1,18 +1,19 @@
 //! Collects the passthrough state of a tag, which a conversion copies unchanged.
 use super::states::{ModelStates, OptimizerStates};
 use super::tag::TagContents;
-use crate::catalog::{ExternalFacts, ParamGroup, PassthroughState, TensorPart};
+use crate::catalog::{ParamGroup, PassthroughState, TensorPart};
 use crate::codec::pickle::{PythonObject, StoredTensor};
 use crate::error::{Result, format_names};
-use crate::layout::hf::optimizer_state::StepValue;
 use crate::tensor::Dtype;
+use std::collections::HashSet;
 
 /// Limit on the size of the tensors copied from one file, in bytes.
 const TENSORS_MAX: u64 = 64 << 20;
 
 /// Collects the passthrough state of a tag from the files of rank 0. Tensors in this state are read
 /// into memory. Entries that cannot be copied are dropped with a notice.
-pub(super) fn collect_passthrough(tag: &TagContents, facts: &ExternalFacts) -> Result<PassthroughState> {
+pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState> {
+    let facts = &tag.builder.facts;
     let Some((file, model)) = tag.model.get(&0) else { return Ok(PassthroughState::default()) };
     let mut notices = Vec::new();
     let literal = |value: &PythonObject| {
@@ -31,11 +32,12 @@ pub(super) fn collect_passthrough(tag: &TagContents, facts: &ExternalFacts) -> R
         notices.push(format!("not copied from the model file: {}", format_names(&dropped)));
     }
     let optimizer = tag.optimizer.get(&0);
-    let frozen = model.frozen_shapes.iter().map(|(name, _)| name.clone());
+    let collected: HashSet<&String> = facts.state.frozen.iter().collect();
+    let frozen_late = model.frozen_shapes.iter().map(|(name, _)| name).filter(|n| !collected.contains(n));
     Ok(PassthroughState {
         groups: collect_param_groups(tag, model)?,
         module_tensor_names: model.module.iter().map(|(name, _)| name.clone()).collect(),
-        frozen_late: frozen.filter(|n| !facts.state.frozen.contains(n)).collect(),
+        frozen_late: frozen_late.cloned().collect(),
         precision: find_precision(model),
         scheduler: scheduler.unwrap_or_default(),
         native_facts: None,
@@ -87,12 +89,8 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
 /// Reads the step of each flat group in the optimizer file with index `file`. The step is `None`
 /// for a group without a step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
-    let step = |shard: &crate::layout::deepspeed::states::FlatGroupShard| match &shard.step {
-        Some(StepValue::Number(n)) => Ok(Some(*n)),
-        Some(StepValue::Tensor(view)) => tag.store.read_scalar(file, view).map(|s| Some(f64::from(s))),
-        None => Ok(None),
-    };
-    states.shards.iter().map(step).collect()
+    let read = |step| tag.builder.store.read_step(file, step);
+    states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()
 }
 
 /// Replaces references to tensors of a model file by copies of the tensors in memory.
@@ -117,8 +115,7 @@ impl TensorInliner<'_> {
             PythonObject::List(v) => inline_all(self, v)?.map(PythonObject::List),
             PythonObject::Tuple(v) => inline_all(self, v)?.map(PythonObject::Tuple),
             PythonObject::Dict(pairs) => {
-                let keys: Vec<PythonObject> = pairs.iter().map(|(k, _)| k.clone()).collect();
-                let values: Vec<PythonObject> = pairs.iter().map(|(_, v)| v.clone()).collect();
+                let (keys, values): (Vec<_>, Vec<_>) = pairs.iter().cloned().unzip();
                 inline_all(self, &values)?
                     .map(|values| PythonObject::Dict(keys.into_iter().zip(values).collect()))
             }
@@ -137,7 +134,7 @@ impl TensorInliner<'_> {
         self.left = left;
         let mut content = vec![0u8; bytes as usize];
         let part = TensorPart::new(self.file, view, 0..count, 0);
-        self.tag.store.read_raw(&part, view.dtype, 0..count, &mut content, |_| Vec::new())?;
+        self.tag.builder.store.read_raw(&part, view.dtype, 0..count, &mut content, &[])?;
         Ok(Some(PythonObject::Literal { dtype: t.dtype, shape: t.shape.clone(), bytes: content.into() }))
     }
 }

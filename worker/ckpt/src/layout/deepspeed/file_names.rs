@@ -3,6 +3,9 @@ use crate::codec::disk::Directory;
 use crate::error::{CkptError, DeepSpeedError, Result, UnsupportedFeature};
 use std::collections::BTreeMap;
 
+/// End of the names of universal checkpoints. The name of the tag precedes it.
+pub(crate) const UNIVERSAL_SUFFIX: &str = "_universal";
+
 /// Names of the files of a tag, by rank.
 #[derive(Debug, Default)]
 pub(crate) struct TagFiles {

@@ -16,7 +16,7 @@ mod tag;
 mod tag_directories;
 pub(crate) mod universal;
 
-pub(crate) use file_names::TagFiles;
+pub(crate) use file_names::{TagFiles, UNIVERSAL_SUFFIX};
 pub(crate) use open::open_deepspeed;
 pub(crate) use states::{GLOBALS, ModelStates, OptimizerStates};
 pub(crate) use tag_directories::{

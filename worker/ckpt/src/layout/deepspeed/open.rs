@@ -9,6 +9,7 @@ use super::{collect, stage0, universal};
 use crate::catalog::ExternalCheckpoint;
 use crate::codec::disk::{Directory, exists, parent_dir};
 use crate::error::{CkptError, Diagnosis, MissingPart, Result};
+use crate::layout::hf::companion_files;
 use std::path::Path;
 
 /// Opens the DeepSpeed checkpoint at `path`, which is a directory with tags, the directory of a
@@ -87,32 +88,32 @@ fn open_newest_tag(path: &Path, tags: &[String]) -> Result<ExternalCheckpoint> {
 /// `root` may have a config, a tokenizer and companion files. `notices` come first among the
 /// notices of the checkpoint.
 fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
-    let tag = TagContents::load(path)?;
+    let mut tag = TagContents::load(path, notices)?;
     let stage = tag.check_ranks()?;
-    let done = tag.check_steps()?;
-    let mut found = collect::collect_tensors(&tag, stage)?;
-    let Some((_, model)) = tag.model.get(&0) else { return Err(tag.missing("the model file")) };
-    let mut contradiction = None;
-    if let (Some(done), Some(step)) = (model.step, done)
-        && done.saturating_sub(model.skipped) as f64 != step
+    let updates = tag.check_steps()?;
+    collect::collect_tensors(&mut tag, stage)?;
+    let Some((file, model)) = tag.model.get(&0) else { return Err(tag.builder.missing("the model file")) };
+    if let (Some(done), Some(updates)) = (model.step, updates)
+        && done.saturating_sub(model.skipped) as f64 != updates
     {
-        contradiction = Some(format!(
-            "the model file is of step {done} ({} skipped), the optimizer state of step {step}",
+        tag.builder.facts.warnings.push(format!(
+            "the model file is of step {done} ({} skipped), the optimizer state of step {updates}",
             model.skipped
         ));
     }
-    let (mut groups, loss_scaler) = tag.collect_param_groups(model, stage);
-    let mut steps = tag.read_weight_steps(model)?;
-    if let Some((file, _)) = tag.model.get(&0).filter(|_| stage == 0) {
-        (groups, steps) = stage0::add_embedded_optimizer(&tag, *file, model, &mut found)?;
-    }
-    let mut facts = found.take_facts(model, stage, path, notices);
-    facts.kind = detect_program(root);
-    facts.warnings.extend(contradiction);
+    let (groups, loss_scaler) = tag.collect_param_groups(model, stage);
+    let steps = tag.read_weight_steps(model)?;
+    let facts = &mut tag.builder.facts;
     (facts.state.groups, facts.state.steps, facts.state.loss_scaler) = (groups, steps, loss_scaler);
-    let passthrough = collect_passthrough(&tag, &facts)?;
-    found.add_companion_facts(&mut facts, root)?;
-    Ok(ExternalCheckpoint::new(given, root, facts, tag.store, found.entries)?.with_passthrough(passthrough))
+    if let Some(embedded) = model.embedded_optimizer.as_ref().filter(|_| stage == 0) {
+        stage0::add_embedded_optimizer(&mut tag.builder, *file, embedded)?;
+    }
+    let facts = &mut tag.builder.facts;
+    collect::add_model_facts(facts, model, stage, path);
+    facts.kind = detect_program(root);
+    let passthrough = collect_passthrough(&tag)?;
+    companion_files::add_companion_facts(&mut tag.builder.facts, &Directory::open(root)?)?;
+    Ok(tag.builder.finish_with_paths(given, root)?.with_passthrough(passthrough))
 }
 
 /// Returns the program that ran DeepSpeed. The program's files in the directory `root` identify it.

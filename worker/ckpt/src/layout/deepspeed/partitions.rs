@@ -1,6 +1,6 @@
 //! Locates each parameter in the flat tensors that the optimizer files of the ranks store.
 use super::states::FlatGroupShard;
-use crate::catalog::{ExternalTensor, TensorInfo, TensorPart};
+use crate::catalog::{ExternalTensor, TensorPart};
 use crate::codec::torch_file::TensorView;
 use crate::error::LayoutError;
 use crate::tensor::{Dtype, TensorRole, count_elements};
@@ -49,17 +49,6 @@ fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Makes the tensor `name` of the parts `parts`, which must be sorted by their first element.
-fn make_tensor(
-    name: &str,
-    shape: &[u64],
-    role: TensorRole,
-    dtype: Dtype,
-    parts: Vec<TensorPart>,
-) -> ExternalTensor {
-    ExternalTensor { info: TensorInfo { name: name.to_owned(), role, dtype, shape: shape.to_vec() }, parts }
-}
-
 /// Locates the parameters of a group of stage 1 or 2. Such a group concatenates its parameters and
 /// splits the result into one part per rank. `is_unpadded` states that no padding follows the last
 /// parameter.
@@ -83,7 +72,7 @@ pub(super) fn locate_flat_params(
         spans.push(end..next);
         end = next.checked_add(alignment.get(i).copied().unwrap_or(0)).ok_or_else(too_large)?;
     }
-    let held: u64 = ranks.iter().map(RankShard::len).sum();
+    let held = ranks.iter().fold(0u64, |held, rank| held.saturating_add(rank.len()));
     // without `zero_stage`, the last part may be padded to a multiple of twice the number of ranks
     let slack = if is_unpadded { 0 } else { 4 * ranks.len() as u64 };
     if held < end || held - end > slack {
@@ -93,13 +82,8 @@ pub(super) fn locate_flat_params(
     for role in list_roles(ranks) {
         check_state_lengths(ranks, role)?;
         for ((name, shape), span) in group.iter().zip(&spans) {
-            entries.push(make_tensor(
-                name,
-                shape,
-                role,
-                Dtype::F32,
-                locate_concatenated_parts(ranks, role, span.clone())?,
-            ));
+            let parts = locate_concatenated_parts(ranks, role, span.clone())?;
+            entries.push(ExternalTensor::from_parts(name, role, Dtype::F32, shape, parts));
         }
     }
     Ok(entries)
@@ -176,7 +160,7 @@ pub(super) fn locate_partitioned_params(
                     parts.push(TensorPart::new(rank.file, view, taken, span.start));
                 }
             }
-            entries.push(make_tensor(name, shape, role, Dtype::F32, parts));
+            entries.push(ExternalTensor::from_parts(name, role, Dtype::F32, shape, parts));
             offset += share;
         }
         for (rank, shard) in ranks.iter().enumerate() {
@@ -216,5 +200,5 @@ pub(super) fn locate_frozen_param(
         }
     }
     let dtype = slices.first().map_or(Dtype::F32, |(_, v)| v.dtype);
-    Ok(make_tensor(name, shape, TensorRole::Weight, dtype, parts))
+    Ok(ExternalTensor::from_parts(name, TensorRole::Weight, dtype, shape, parts))
 }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 /// Limit on the number of values copied from one file.
 const VALUES_MAX: usize = 1 << 20;
-/// Entries of a model file that a conversion writes from its own data.
+/// Entries of a model file that a conversion generates instead of copying them.
 const REGENERATED: [&str; 13] = [
     "module",
     "buffer_names",
@@ -69,7 +69,7 @@ impl ModelPassthrough {
         let mut found = ModelPassthrough::default();
         let mut left = VALUES_MAX;
         for (key, value) in file.value().as_pairs().into_iter().flatten() {
-            let Some(key) = key.as_str() else { continue };
+            let Some(key) = key.as_name() else { continue };
             let scheduler = key == "lr_scheduler";
             if REGENERATED.contains(&key) && !scheduler {
                 continue;
@@ -100,7 +100,7 @@ impl OptimizerPassthrough {
         for group in listed.and_then(PickleView::as_items).iter().flat_map(|g| g.iter()) {
             let mut options = Vec::new();
             for (key, value) in group.as_pairs().into_iter().flatten() {
-                if let (Some(key), Some(value)) = (key.as_str().filter(|k| *k != "params"), copied(value)) {
+                if let (Some(key), Some(value)) = (key.as_name().filter(|k| *k != "params"), copied(value)) {
                     options.push((key.to_owned(), value));
                 }
             }

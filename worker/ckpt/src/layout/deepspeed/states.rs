@@ -1,17 +1,19 @@
 //! Reads DeepSpeed's model and optimizer files.
 use super::embedded_optimizer::EmbeddedOptimizer;
 use super::passthrough::{ModelPassthrough, OptimizerPassthrough};
-use crate::catalog::{TiedWeight, parse_optimizer_state_role};
-use crate::codec::pickle::{PickleView, parse_shape};
-use crate::codec::torch_file::{PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile};
+use crate::catalog::{ParamGroupInfo, StepValue, TiedWeight};
+use crate::codec::pickle::{PickleItems, PickleView, parse_shape};
+use crate::codec::torch_file::{DTYPE_GLOBALS, PLAIN_GLOBALS, TENSOR_GLOBALS, TensorView, TorchFile};
 use crate::error::DeepSpeedError;
-pub(crate) use crate::layout::hf::optimizer_state::StepValue;
+use crate::format_constants::{HYPER_VALUES_MAX, TENSORS_MAX};
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value as Json};
+use std::collections::HashMap;
 
 /// Classes and functions that the pickles of model and optimizer files may name.
 pub(crate) const GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
+    DTYPE_GLOBALS,
     PLAIN_GLOBALS,
     &[
         "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -20,6 +22,11 @@ pub(crate) const GLOBALS: &[&[&str]] = &[
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     ],
 ];
+
+/// Limit on the number of items of `partition_count`, which has one item for each flat group.
+const PARTITIONS_MAX: usize = 1 << 16;
+/// Limit on the number of unknown states of a flat group that are remembered for a notice.
+const UNKNOWN_KEYS_MAX: usize = 16;
 
 /// Result of reading a model or optimizer file.
 type Result<T> = std::result::Result<T, DeepSpeedError>;
@@ -99,6 +106,15 @@ pub(crate) struct NumberedGroup {
     pub(crate) ids: Vec<u64>,
 }
 
+impl NumberedGroup {
+    /// Returns the group with the names of the parameters in its flat groups.
+    pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
+        let flat_groups = self.ids.iter().filter_map(|&i| model.groups.get(i as usize));
+        let names = flat_groups.flatten().map(|(name, _)| name.clone()).collect();
+        ParamGroupInfo { hyper: self.hyper.clone(), names }
+    }
+}
+
 /// Returns the value of the string key `key` of a dict. Fails with [`DeepSpeedError::MissingField`]
 /// if the key is missing.
 fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView<'a>> {
@@ -117,7 +133,7 @@ fn read_tensors(
         return Ok(found);
     }
     for (name, tensor) in value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))? {
-        let name = name.as_str().ok_or(DeepSpeedError::InvalidField(key))?;
+        let name = name.as_name().ok_or(DeepSpeedError::InvalidField(key))?;
         // `module` may contain values that are not tensors (extra states)
         let view = file.parse_tensor(tensor);
         let view = view.map_err(|error| DeepSpeedError::Tensor { name: name.to_owned(), error })?;
@@ -128,19 +144,26 @@ fn read_tensors(
     Ok(found)
 }
 
-/// Reads a dict of shapes by name, in the order of the dict. `key` is the key of the dict, for
-/// errors.
+/// Reads a dict of at most [`TENSORS_MAX`] shapes by name, in the order of the dict. `key` is the
+/// key of the dict, for errors.
 fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
-    pairs
-        .map(|(name, shape)| match (name.as_str(), parse_shape(shape)) {
+    let shapes =
+        pairs.take(TENSORS_MAX + 1).map(|(name, shape)| match (name.as_name(), parse_shape(shape)) {
             (Some(name), Some(shape)) => Ok((name.to_owned(), shape)),
             _ => Err(DeepSpeedError::InvalidField(key)),
-        })
-        .collect()
+        });
+    let shapes: Vec<_> = shapes.collect::<Result<_>>()?;
+    if shapes.len() > TENSORS_MAX { Err(DeepSpeedError::InvalidField(key)) } else { Ok(shapes) }
 }
 
 impl ModelStates {
+    /// Drops the contents that are only needed from the file of rank 0.
+    pub(crate) fn drop_parts_of_rank_0(&mut self) {
+        (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
+        (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
+    }
+
     /// Reads the contents of a model file, without the data of tensors. Fails if an entry is
     /// invalid, or if `module` or `dp_world_size` is missing.
     pub(crate) fn read(file: &TorchFile) -> Result<ModelStates> {
@@ -148,16 +171,20 @@ impl ModelStates {
         let optional = |key: &str| root.get(key).filter(|v| !v.is_none());
         let count = |key: &str| optional(key).and_then(PickleView::as_count);
         let texts = |v: PickleView<'_>| {
-            v.as_items().map(|i| i.iter().filter_map(|n| n.as_str().map(str::to_owned)).collect())
+            v.as_items()
+                .map(|i| i.iter().take(TENSORS_MAX).filter_map(|n| Some(n.as_name()?.to_owned())).collect())
         };
         let no_list = DeepSpeedError::InvalidField("param_shapes");
         let groups = match optional("param_shapes").map(|v| v.as_items().ok_or(no_list)) {
             Some(list) => list?.iter().map(|g| read_shapes("param_shapes", g)).collect::<Result<Vec<_>>>()?,
             None => Vec::new(),
         };
+        if groups.iter().map(Vec::len).sum::<usize>() > TENSORS_MAX {
+            return Err(DeepSpeedError::InvalidField("param_shapes"));
+        }
         let ties = optional("shared_params").and_then(PickleView::as_pairs).into_iter().flatten();
-        let ties = ties.filter_map(|(alias, target)| {
-            Some(TiedWeight { alias: alias.as_str()?.to_owned(), target: target.as_str()?.to_owned() })
+        let ties = ties.take(TENSORS_MAX).filter_map(|(alias, target)| {
+            Some(TiedWeight { alias: alias.as_name()?.to_owned(), target: target.as_name()?.to_owned() })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
             Some(v) => read_shapes("frozen_param_shapes", v)?,
@@ -188,7 +215,7 @@ impl ModelStates {
                 .and_then(|z| z.get("stage"))
                 .and_then(PickleView::as_count)
                 .and_then(|s| u8::try_from(s).ok()),
-            version: optional("ds_version").and_then(PickleView::as_str).map(str::to_owned),
+            version: optional("ds_version").and_then(PickleView::as_name).map(str::to_owned),
             embedded_optimizer: match optional("optimizer") {
                 Some(value) => EmbeddedOptimizer::read(file, value)?,
                 None => None,
@@ -199,6 +226,12 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
+    /// Drops the contents that are only needed from the file of rank 0.
+    pub(crate) fn drop_parts_of_rank_0(&mut self) {
+        (self.groups, self.loss_scaler, self.passthrough) = Default::default();
+        self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
+    }
+
     /// Reads the contents of an optimizer file, without the data of tensors. Fails if an entry is
     /// missing or invalid, or if a flat tensor is not F32.
     pub(crate) fn read(file: &TorchFile) -> Result<OptimizerStates> {
@@ -206,6 +239,7 @@ impl OptimizerStates {
         let stage = root.get("zero_stage").and_then(read_zero_stage);
         let partitions = read_field(root, "partition_count")?;
         let partitions = match partitions.as_items() {
+            Some(items) if items.get(PARTITIONS_MAX).is_some() => None,
             Some(items) => items.to_counts(),
             None => partitions.as_count().map(|n| vec![n]),
         };
@@ -217,15 +251,15 @@ impl OptimizerStates {
                 read_field(root, "base_optimizer_state")?,
             ),
         };
+        let flats = flats.as_items().ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
+        let fields = GroupFields::new(root, base);
         let mut shards = Vec::new();
-        for (i, flat) in
-            flats.as_items().ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?.iter().enumerate()
-        {
+        for (i, flat) in flats.iter().enumerate() {
             let fp32 = file.parse_tensor(flat)?.ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
             if fp32.dtype != Dtype::F32 {
                 return Err(DeepSpeedError::FlatGroupDtype { group: i, dtype: fp32.dtype });
             }
-            shards.push(FlatGroupShard::read_shard(file, root, base, i, fp32)?);
+            shards.push(FlatGroupShard::read_shard(file, &fields, i, fp32)?);
         }
         Ok(OptimizerStates {
             stage: if third.is_some() { 3 } else { stage.unwrap_or(1) },
@@ -254,9 +288,9 @@ pub(crate) fn read_zero_stage(value: PickleView<'_>) -> Option<u8> {
 pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<NumberedGroup>> {
     let Some(groups) = optimizer.get("param_groups") else { return Ok(Vec::new()) };
     let wrong = || DeepSpeedError::InvalidField("param_groups");
+    let mut values_left = HYPER_VALUES_MAX;
     let one = |group: PickleView<'_>| {
-        let Json::Object(mut hyper) = group.to_json() else { return Err(wrong()) };
-        hyper.remove("params");
+        let hyper = group.to_json_map("params", &mut values_left).ok_or_else(wrong)?;
         let ids = group.get("params").and_then(PickleView::as_items).and_then(|i| i.to_counts());
         Ok(NumberedGroup { hyper, ids: ids.ok_or_else(wrong)? })
     };
@@ -273,38 +307,58 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     }
 }
 
+/// The entries of an optimizer file that have one item per flat group.
+struct GroupFields<'t> {
+    /// The state of the torch optimizer for each flat group.
+    states: HashMap<u64, PickleView<'t>>,
+    group_paddings: Option<PickleItems<'t>>,
+    alignment_paddings: Option<PickleItems<'t>>,
+}
+
+impl<'t> GroupFields<'t> {
+    /// Finds the entries. `root` is the state of DeepSpeed's optimizer, and `base` the state of the
+    /// torch optimizer that it wraps.
+    fn new(root: PickleView<'t>, base: PickleView<'t>) -> GroupFields<'t> {
+        // an elastic checkpoint has a list of states without padding
+        let states = match base.as_items() {
+            Some(list) => (0..).zip(list.iter()).collect(),
+            None => {
+                let states = base.get("state").and_then(PickleView::as_pairs).into_iter().flatten();
+                states.filter_map(|(group, state)| Some((group.as_count()?, state))).collect()
+            }
+        };
+        let items = |key: &str| root.get(key).and_then(PickleView::as_items);
+        let (group_paddings, alignment_paddings) =
+            (items("group_paddings"), items("param_alignment_paddings"));
+        GroupFields { states, group_paddings, alignment_paddings }
+    }
+}
+
 impl FlatGroupShard {
-    /// Reads the rank's part of flat group `i`, whose master weights are `fp32`. `root` is the
-    /// state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
+    /// Reads the rank's part of flat group `i`, whose master weights are `fp32`.
     fn read_shard(
         file: &TorchFile,
-        root: PickleView<'_>,
-        base: PickleView<'_>,
+        fields: &GroupFields<'_>,
         i: usize,
         fp32: TensorView,
     ) -> Result<FlatGroupShard> {
-        // an elastic checkpoint has a list of states without padding
-        let state = match base.as_items() {
-            Some(list) => list.get(i),
-            None => base.get("state").and_then(|s| s.get_by_int(i as i64)),
-        };
-        let entry = |key: &str| root.get(key).and_then(PickleView::as_items).and_then(|g| g.get(i));
-        let alignment = entry("param_alignment_paddings").filter(|v| !v.is_none());
+        let alignment = fields.alignment_paddings.and_then(|g| g.get(i)).filter(|v| !v.is_none());
         let alignment = alignment.map(|v| {
             v.as_items()
                 .and_then(|v| v.to_counts())
                 .ok_or(DeepSpeedError::InvalidField("param_alignment_paddings"))
         });
         let mut shard = FlatGroupShard {
-            padding: entry("group_paddings").and_then(PickleView::as_count),
+            padding: fields.group_paddings.and_then(|g| g.get(i)).and_then(PickleView::as_count),
             alignment: alignment.transpose()?.unwrap_or_default(),
             fp32,
             states: Vec::new(),
             step: None,
             unknown: Vec::new(),
         };
+        let state = fields.states.get(&(i as u64)).copied();
         for (key, value) in state.and_then(PickleView::as_pairs).into_iter().flatten() {
-            let key = key.as_str().ok_or(DeepSpeedError::InvalidField("state"))?;
+            let key = key.as_name().ok_or(DeepSpeedError::InvalidField("state"))?;
             let tensor = file
                 .parse_tensor(value)
                 .map_err(|error| DeepSpeedError::Tensor { name: format!("{key} of group {i}"), error })?;
@@ -313,15 +367,15 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Records one entry of the torch optimizer's state, which is a tensor of a known role, the
+    /// Records one entry of the torch optimizer's state. The entry is a tensor of a known role, the
     /// step, or a tensor with an unknown key. Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
-        match (key, parse_optimizer_state_role(key), tensor) {
+        match (key, TensorRole::from_torch_key(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),
             ("step", _, None) => self.step = value.as_int().map(|i| StepValue::Number(i as f64)),
             (_, Some(role), Some(view)) => self.states.push((role, view)),
-            (_, None, Some(_)) => self.unknown.push(key.to_owned()),
-            (_, _, None) => {}
+            (_, None, Some(_)) if self.unknown.len() < UNKNOWN_KEYS_MAX => self.unknown.push(key.to_owned()),
+            _ => {}
         }
     }
 }

@@ -1,50 +1,49 @@
 //! [`TagContents`]: reads every file of a tag and checks that the files belong together.
 use super::file_names::{self, TagFiles};
 use super::states::{FlatGroupShard, GLOBALS, ModelStates, OptimizerStates};
-use crate::catalog::{ParamGroupInfo, StoredFile, StoredFiles};
-use crate::codec::disk::Directory;
+use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, to_whole_step};
 use crate::codec::torch_file::TorchFile;
-use crate::error::{CkptError, DeepSpeedError, InvalidStep, MissingPart, RANKS_LISTED_MAX, Result};
-use crate::layout::hf::optimizer_state::StepValue;
+use crate::error::{DeepSpeedError, MissingPart, RANKS_LISTED_MAX, Result};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
+
+/// Index in the store and contents of a file of each rank.
+pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The directory of a DeepSpeed tag, with the contents of its files.
 pub(super) struct TagContents {
-    pub(super) path: PathBuf,
-    pub(super) directory: Arc<Directory>,
-    /// Index in the store and contents of each model file, by rank.
-    pub(super) model: BTreeMap<u32, (usize, ModelStates)>,
-    /// Index in the store and contents of each optimizer file, by rank.
-    pub(super) optimizer: BTreeMap<u32, (usize, OptimizerStates)>,
-    /// The model and optimizer files, to which the indices in `model` and `optimizer` refer.
-    pub(super) store: StoredFiles,
+    /// The stored files, and the tensors and facts that were collected so far.
+    pub(super) builder: ExternalCheckpointBuilder,
+    pub(super) model: RankContents<ModelStates>,
+    pub(super) optimizer: RankContents<OptimizerStates>,
 }
 
 impl TagContents {
-    /// Opens the directory of a tag without reading its files.
-    pub(super) fn open_empty(path: &Path) -> Result<TagContents> {
-        Ok(TagContents {
-            path: path.to_owned(),
-            directory: Arc::new(Directory::open(path)?),
-            model: BTreeMap::new(),
-            optimizer: BTreeMap::new(),
-            store: StoredFiles::default(),
-        })
+    /// Opens the directory of a tag without reading its files. `notices` come first among the
+    /// notices of the checkpoint.
+    pub(super) fn open_empty(path: &Path, notices: Vec<String>) -> Result<TagContents> {
+        let mut builder = ExternalCheckpointBuilder::new(path)?;
+        builder.facts.notices = notices;
+        Ok(TagContents { builder, model: BTreeMap::new(), optimizer: BTreeMap::new() })
     }
 
     /// Opens the directory of a tag and reads all model and optimizer files.
-    pub(super) fn load(path: &Path) -> Result<TagContents> {
-        let mut tag = TagContents::open_empty(path)?;
-        let names = TagFiles::list(&tag.directory)?;
+    pub(super) fn load(path: &Path, notices: Vec<String>) -> Result<TagContents> {
+        let mut tag = TagContents::open_empty(path, notices)?;
+        let names = TagFiles::list(&tag.builder.directory)?;
         for (&rank, name) in &names.model {
-            let states = tag.read_file(rank, name, ModelStates::read)?;
+            let mut states = tag.read_file(rank, name, ModelStates::read)?;
+            if rank > 0 {
+                states.1.drop_parts_of_rank_0();
+            }
             tag.model.insert(rank, states);
         }
         for (&rank, name) in &names.optimizer {
-            let states = tag.read_file(rank, name, OptimizerStates::read)?;
+            let mut states = tag.read_file(rank, name, OptimizerStates::read)?;
+            if rank > 0 {
+                states.1.drop_parts_of_rank_0();
+            }
             tag.optimizer.insert(rank, states);
         }
         Ok(tag)
@@ -61,22 +60,16 @@ impl TagContents {
         name: &str,
         read: impl Fn(&TorchFile) -> std::result::Result<T, DeepSpeedError>,
     ) -> Result<(usize, T)> {
-        let file = TorchFile::open(&self.directory, name, GLOBALS)?;
-        let states = read(&file).map_err(|error| CkptError::damaged(&self.path, name, error))?;
-        if let Some(written) = file_names::parse_rank_in_root(&file.root).filter(|&w| w != rank) {
-            return Err(CkptError::damaged(&self.path, name, DeepSpeedError::WrongRank(written)));
+        let (index, file) = self.builder.add_torch_file(name, GLOBALS)?;
+        let states = read(&file).map_err(|error| self.builder.damaged(name, error))?;
+        match file_names::parse_rank_in_root(&file.root).filter(|&written| written != rank) {
+            Some(written) => Err(self.builder.damaged(name, DeepSpeedError::WrongRank(written))),
+            None => Ok((index, states)),
         }
-        self.store.files.push(StoredFile::from_torch_file(self.directory.clone(), name.to_owned(), file));
-        Ok((self.store.files.len() - 1, states))
     }
 
-    /// Returns [`CkptError::Missing`] for the part `part` of the tag.
-    pub(super) fn missing(&self, part: impl Into<MissingPart>) -> CkptError {
-        CkptError::missing(&self.path, part)
-    }
-
-    /// Fails with [`CkptError::Missing`] if a rank below `world` has no entry in `files`. `kind` is
-    /// `model` or `optimizer`, for the error.
+    /// Fails with [`crate::CkptError::Missing`] if a rank below `world` has no entry in `files`.
+    /// `kind` is `model` or `optimizer`, for the error.
     fn require_files_of_ranks<T>(
         &self,
         kind: &'static str,
@@ -88,20 +81,15 @@ impl TagContents {
         let ranks: Vec<u32> = absent.collect();
         match ranks.is_empty() {
             true => Ok(()),
-            false => Err(self.missing(MissingPart::RankFiles { kind, ranks, world })),
+            false => Err(self.builder.missing(MissingPart::RankFiles { kind, ranks, world })),
         }
-    }
-
-    /// Returns [`CkptError::Damaged`] for the file with index `file` in the store.
-    pub(super) fn damaged(&self, file: usize, error: DeepSpeedError) -> CkptError {
-        CkptError::damaged(&self.path, self.store.files[file].name.as_str(), error)
     }
 
     /// Returns the ZeRO stage. Fails if a rank's file is missing, a file's rank is not below the
     /// world size, or the files contradict each other in stage or world size.
     pub(super) fn check_ranks(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
-            return Err(self.missing("the model file of rank 0"));
+            return Err(self.builder.missing("the model file of rank 0"));
         };
         let world = model.world;
         let stage = match self.optimizer.values().next() {
@@ -114,11 +102,10 @@ impl TagContents {
         if stage == 3 {
             self.require_files_of_ranks("model", &self.model, world)?;
         }
-        let optimizer_file = |(&rank, &(file, _)): (&u32, &(usize, OptimizerStates))| (rank, file);
-        let model_file = |(&rank, &(file, _)): (&u32, &(usize, ModelStates))| (rank, file);
-        let mut ranks = self.optimizer.iter().map(optimizer_file).chain(self.model.iter().map(model_file));
-        if let Some((_, file)) = ranks.find(|&(rank, _)| rank >= world) {
-            return Err(self.damaged(file, DeepSpeedError::RankOutsideWorld(world)));
+        let optimizer = self.optimizer.range(world..).next().map(|(_, (file, _))| *file);
+        let outside = optimizer.or(self.model.range(world..).next().map(|(_, (file, _))| *file));
+        if let Some(file) = outside {
+            return Err(self.builder.damaged_file(file, DeepSpeedError::RankOutsideWorld(world)));
         }
         for (file, states) in self.optimizer.values() {
             if states.stage != stage || states.partitions.iter().any(|&p| p != u64::from(world)) {
@@ -128,7 +115,7 @@ impl TagContents {
                     expected_stage: stage,
                     world,
                 };
-                return Err(self.damaged(*file, error));
+                return Err(self.builder.damaged_file(*file, error));
             }
         }
         Ok(stage)
@@ -137,57 +124,49 @@ impl TagContents {
     /// Returns the optimizer step, or `None` if no optimizer file records a step. Fails if the
     /// optimizer files, or the model files, of two ranks have different steps.
     pub(super) fn check_steps(&self) -> Result<Option<f64>> {
-        let mut first: Option<(f64, u32)> = None;
-        let mut global: Option<(u64, u32)> = None;
+        let (mut updates, mut steps) = (Vec::new(), Vec::new());
         for (&rank, (file, states)) in &self.optimizer {
-            let mut rank_step: Option<f64> = None;
+            // the groups of a rank may have different steps, since a group may have been added
+            // later, but all ranks must have equal steps
+            let mut newest: Option<f64> = None;
             for shard in &states.shards {
-                let Some(step) = self.read_shard_step(*file, shard)? else { continue };
-                // the groups of a rank may have different steps, since a group may have been added
-                // later, but all ranks must have equal steps
-                rank_step = Some(rank_step.map_or(step, |s| s.max(step)));
-            }
-            match (first, rank_step) {
-                (Some((expected, rank)), Some(found)) if expected != found => {
-                    return Err(self.damaged(*file, DeepSpeedError::StepMismatch { found, rank, expected }));
+                if let Some(step) = self.read_shard_step(*file, shard)? {
+                    newest = Some(newest.map_or(step, |s| s.max(step)));
                 }
-                (None, Some(step)) => first = Some((step, rank)),
-                _ => {}
             }
+            updates.extend(newest.map(|step| (rank, *file, step)));
         }
         for (&rank, (file, model)) in &self.model {
-            match (global, model.step) {
-                (Some((expected, rank)), Some(found)) if expected != found => {
-                    let (found, expected) = (found as f64, expected as f64);
-                    return Err(self.damaged(*file, DeepSpeedError::StepMismatch { found, rank, expected }));
-                }
-                (None, Some(step)) => global = Some((step, rank)),
-                _ => {}
-            }
+            steps.extend(model.step.map(|step| (rank, *file, step as f64)));
         }
-        Ok(first.map(|(step, _)| step))
+        self.require_equal_steps(&updates)?;
+        self.require_equal_steps(&steps)?;
+        Ok(updates.first().map(|(.., step)| *step))
     }
-}
 
-impl TagContents {
+    /// Fails if two of `steps` differ. Each item is a rank, the index of its file in the store, and
+    /// the step in the file.
+    fn require_equal_steps(&self, steps: &[(u32, usize, f64)]) -> Result<()> {
+        let Some(&(rank, _, expected)) = steps.first() else { return Ok(()) };
+        match steps.iter().find(|(.., found)| *found != expected) {
+            Some(&(_, file, found)) => {
+                let error = DeepSpeedError::StepMismatch { found, rank, expected };
+                Err(self.builder.damaged_file(file, error))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Returns the parameter groups with the names of their parameters, and the state of the loss
     /// scaler. Both come from the optimizer file of rank 0, and are empty without this file.
     pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
-        let names = |g: usize| model.groups.get(g).into_iter().flatten().map(|(name, _)| name.clone());
-        let mut groups: Vec<ParamGroupInfo> = first
-            .groups
-            .iter()
-            .map(|g| ParamGroupInfo {
-                hyper: g.hyper.clone(),
-                names: g.ids.iter().flat_map(|&i| names(i as usize)).collect(),
-            })
-            .collect();
+        let mut groups: Vec<ParamGroupInfo> = first.groups.iter().map(|g| g.name_parameters(model)).collect();
         if groups.is_empty() && stage < 3 {
             // an elastic checkpoint has no hyper-parameters
-            groups = (0..model.groups.len())
-                .map(|g| ParamGroupInfo { names: names(g).collect(), ..ParamGroupInfo::default() })
-                .collect();
+            let names = |group: &Vec<(String, _)>| group.iter().map(|(name, _)| name.clone()).collect();
+            let unnamed = |group| ParamGroupInfo { names: names(group), ..ParamGroupInfo::default() };
+            groups = model.groups.iter().map(unnamed).collect();
         }
         (groups, first.loss_scaler.clone())
     }
@@ -210,14 +189,11 @@ impl TagContents {
     /// # Errors
     /// Fails if the step is not a whole number.
     pub(super) fn read_shard_step(&self, file: usize, shard: &FlatGroupShard) -> Result<Option<f64>> {
-        let step = match &shard.step {
-            Some(StepValue::Number(n)) => *n,
-            Some(StepValue::Tensor(view)) => f64::from(self.store.read_scalar(file, view)?),
-            None => return Ok(None),
-        };
-        match step >= 0.0 && step.fract() == 0.0 && step < 9e15 {
-            true => Ok(Some(step)),
-            false => Err(self.damaged(file, InvalidStep(step).into())),
+        let Some(step) = &shard.step else { return Ok(None) };
+        let step = self.builder.store.read_step(file, step)?;
+        match to_whole_step(step) {
+            Ok(_) => Ok(Some(step)),
+            Err(error) => Err(self.builder.damaged_file(file, DeepSpeedError::Step(error))),
         }
     }
 }

@@ -4,25 +4,25 @@
 //! If DeepSpeed converted a checkpoint of stage 1 or 2, the files of a weight are dicts with a
 //! shaped `param`. If DeepSpeed converted a checkpoint of stage 3, the files are flat tensors whose
 //! shapes are in the model files. Frozen weights and buffers are in the model files.
-use super::collect::CollectedTensors;
+use super::collect;
 use super::file_names::TagFiles;
-use super::states::{GLOBALS, ModelStates, read_param_groups};
-use super::tag::TagContents;
-use crate::catalog::{
-    ExternalCheckpoint, ExternalTensor, ParamGroupInfo, StoredFile, TensorPart, parse_optimizer_state_role,
-    to_whole_step,
+use super::states::{
+    GLOBALS, ModelStates, NumberedGroup, read_loss_scaler, read_param_groups, read_zero_stage,
 };
+use super::tag::TagContents;
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, ExternalTensor, to_whole_step};
 use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
-use crate::error::{CkptError, DeepSpeedError, LayoutError, MissingPart, Result, format_names};
+use crate::error::{CkptError, DamageReason, DeepSpeedError, LayoutError, MissingPart, Result};
+use crate::format_constants::{CONVERT_RECORD_FILE, TENSORS_MAX};
+use crate::layout::hf::companion_files;
 use crate::layout::hf::weights::parse_number;
+use crate::parallel;
 use crate::tensor::{TensorRole, count_elements};
 use serde_json::Value as Json;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Name of the directory with one subdirectory per weight.
 const ZERO_DIR: &str = "zero";
@@ -44,10 +44,13 @@ pub(crate) fn is_universal_directory(path: &Path) -> bool {
 /// The contents of `optimizer_state.pt`, which apply to all weights.
 #[derive(Default)]
 struct OptimizerSettings {
-    groups: Vec<crate::layout::deepspeed::states::NumberedGroup>,
+    groups: Vec<NumberedGroup>,
     /// Step of each flat group, by index. Only checkpoints of stage 3 record steps in this file.
     steps: BTreeMap<u64, f64>,
     stage: Option<u8>,
+    /// Whether DeepSpeed wrote the checkpoint. `launch ckpt convert` stores the step of each
+    /// weight, which may differ within a group.
+    is_of_deepspeed: bool,
     loss_scaler: Json,
 }
 
@@ -66,73 +69,59 @@ struct ParameterFiles {
 /// Opens the universal checkpoint at `path`. The directory `root` may have a config, a tokenizer
 /// and companion files. `notices` come first among the notices of the checkpoint.
 pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> Result<ExternalCheckpoint> {
-    let mut tag = TagContents::open_empty(path)?;
-    for (&rank, name) in &TagFiles::list_universal(&tag.directory)?.model {
-        let states = tag.read_file(rank, name, ModelStates::read)?;
+    let mut tag = TagContents::open_empty(path, notices)?;
+    for (&rank, name) in &TagFiles::list_universal(&tag.builder.directory)?.model {
+        let mut states = tag.read_file(rank, name, ModelStates::read)?;
+        if rank > 0 {
+            states.1.drop_parts_of_rank_0();
+        }
         tag.model.insert(rank, states);
     }
-    let settings = read_settings(&mut tag)?;
+    let mut settings = read_settings(&mut tag)?;
+    settings.is_of_deepspeed = !Directory::open(root)?.has_entry(CONVERT_RECORD_FILE)?;
     let (parameters, unknown) = read_parameters(&mut tag)?;
     let Some((_, model)) = tag.model.get(&0) else {
-        return Err(tag.missing("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
+        return Err(tag.builder.missing("the model file (mp_rank_00_model_states.pt or that of rank 0)"));
     };
     let stage = settings.stage.or(model.stage).unwrap_or(2);
-    let (mut found, steps) = collect_tensors(&tag, model, stage, parameters, &settings, &unknown)?;
-    let names = |g: u64| model.groups.get(g as usize).into_iter().flatten().map(|(n, _)| n.clone());
-    let groups: Vec<ParamGroupInfo> = settings
-        .groups
-        .iter()
-        .map(|g| ParamGroupInfo {
-            hyper: g.hyper.clone(),
-            names: g.ids.iter().flat_map(|&i| names(i)).collect(),
-        })
-        .collect();
-    let mut facts = found.take_facts(model, stage, path, notices);
+    let groups = settings.groups.iter().map(|g| g.name_parameters(model)).collect();
+    collect::add_model_facts(&mut tag.builder.facts, model, stage, path);
+    collect_tensors(&mut tag, stage, parameters, &settings, &unknown)?;
+    let facts = &mut tag.builder.facts;
     facts.kind = "DeepSpeed universal";
-    (facts.state.groups, facts.state.steps) = (groups, steps);
-    facts.state.loss_scaler = settings.loss_scaler;
-    found.add_companion_facts(&mut facts, root)?;
-    ExternalCheckpoint::new(path, root, facts, tag.store, found.entries)
+    (facts.state.groups, facts.state.loss_scaler) = (groups, settings.loss_scaler);
+    companion_files::add_companion_facts(facts, &Directory::open(root)?)?;
+    tag.builder.finish_with_paths(path, root)
 }
 
 /// Reads the contents of `optimizer_state.pt` and adds the file to the store of the tag.
 fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
-    if tag.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
-        return Err(tag.missing(format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters")));
+    if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
+        let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
+        return Err(tag.builder.missing(part));
     }
-    let file = TorchFile::open(&tag.directory, OPTIMIZER_STATE_FILE, GLOBALS)?;
+    let (index, file) = tag.builder.add_torch_file(OPTIMIZER_STATE_FILE, GLOBALS)?;
     let root = file.value();
-    let damaged = |error: DeepSpeedError| CkptError::damaged(&tag.path, OPTIMIZER_STATE_FILE, error);
+    let damaged = |error: DeepSpeedError| tag.builder.damaged(OPTIMIZER_STATE_FILE, error);
     let inner = root.get("optimizer_state_dict");
     let groups = match root.get("param_groups") {
         Some(_) => read_param_groups(root),
         None => inner.map_or(Ok(Vec::new()), read_param_groups),
     };
     let groups = groups.map_err(damaged)?;
-    let index = tag.store.files.len();
     let mut steps = BTreeMap::new();
-    let mut tensors = Vec::new();
     for (group, state) in
         inner.and_then(|i| i.get("state")).and_then(PickleView::as_pairs).into_iter().flatten()
     {
         let (Some(group), Some(step)) = (group.as_count(), state.get("step")) else { continue };
         match file.parse_tensor(step).map_err(|error| damaged(error.into()))? {
-            Some(view) => tensors.push((group, view)),
+            Some(view) => drop(steps.insert(group, f64::from(tag.builder.store.read_scalar(index, &view)?))),
             None => steps.extend(parse_number(step).map(|s| (group, s))),
         }
     }
-    let stage = root.get("zero_stage").and_then(crate::layout::deepspeed::states::read_zero_stage);
-    let loss_scaler =
-        root.get("loss_scaler").map_or(Json::Null, crate::layout::deepspeed::states::read_loss_scaler);
-    tag.store.files.push(StoredFile::from_torch_file(
-        tag.directory.clone(),
-        OPTIMIZER_STATE_FILE.to_owned(),
-        file,
-    ));
-    for (group, view) in tensors {
-        steps.insert(group, f64::from(tag.store.read_scalar(index, &view)?));
-    }
-    Ok(OptimizerSettings { groups, steps, stage, loss_scaler })
+    let stage = root.get("zero_stage").and_then(read_zero_stage);
+    let loss_scaler = root.get("loss_scaler").map_or(Json::Null, read_loss_scaler);
+    Ok(OptimizerSettings { groups, steps, stage, is_of_deepspeed: true, loss_scaler })
 }
 
 /// The subdirectory of one weight, with the paths of its files.
@@ -145,18 +134,22 @@ struct ParameterDir {
 
 /// Lists the subdirectories of the weights with their files of known keys. Also returns the keys of
 /// unknown optimizer states.
-fn list_parameter_dirs(tag: &TagContents) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
+fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTreeSet<String>)> {
     let (mut dirs, mut unknown) = (Vec::new(), BTreeSet::new());
-    for name in tag.directory.list_subdirectory(ZERO_DIR)? {
+    for name in directory.list_subdirectory(ZERO_DIR)? {
+        if dirs.len() == TENSORS_MAX {
+            let reason = DamageReason::TooManyTensors { limit: TENSORS_MAX };
+            return Err(CkptError::damaged(directory.path(), ZERO_DIR, reason));
+        }
         let inside = format!("{ZERO_DIR}/{name}");
-        if !tag.directory.has_directory(&inside)? {
+        if !directory.has_directory(&inside)? {
             continue;
         }
         let mut files = Vec::new();
-        for file in tag.directory.list_subdirectory(&inside)? {
+        for file in directory.list_subdirectory(&inside)? {
             match file.strip_suffix(".pt") {
                 Some(key)
-                    if file == FP32_FILE || key == "step" || parse_optimizer_state_role(key).is_some() =>
+                    if file == FP32_FILE || key == "step" || TensorRole::from_torch_key(key).is_some() =>
                 {
                     files.push((key.to_owned(), format!("{inside}/{file}")));
                 }
@@ -172,58 +165,38 @@ fn list_parameter_dirs(tag: &TagContents) -> Result<(Vec<ParameterDir>, BTreeSet
 /// Reads the files of every weight and adds them to the store of the tag. Also returns the keys of
 /// unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
-    let (dirs, unknown) = list_parameter_dirs(tag)?;
+    let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());
     for batch in dirs.chunks(BATCH_DIRS) {
         let paths: Vec<&str> = batch.iter().flat_map(|l| &l.files).map(|(_, path)| path.as_str()).collect();
-        let mut opened = open_torch_files(&tag.directory, &paths).into_iter();
+        let mut opened = open_torch_files(&tag.builder.directory, &paths).into_iter();
         for ParameterDir { name, files } in batch {
-            let fp32 = (0, TensorView::scalar_placeholder());
-            let mut parameter =
-                ParameterFiles { name: name.clone(), fp32, is_shaped: false, states: Vec::new(), step: None };
-            let mut has_fp32 = false;
+            let (mut fp32, mut states, mut step) = (None, Vec::new(), None);
             for ((key, path), file) in files.iter().zip(&mut opened) {
                 let (index, view, is_shaped) = read_parameter_file(tag, file?, path, key)?;
-                match parse_optimizer_state_role(key) {
-                    Some(role) => parameter.states.push((role, index, view)),
+                match TensorRole::from_torch_key(key) {
+                    Some(role) => states.push((role, index, view)),
                     None if key == "step" => {
-                        parameter.step = Some(f64::from(tag.store.read_scalar(index, &view)?))
+                        step = Some(f64::from(tag.builder.store.read_scalar(index, &view)?));
                     }
-                    None => {
-                        (parameter.fp32, parameter.is_shaped, has_fp32) = ((index, view), is_shaped, true)
-                    }
+                    None => fp32 = Some((index, view, is_shaped)),
                 }
             }
-            if !has_fp32 {
-                return Err(tag.missing(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}"))));
-            }
-            parameters.push(parameter);
+            let missing = || tag.builder.missing(MissingPart::File(format!("{ZERO_DIR}/{name}/{FP32_FILE}")));
+            let (index, view, is_shaped) = fp32.ok_or_else(missing)?;
+            let (name, fp32) = (name.clone(), (index, view));
+            parameters.push(ParameterFiles { name, fp32, is_shaped, states, step });
         }
     }
     Ok((parameters, unknown))
 }
 
 /// Opens files with up to [`THREADS_MAX`] threads, since the latency of the disk limits a single
-/// thread that opens thousands of small files. Returns the results in the order of `paths`.
+/// thread that opens thousands of small files. Returns the results in the order of `paths`. Results
+/// after the first error may be absent.
 fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
-    let next = AtomicUsize::new(0);
-    let opened: Vec<OnceLock<Result<TorchFile>>> = paths.iter().map(|_| OnceLock::new()).collect();
-    let work = || {
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(path), Some(slot)) = (paths.get(i), opened.get(i)) else { return };
-            // `set` cannot fail, since each slot is set once
-            let _ = slot.set(TorchFile::open(directory, path, GLOBALS));
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..THREADS_MAX.min(paths.len()) {
-            scope.spawn(work);
-        }
-        work();
-    });
-    let not_opened = || Err(CkptError::internal("a thread ended early"));
-    opened.into_iter().map(|slot| slot.into_inner().unwrap_or_else(not_opened)).collect()
+    let open = |_: &mut (), i: usize| TorchFile::open(directory, paths[i], GLOBALS);
+    parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
 /// Reads one opened file of a weight and adds it to the store. Returns the file's index in the
@@ -237,7 +210,7 @@ fn read_parameter_file(
     path: &str,
     key: &str,
 ) -> Result<(usize, TensorView, bool)> {
-    let damaged = |error: DeepSpeedError| CkptError::damaged(&tag.path, path, error);
+    let damaged = |error: DeepSpeedError| tag.builder.damaged(path, error);
     // torch names the directory inside of a file after the file that it writes
     if ["fp32", "exp_avg", "exp_avg_sq", "step"].iter().any(|other| file.root == *other && key != *other) {
         return Err(damaged(DeepSpeedError::FilesExchanged(file.root)));
@@ -249,24 +222,22 @@ fn read_parameter_file(
     };
     let view = file.parse_tensor(value).map_err(|error| damaged(error.into()))?;
     let view = view.ok_or_else(|| damaged(DeepSpeedError::NoTensor))?;
-    tag.store.files.push(StoredFile::from_torch_file(tag.directory.clone(), path.to_owned(), file));
-    Ok((tag.store.files.len() - 1, view, is_shaped))
+    let index = tag.builder.store.add_file(&tag.builder.directory, path, file.size, file.members);
+    Ok((index, view, is_shaped))
 }
 
-/// Collects the trained weights from their files and the other tensors from the model files. Also
-/// returns the number of updates of each weight. Fails if a file of a trained weight is missing or
+/// Collects the trained weights from their files and the other tensors from the model files, and
+/// the number of updates of each weight. Fails if a file of a trained weight is missing or
 /// contradicts the shape of the weight.
 fn collect_tensors(
-    tag: &TagContents,
-    model: &ModelStates,
+    tag: &mut TagContents,
     stage: u8,
     parameters: Vec<ParameterFiles>,
     settings: &OptimizerSettings,
     unknown: &BTreeSet<String>,
-) -> Result<(CollectedTensors, BTreeMap<String, u64>)> {
-    let mut found = CollectedTensors::default();
-    let mut steps = BTreeMap::new();
-    let shapes: HashMap<&str, (u64, &Vec<u64>)> = (0u64..)
+) -> Result<()> {
+    let (builder, Some((file, model))) = (&mut tag.builder, tag.model.get(&0)) else { return Ok(()) };
+    let shapes: KnownShapes<'_> = (0u64..)
         .zip(&model.groups)
         .flat_map(|(g, group)| group.iter().map(move |(name, shape)| (name.as_str(), (g, shape))))
         .collect();
@@ -282,102 +253,122 @@ fn collect_tensors(
             continue;
         }
         if let Some(role) = roles.iter().find(|r| one.states.iter().all(|(role, ..)| role != *r)) {
-            return Err(tag.missing(MissingPart::File(format!("{inside}/{role}.pt"))));
+            return Err(builder.missing(MissingPart::File(format!("{inside}/{role}.pt"))));
         }
         if any_step && one.step.is_none() {
-            return Err(tag.missing(MissingPart::File(format!("{inside}/step.pt"))));
+            return Err(builder.missing(MissingPart::File(format!("{inside}/step.pt"))));
         }
-        add_parameter(&mut found, one, known.map(|(_, shape)| shape.as_slice()))
-            .map_err(|error| CkptError::damaged(&tag.path, format!("{inside}/{FP32_FILE}"), error))?;
+        let shape = known.map(|(_, shape)| shape.as_slice());
+        let tensors = one.make_tensors(shape);
+        builder.entries.extend(tensors.map_err(|error| builder.damaged(&one.fp32_path(), error))?);
         let step = one.step.or_else(|| known.and_then(|(g, _)| settings.steps.get(g).copied()));
         if let Some(step) = step {
-            let step = to_whole_step(step).map_err(|error| {
-                CkptError::damaged(&tag.path, inside.as_str(), DeepSpeedError::Step(error))
-            })?;
-            steps.insert(one.name.clone(), step);
+            let step = to_whole_step(step);
+            let step = step.map_err(|error| builder.damaged(&inside, DeepSpeedError::Step(error)))?;
+            builder.facts.state.steps.insert(one.name.clone(), step);
         }
+    }
+    if settings.is_of_deepspeed {
+        builder.facts.warnings.extend(find_step_contradictions(&parameters, &shapes, settings));
     }
     let present: BTreeSet<&str> = parameters.iter().map(|h| h.name.as_str()).collect();
     if let Some(name) = shapes.keys().filter(|n| !present.contains(*n)).min() {
-        return Err(tag.missing(MissingPart::File(format!("{ZERO_DIR}/{name}"))));
+        return Err(builder.missing(MissingPart::File(format!("{ZERO_DIR}/{name}"))));
     }
-    add_untrained_tensors(tag, model, stage, &mut found, untrained)?;
-    if !unknown.is_empty() {
-        let unknown: Vec<String> = unknown.iter().cloned().collect();
-        found.notices.push(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
-    }
-    Ok((found, steps))
-}
-
-/// Adds the FP32 values and the optimizer states of a weight to `found`. `known` is the shape that
-/// the model files record, or `None`. Fails if the shape is unknown or does not match a tensor.
-fn add_parameter(
-    found: &mut CollectedTensors,
-    parameter: &ParameterFiles,
-    known: Option<&[u64]>,
-) -> std::result::Result<(), DeepSpeedError> {
-    let shape = match known {
-        Some(shape) => shape,
-        None if parameter.is_shaped => parameter.fp32.1.shape.as_slice(),
-        None => return Err(DeepSpeedError::UnknownShape),
-    };
-    let count = count_elements(shape).ok_or_else(|| LayoutError::ImpossibleShape {
-        name: parameter.name.clone(),
-        shape: shape.to_vec(),
-    })?;
-    let fp32 = std::iter::once((TensorRole::Weight, parameter.fp32.0, &parameter.fp32.1));
-    for (role, file, view) in fp32.chain(parameter.states.iter().map(|(r, f, v)| (*r, *f, v))) {
-        if view.elements() != count {
-            let (elements, shape) = (view.elements(), shape.to_vec());
-            return Err(LayoutError::TensorLength { role, elements, shape, expected: count }.into());
-        }
-        let parts = if count > 0 { vec![TensorPart::new(file, view, 0..count, 0)] } else { Vec::new() };
-        found.entries.push(ExternalTensor::from_parts(
-            &parameter.name,
-            role,
-            view.dtype,
-            shape.to_vec(),
-            parts,
-        ));
-    }
-    Ok(())
-}
-
-/// Adds the tensors that are not trained to `found`. These are the frozen weights, buffers and ties
-/// of the model files, and the weights `untrained`, which have files but no optimizer states.
-fn add_untrained_tensors(
-    tag: &TagContents,
-    model: &ModelStates,
-    stage: u8,
-    found: &mut CollectedTensors,
-    untrained: Vec<&ParameterFiles>,
-) -> Result<()> {
     // slices of frozen weights are in the model files of all ranks, which may not have been copied
     let is_complete =
         stage < 3 || model.frozen_fragments.is_empty() || tag.model.len() as u64 >= u64::from(model.world);
     if is_complete && !model.frozen_fragments.is_empty() {
-        found.collect_frozen(tag, model, stage)?;
+        collect::collect_frozen(builder, &tag.model, model, stage)?;
     }
-    found.collect_ties(model);
-    for one in untrained {
-        let taken =
-            found.entries.iter().any(|e| e.info.role == TensorRole::Weight && e.info.name == one.name);
-        if taken || found.ties.iter().any(|t| t.alias == one.name) {
-            continue;
+    collect::collect_ties(builder, model);
+    add_untrained_weights(builder, model, untrained)?;
+    collect::collect_module(builder, *file, model, stage);
+    collect::sort_by_module(builder, model);
+    builder.report_unknown_states(unknown);
+    Ok(())
+}
+
+/// Index of the parameter group and shape of each trained weight, as the model file records them.
+type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
+
+/// Finds weights of one parameter group with different steps, and weights whose step differs from
+/// the step of their group. DeepSpeed updates a group as a whole, so such files belong to different
+/// checkpoints. Returns at most one warning of each kind per group.
+fn find_step_contradictions(
+    parameters: &[ParameterFiles],
+    known: &KnownShapes<'_>,
+    settings: &OptimizerSettings,
+) -> Vec<String> {
+    let mut first: BTreeMap<u64, (&str, f64)> = BTreeMap::new();
+    let (mut reported, mut warnings) = (BTreeSet::new(), Vec::new());
+    for one in parameters {
+        let (Some(step), Some((group, _))) = (one.step, known.get(one.name.as_str())) else { continue };
+        let (other, expected) = *first.entry(*group).or_insert((&one.name, step));
+        if other == one.name {
+            let recorded = settings.steps.get(group).filter(|recorded| **recorded != step);
+            warnings.extend(recorded.map(|recorded| {
+                format!(
+                    "{ZERO_DIR}/{other}/step.pt is of step {step}, {OPTIMIZER_STATE_FILE} of step {recorded}"
+                )
+            }));
+        } else if step != expected && reported.insert(group) {
+            warnings.push(format!(
+                "{ZERO_DIR}/{}/step.pt is of step {step}, {ZERO_DIR}/{other}/step.pt of the same parameter group of \
+                 step {expected}",
+                one.name
+            ));
         }
-        let known = model.module.iter().find(|(n, _)| *n == one.name).map(|(_, v)| v.shape.clone());
-        let shape = known.filter(|s| count_elements(s) == Some(one.fp32.1.elements()));
-        let shape = shape.or(one.is_shaped.then(|| one.fp32.1.shape.clone()));
-        let damaged = |error: DeepSpeedError| {
-            CkptError::damaged(&tag.path, format!("{ZERO_DIR}/{}/{FP32_FILE}", one.name), error)
+    }
+    warnings
+}
+
+impl ParameterFiles {
+    /// Returns the path of the file with the FP32 values, relative to the checkpoint directory.
+    fn fp32_path(&self) -> String {
+        format!("{ZERO_DIR}/{}/{FP32_FILE}", self.name)
+    }
+
+    /// Makes the tensors of the FP32 values and the optimizer states of the weight. `known` is the
+    /// shape that the model files record, or `None`. Fails if the shape is unknown or does not
+    /// match a tensor.
+    fn make_tensors(
+        &self,
+        known: Option<&[u64]>,
+    ) -> std::result::Result<Vec<ExternalTensor>, DeepSpeedError> {
+        let stored = self.is_shaped.then_some(self.fp32.1.shape.as_slice());
+        let shape = known.or(stored).ok_or(DeepSpeedError::UnknownShape)?;
+        let impossible = || LayoutError::ImpossibleShape { name: self.name.clone(), shape: shape.to_vec() };
+        let expected = count_elements(shape).ok_or_else(impossible)?;
+        let fp32 = std::iter::once((TensorRole::Weight, self.fp32.0, &self.fp32.1));
+        let tensor = |(role, file, view): (TensorRole, usize, &TensorView)| {
+            let elements = view.elements();
+            if elements != expected {
+                let shape = shape.to_vec();
+                return Err(LayoutError::TensorLength { role, elements, shape, expected }.into());
+            }
+            Ok(ExternalTensor::from_view_elements(&self.name, role, shape, file, view, 0..expected))
         };
-        let shape = shape.ok_or_else(|| damaged(DeepSpeedError::UnknownShape))?;
-        add_parameter(found, one, Some(&shape)).map_err(damaged)?;
-        found.frozen.push(one.name.clone());
+        fp32.chain(self.states.iter().map(|(r, f, v)| (*r, *f, v))).map(tensor).collect()
     }
-    if let Some((file, _)) = tag.model.get(&0) {
-        found.collect_module(*file, model, stage);
+}
+
+/// Adds the weights `untrained`, which have files but no optimizer states, as frozen weights. Skips
+/// weights that are known from the model files.
+fn add_untrained_weights(
+    builder: &mut ExternalCheckpointBuilder,
+    model: &ModelStates,
+    untrained: Vec<&ParameterFiles>,
+) -> Result<()> {
+    let ties = builder.facts.state.ties.iter().map(|tie| tie.alias.clone());
+    let known: HashSet<String> = builder.weights().map(|(name, _)| name.to_owned()).chain(ties).collect();
+    let in_module: HashMap<&str, &TensorView> = model.module.iter().map(|(n, v)| (n.as_str(), v)).collect();
+    for one in untrained.into_iter().filter(|one| !known.contains(&one.name)) {
+        let shape = in_module.get(one.name.as_str()).map(|view| view.shape.as_slice());
+        let shape = shape.filter(|s| count_elements(s) == Some(one.fp32.1.elements()));
+        let tensors = one.make_tensors(shape);
+        builder.entries.extend(tensors.map_err(|error| builder.damaged(&one.fp32_path(), error))?);
+        builder.facts.state.frozen.push(one.name.clone());
     }
-    found.sort_by_module(model);
     Ok(())
 }

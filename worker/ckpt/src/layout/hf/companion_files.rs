@@ -2,14 +2,16 @@
 //! trainer state and the RNG states.
 use crate::catalog::{ExternalFacts, GLOBALS, StatePart};
 use crate::codec::disk::Directory;
+use crate::codec::json::read_json_if_exists;
 use crate::codec::torch_file::TorchFile;
 use crate::error::{CkptError, Result};
+use serde::Deserialize;
 use serde_json::Value as Json;
 
 /// Limit on the size of `trainer_state.json` in bytes. The file has the log of the whole run.
 const TRAINER_MAX: u64 = 256 << 20;
 /// Name of HF Trainer's file with the step and the log of the run.
-const TRAINER_STATE_FILE: &str = "trainer_state.json";
+pub(crate) const TRAINER_STATE_FILE: &str = "trainer_state.json";
 /// Names of the files with the state of the learning rate scheduler.
 const SCHEDULER_FILES: [&str; 2] = ["scheduler.pt", "scheduler.bin"];
 /// Name of the file with the state of torch's `GradScaler`, which FP16 training uses.
@@ -73,19 +75,10 @@ fn read_first_state(names: &[&str], facts: &mut ExternalFacts, directory: &Direc
 /// step already. Adds a warning if the step in the file differs from the existing step in `facts`,
 /// or from the step in the directory's name. Does nothing if the file does not exist.
 fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
-    if directory.file_size(TRAINER_STATE_FILE)?.is_none() {
-        return Ok(());
-    }
-    let text = directory.read_file(TRAINER_STATE_FILE, TRAINER_MAX)?;
-    let state: Json = serde_json::from_slice(&text)
-        .map_err(|e| CkptError::damaged(directory.path(), TRAINER_STATE_FILE, e))?;
-    let step = state.get("global_step").and_then(Json::as_u64);
-    let step =
-        step.ok_or_else(|| CkptError::damaged(directory.path(), TRAINER_STATE_FILE, "no global_step"))?;
+    let Some(step) = read_global_step(directory)? else { return Ok(()) };
     if let Some(other) = facts.state.step.filter(|&s| s != step) {
-        facts
-            .warnings
-            .push(format!("{TRAINER_STATE_FILE} is of step {step}, the training state of step {other}"));
+        let warning = format!("{TRAINER_STATE_FILE} is of step {step}, the training state of step {other}");
+        facts.warnings.push(warning);
     }
     let named = directory
         .path()
@@ -98,6 +91,21 @@ fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Resul
     }
     facts.state.step.get_or_insert(step);
     Ok(())
+}
+
+/// The content of `trainer_state.json` without the log of the run, which the parser skips.
+#[derive(Deserialize)]
+struct TrainerState {
+    #[serde(default)]
+    global_step: Option<u64>,
+}
+
+/// Reads `global_step` of `trainer_state.json`. Returns `None` if the directory has no such file.
+pub(crate) fn read_global_step(directory: &Directory) -> Result<Option<u64>> {
+    let state: Option<TrainerState> = read_json_if_exists(directory, TRAINER_STATE_FILE, TRAINER_MAX)?;
+    let Some(TrainerState { global_step }) = state else { return Ok(None) };
+    let missing = || CkptError::damaged(directory.path(), TRAINER_STATE_FILE, "no global_step");
+    global_step.map(Some).ok_or_else(missing)
 }
 
 /// Lists the names of the RNG state files in the directory, sorted.

@@ -4,11 +4,12 @@ use super::param_matching;
 use super::weights::parse_number;
 use crate::catalog::{
     ExternalCheckpointBuilder, ExternalTensor, FusedExperts, FusedMember, GLOBALS, ParamGroupInfo,
-    ShapedWeight, TensorPart, parse_optimizer_state_role, to_whole_step,
+    ShapedWeight, StepValue, borrow_weights, to_whole_step,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
-use crate::error::{MatchError, OptimizerStateError, Result, format_names};
+use crate::error::{MatchError, OptimizerStateError, Result};
+use crate::format_constants::HYPER_VALUES_MAX;
 use crate::tensor::TensorRole;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeSet, HashMap};
@@ -28,12 +29,6 @@ pub(crate) struct ParamState {
     /// Role and view of each tensor of the state.
     pub(crate) tensors: Vec<(TensorRole, TensorView)>,
     pub(crate) step: Option<StepValue>,
-}
-
-/// The step of a parameter as a file stores it, which is a number or a tensor with one element.
-pub(crate) enum StepValue {
-    Number(f64),
-    Tensor(TensorView),
 }
 
 /// The `state_dict` of an optimizer, with views of its tensors.
@@ -67,12 +62,9 @@ impl OptimizerStateDict {
             }
         }
         let groups = root.get("param_groups").and_then(PickleView::as_items).ok_or(NoParamGroups)?;
-        let mut seen = BTreeSet::new();
+        let (mut seen, mut values_left) = (BTreeSet::new(), HYPER_VALUES_MAX);
         for group in groups.iter() {
-            let Json::Object(mut hyper) = group.to_json() else {
-                return Err(InvalidGroup);
-            };
-            hyper.remove("params");
+            let hyper = group.to_json_map("params", &mut values_left).ok_or(InvalidGroup)?;
             let params = group.get("params").and_then(PickleView::as_items).ok_or(InvalidGroup)?;
             let ids: Option<Vec<ParamId>> = params.iter().map(parse_param_id).collect();
             let ids = ids.ok_or(InvalidParamId)?;
@@ -95,11 +87,11 @@ impl OptimizerStateDict {
     ) -> std::result::Result<ParamState, OptimizerStateError> {
         let mut state = ParamState::default();
         for (key, value) in value.as_pairs().ok_or(OptimizerStateError::InvalidState)? {
-            let key = key.as_str().ok_or(OptimizerStateError::InvalidState)?;
+            let key = key.as_name().ok_or(OptimizerStateError::InvalidState)?;
             let tensor = file
                 .parse_tensor(value)
                 .map_err(|error| OptimizerStateError::Tensor { key: key.to_owned(), error })?;
-            match (key, parse_optimizer_state_role(key), tensor) {
+            match (key, TensorRole::from_torch_key(key), tensor) {
                 ("step", _, Some(view)) => state.step = Some(StepValue::Tensor(view)),
                 ("step", _, None) => state.step = parse_number(value).map(StepValue::Number),
                 (_, Some(role), Some(view)) => state.tensors.push((role, view)),
@@ -178,7 +170,7 @@ impl ParamId {
 /// Parses a key of `state` or an item of `params`. Returns `None` if the value is neither a
 /// non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
-    value.as_count().map(ParamId::Number).or_else(|| value.as_str().map(|s| ParamId::Name(s.to_owned())))
+    value.as_count().map(ParamId::Number).or_else(|| value.as_name().map(|s| ParamId::Name(s.to_owned())))
 }
 
 /// Names of the parameters of each parameter group.
@@ -192,16 +184,10 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
         OptimizerStateDict::read(&torch, torch.value()).map_err(|error| builder.damaged(name, error))?;
     let weights: Vec<(String, Vec<u64>)> =
         builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
-    let borrowed: Vec<ShapedWeight<'_>> = weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
+    let borrowed = borrow_weights(&weights);
     match match_listed_or_fused_names(&optimizer, &borrowed) {
         Ok((names, fused)) => add_states(builder, name, file, &optimizer, names, &fused),
-        Err(error) if builder.trained.is_some() => {
-            add_trained_states(builder, name, file, optimizer, &borrowed, error)
-        }
-        Err(error) => {
-            skip_states(builder, name, optimizer, &error);
-            Ok(())
-        }
+        Err(error) => add_trained_states(builder, name, file, optimizer, &borrowed, error),
     }
 }
 
@@ -217,62 +203,49 @@ fn match_listed_or_fused_names(
         Err(error) => error,
     };
     let Some(fused) = FusedExperts::detect(weights) else { return Err(listed) };
-    let fused_weights: Vec<ShapedWeight<'_>> =
-        fused.weights.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    match optimizer.name_parameters(&fused_weights, false) {
+    match optimizer.name_parameters(&borrow_weights(&fused.weights), false) {
         Ok(names) => Ok((names, fused)),
         Err(error) => Err(MatchError::Fused { listed: Box::new(listed), fused: Box::new(error) }),
     }
 }
 
-/// Records a notice that the states in the file `name` are skipped because of `error`. Stores the
-/// hyper-parameters of the groups in the builder's facts, without names of parameters.
-fn skip_states(
-    builder: &mut ExternalCheckpointBuilder,
-    name: &str,
-    optimizer: OptimizerStateDict,
-    error: &MatchError,
-) {
-    builder.record_skipped_optimizer(format!("ignoring the optimizer state in {name}: {error}"));
-    builder.facts.state.groups =
-        optimizer.groups.into_iter().map(|(hyper, _)| ParamGroupInfo { hyper, names: Vec::new() }).collect();
-}
-
 /// Adds the states if they match the weights that the reader trains in number, groups, order and
 /// shape. A notice reports the assignment, since the file itself does not identify the weights.
-/// Skips the states otherwise. `error` states why the states do not match all weights.
+/// Skips the states otherwise, or if the trained weights are unknown. `error` states why the states
+/// do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
     file: usize,
     optimizer: OptimizerStateDict,
     weights: &[ShapedWeight<'_>],
-    error: MatchError,
+    mut error: MatchError,
 ) -> Result<()> {
     let is_trained = |w: &&ShapedWeight<'_>| builder.trained.as_ref().is_some_and(|t| t.contains(w.0));
     let (trained, frozen): (Vec<_>, Vec<_>) = weights.iter().partition(is_trained);
     let trained: Vec<ShapedWeight<'_>> = trained.into_iter().copied().collect();
-    match match_listed_or_fused_names(&optimizer, &trained) {
-        Ok((names, fused)) => {
-            builder.add_notice(format!(
-                "{name} has unnamed states of {} of {} weights; they match the weights that are trained here \
-                 and are assigned to them",
-                trained.len(),
-                weights.len()
-            ));
-            builder.facts.state.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
-            add_states(builder, name, file, &optimizer, names, &fused)
-        }
-        Err(other) if trained.len() < weights.len() => {
-            let (all_weights, trained) = (Box::new(error), Box::new(other));
-            skip_states(builder, name, optimizer, &MatchError::Trained { all_weights, trained });
-            Ok(())
-        }
-        Err(_) => {
-            skip_states(builder, name, optimizer, &error);
-            Ok(())
+    if builder.trained.is_some() && !frozen.is_empty() {
+        match match_listed_or_fused_names(&optimizer, &trained) {
+            Ok((names, fused)) => {
+                builder.add_notice(format!(
+                    "{name} has unnamed states of {} of {} weights; they match the weights that are trained here \
+                     and are assigned to them",
+                    trained.len(),
+                    weights.len()
+                ));
+                builder.facts.state.frozen.extend(frozen.into_iter().map(|(n, _)| (*n).to_owned()));
+                return add_states(builder, name, file, &optimizer, names, &fused);
+            }
+            Err(other) => {
+                let (all_weights, trained) = (Box::new(error), Box::new(other));
+                error = MatchError::Trained { all_weights, trained };
+            }
         }
     }
+    builder.record_skipped_optimizer(format!("ignoring the optimizer state in {name}: {error}"));
+    builder.facts.state.groups =
+        optimizer.groups.into_iter().map(|(hyper, _)| ParamGroupInfo { hyper, names: Vec::new() }).collect();
+    Ok(())
 }
 
 /// Adds the states of all parameters to the builder, with their steps and groups. `names` are the
@@ -292,22 +265,15 @@ fn add_states(
                 let entries = make_state_tensors(weight, *role, file, view, fused);
                 builder.entries.extend(entries.map_err(|error| builder.damaged(name, error))?);
             }
-            let step = match &state.step {
-                None => continue,
-                Some(StepValue::Number(n)) => *n,
-                Some(StepValue::Tensor(view)) => f64::from(builder.store.read_scalar(file, view)?),
-            };
-            let step = to_whole_step(step).map_err(|error| {
+            let Some(step) = &state.step else { continue };
+            let step = to_whole_step(builder.store.read_step(file, step)?).map_err(|error| {
                 let weight = weight.clone();
                 builder.damaged(name, OptimizerStateError::Step { weight, error })
             })?;
             builder.facts.state.steps.extend(fused.stored_names(weight).map(|name| (name, step)));
         }
     }
-    if !optimizer.unknown.is_empty() {
-        let unknown: Vec<String> = optimizer.unknown.iter().cloned().collect();
-        builder.add_notice(format!("ignoring unknown optimizer states: {}", format_names(&unknown)));
-    }
+    builder.report_unknown_states(&optimizer.unknown);
     for ((hyper, _), names) in optimizer.groups.iter().zip(names) {
         let names = names.iter().flat_map(|weight| fused.stored_names(weight)).collect();
         builder.facts.state.groups.push(ParamGroupInfo { hyper: hyper.clone(), names });
@@ -337,11 +303,7 @@ fn make_state_tensors(
         });
     }
     let entry = |m: &FusedMember| {
-        let parts = match m.elements.is_empty() {
-            true => Vec::new(),
-            false => vec![TensorPart::new(file, view, m.elements.clone(), 0)],
-        };
-        ExternalTensor::from_parts(&m.name, role, view.dtype, m.shape.clone(), parts)
+        ExternalTensor::from_view_elements(&m.name, role, &m.shape, file, view, m.elements.clone())
     };
     Ok(members.iter().map(entry).collect())
 }

@@ -1,4 +1,4 @@
-//! Assigns optimizer states, which torch numbers, to the names of weights.
+//! Assigns optimizer states, which torch identifies by numbers, to the names of weights.
 //!
 //! The names follow from the order of the model's parameters, the rule by which programs form
 //! parameter groups, and the shapes. The assignment is rejected if these contradict each other, or
@@ -119,7 +119,7 @@ fn match_by_position(
     Ok(weights.iter().map(|(name, _)| (*name).to_owned()).collect())
 }
 
-/// Returns the name of the only weight with the shape of each state.
+/// Returns, for each state, the name of the only weight that has its shape.
 ///
 /// # Errors
 /// Fails if two weights have the same shape, a state has no shape, or no weight has the shape of a

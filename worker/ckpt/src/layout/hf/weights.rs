@@ -1,16 +1,17 @@
-//! Reads weights in the Hugging Face layout, which is safetensors or `pytorch_model.bin`, in one
-//! file or in shards with an index.
-use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, GLOBALS, StoredFile, TiedWeight};
-use crate::codec::disk::is_plain_file_name;
+//! Reads weights in the Hugging Face layout: safetensors or `pytorch_model.bin`, each in one file
+//! or in shards with an index.
+use crate::catalog::{ExternalCheckpointBuilder, ExternalTensor, GLOBALS, TiedWeight};
+use crate::codec::disk::{Directory, is_plain_file_name};
+use crate::codec::json::{deserialize_map, read_json};
 use crate::codec::pickle::PickleView;
-use crate::codec::safetensors;
+use crate::codec::safetensors::{self, SafetensorsEntry};
 use crate::codec::torch_file::TensorView;
 use crate::codec::zip::ZipMember;
-use crate::error::{DamageReason, MissingPart, Result, format_names};
-use crate::tensor::{Dtype, TensorRole};
+use crate::error::{CkptError, DamageReason, MissingPart, Result, format_names};
+use crate::format_constants::TENSORS_MAX;
+use crate::tensor::{Dtype, TensorRole, check_tensor_name};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::os::unix::fs::FileExt;
 
 /// Name of a safetensors file with all weights.
 const SAFETENSORS_FILE: &str = "model.safetensors";
@@ -59,7 +60,17 @@ pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &s
 #[derive(Deserialize)]
 struct WeightIndex {
     /// Name of the file that has each tensor, by tensor name.
+    #[serde(deserialize_with = "deserialize_map::<_, _, TENSORS_MAX>")]
     weight_map: BTreeMap<String, String>,
+}
+
+/// Reads the index file `name`. Returns the name of the file that has each tensor, by tensor name.
+pub(crate) fn read_weight_map(directory: &Directory, name: &str) -> Result<BTreeMap<String, String>> {
+    let weight_map = read_json::<WeightIndex>(directory, name, INDEX_MAX)?.weight_map;
+    for tensor in weight_map.keys() {
+        check_tensor_name(tensor).map_err(|error| CkptError::damaged(directory.path(), name, error))?;
+    }
+    Ok(weight_map)
 }
 
 /// Adds the tensors of all shards that the index file `index` lists to the builder.
@@ -68,10 +79,9 @@ struct WeightIndex {
 /// Fails if the index is invalid, or if a shard is missing or lacks a listed tensor. The error
 /// names all missing shards.
 fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()> {
-    let text = builder.directory.read_file(index, INDEX_MAX)?;
-    let parsed: WeightIndex = serde_json::from_slice(&text).map_err(|e| builder.damaged(index, e))?;
+    let weight_map = read_weight_map(&builder.directory, index)?;
     let mut files: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    for (tensor, file) in &parsed.weight_map {
+    for (tensor, file) in &weight_map {
         if !is_plain_file_name(file) {
             let detail = format!("{tensor} is in {file:?}, which is not a valid file name");
             return Err(builder.damaged(index, detail));
@@ -101,16 +111,16 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
 }
 
 /// Fails if the shard `file` lacks a tensor in `expected`, the tensors that the index lists for
-/// this shard. Adds a notice about tensors that the index does not list. Does nothing without an
-/// index.
-fn check_indexed_tensors(
+/// this shard. `stored` are the names of the tensors in the shard. Adds a notice about tensors that
+/// the index does not list. Does nothing without an index.
+fn check_indexed_tensors<'n>(
     builder: &mut ExternalCheckpointBuilder,
     file: &str,
     expected: Option<&BTreeSet<&str>>,
-    found: &[(String, TensorView)],
+    stored: impl Iterator<Item = &'n str>,
 ) -> Result<()> {
     let Some(expected) = expected else { return Ok(()) };
-    let stored: BTreeSet<&str> = found.iter().map(|(n, _)| n.as_str()).collect();
+    let stored: BTreeSet<&str> = stored.collect();
     if let Some(lost) = expected.difference(&stored).next() {
         return Err(builder.damaged(file, DamageReason::TensorMissing { tensor: (*lost).to_owned() }));
     }
@@ -129,30 +139,18 @@ fn add_safetensors(
     name: &str,
     expected: Option<&BTreeSet<&str>>,
 ) -> Result<()> {
-    let (file, size) = builder.directory.open_file(name, nix::fcntl::OFlag::empty())?;
-    let header = safetensors::read_header(size, |at, out| file.read_exact_at(out, at));
-    let header = header.map_err(|error| builder.damaged(name, error))?;
-    let mut stored = StoredFile::new(builder.directory.clone(), name.to_owned(), size);
-    let member = |e: &safetensors::SafetensorsEntry| ZipMember {
-        name: e.name.clone(),
-        data: e.bytes.clone(),
-        crc: None,
-    };
-    stored.add_spans(header.entries.iter().map(member).collect());
-    builder.store.files.push(stored);
-    let view = |(member, e): (usize, safetensors::SafetensorsEntry)| {
-        let (shape, strides) = (e.shape.clone(), compute_contiguous_strides(&e.shape));
-        (e.name, TensorView { dtype: e.dtype, shape, strides, member, offset: 0 })
-    };
-    let found: Vec<(String, TensorView)> = header.entries.into_iter().enumerate().map(view).collect();
-    check_indexed_tensors(builder, name, expected, &found)?;
-    add_tensors(builder, builder.store.files.len() - 1, &found);
+    let (header, size) = safetensors::open_header(&builder.directory, name)?;
+    check_indexed_tensors(builder, name, expected, header.entries.iter().map(|e| e.name.as_str()))?;
+    builder.require_tensor_capacity(name, header.entries.len())?;
+    // the format has no CRC-32s, so no message names a member
+    let member = |e: &SafetensorsEntry| ZipMember { name: String::new(), data: e.bytes.clone(), crc: None };
+    let members = header.entries.iter().map(member).collect();
+    let file = builder.store.add_file(&builder.directory, name, size, members);
+    for (member, entry) in header.entries.into_iter().enumerate() {
+        let role = choose_role(entry.dtype);
+        builder.entries.push(ExternalTensor::from_whole_span(entry, role, file, member));
+    }
     Ok(())
-}
-
-/// Computes the strides of a contiguous row-major tensor, in elements.
-fn compute_contiguous_strides(shape: &[u64]) -> Vec<u64> {
-    (0..shape.len()).map(|i| shape[i + 1..].iter().fold(1u64, |n, &d| n.saturating_mul(d))).collect()
 }
 
 /// Adds the tensors of the torch file `name` to the builder. `expected` are the tensors that the
@@ -171,14 +169,16 @@ fn add_bin(
     let pairs = dict.as_pairs().ok_or_else(|| builder.damaged(name, "the file has no dict of tensors"))?;
     let mut found = Vec::new();
     for (key, value) in pairs {
-        let key = key.as_str().ok_or_else(|| builder.damaged(name, "the name of a tensor is not text"))?;
+        let key =
+            key.as_name().ok_or_else(|| builder.damaged(name, "the name of a tensor is not short text"))?;
         let tensor = file.parse_tensor(value).map_err(|e| builder.damaged(name, e))?;
         found.extend(tensor.map(|view| (key.to_owned(), view)));
     }
     if found.is_empty() {
         return Err(builder.damaged(name, "the file has no tensors"));
     }
-    check_indexed_tensors(builder, name, expected, &found)?;
+    check_indexed_tensors(builder, name, expected, found.iter().map(|(n, _)| n.as_str()))?;
+    builder.require_tensor_capacity(name, found.len())?;
     add_tensors(builder, index, &found);
     Ok(())
 }
@@ -195,17 +195,22 @@ fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(S
             continue;
         }
         seen.insert(view.location(), name);
-        let role = if is_trainable(view.dtype) { TensorRole::Weight } else { TensorRole::Buffer };
-        builder.entries.push(ExternalTensor::from_whole_view(name, role, file, view));
+        builder.entries.push(ExternalTensor::from_whole_view(name, choose_role(view.dtype), file, view));
     }
 }
 
-/// Returns true for floating-point dtypes. Tensors of other dtypes are buffers.
-fn is_trainable(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2)
+/// Returns the role of a tensor in a file of weights: a weight if the dtype is a floating-point
+/// dtype, otherwise a buffer.
+fn choose_role(dtype: Dtype) -> TensorRole {
+    match dtype {
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2 => {
+            TensorRole::Weight
+        }
+        _ => TensorRole::Buffer,
+    }
 }
 
-/// Returns the number in an integer or float. Returns `None` for other values.
+/// Returns the number in an integer or finite float. Returns `None` for other values.
 pub(crate) fn parse_number(value: PickleView<'_>) -> Option<f64> {
-    value.as_int().map(|i| i as f64).or_else(|| value.to_json().as_f64())
+    value.as_int().map(|i| i as f64).or_else(|| value.as_float().filter(|x| x.is_finite()))
 }

@@ -270,18 +270,10 @@ impl Checkpoint {
                 }
             }
         }
-        let mut scatter = BlockScatter { reads: &mut reads, first_pending: 0 };
-        let read = self.run_read_jobs(&jobs, &mut |file, block, bytes| {
-            self.verify_block(file, block, bytes)?;
-            scatter.scatter_block(file, block * BLOCK as u64, bytes);
-            Ok(())
-        });
-        let mut scatter = BlockScatter { reads: &mut reads, first_pending: 0 };
-        let fetched = fetch(remote, &mut |file, block, bytes| {
-            self.verify_block(file, block, bytes)?;
-            scatter.scatter_block(file, block * BLOCK as u64, bytes);
-            Ok(())
-        });
+        let mut scatter = BlockScatter { checkpoint: self, reads: &mut reads, first_pending: 0 };
+        let read = self.run_read_jobs(&jobs, &mut |f, block, bytes| scatter.accept_block(f, block, bytes));
+        scatter.first_pending = 0;
+        let fetched = fetch(remote, &mut |f, block, bytes| scatter.accept_block(f, block, bytes));
         read.and(fetched)
     }
 
@@ -326,12 +318,8 @@ impl Checkpoint {
         let start = request.start_element;
         let range = start..start.saturating_add(request.out.len() as u64);
         if range.end > tensor.element_count() {
-            return Err(CkptError::RangeOutsideTensor {
-                path: self.path().to_owned(),
-                tensor: tensor.label(),
-                elements: tensor.element_count(),
-                requested: range.end,
-            });
+            let elements = tensor.element_count();
+            return Err(CkptError::range_outside_tensor(&self.path, tensor.label(), elements, range.end));
         }
         let size = tensor.dtype.size();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(request.out);
@@ -351,13 +339,9 @@ impl Checkpoint {
 
     /// Finds the manifest's entry of a tensor, or returns [`CkptError::NoSuchTensor`].
     fn find_tensor(&self, name: &str, role: TensorRole) -> Result<&TensorEntry> {
-        match self.index.get(&(role, name.to_owned())) {
-            Some(&i) => Ok(&self.manifest.tensors[i]),
-            None => Err(CkptError::NoSuchTensor {
-                path: self.path().to_owned(),
-                tensor: format!("{role}/{name}"),
-            }),
-        }
+        let index = self.index.get(&(role, name.to_owned()));
+        let missing = || CkptError::no_such_tensor(&self.path, role, name);
+        index.map(|&i| &self.manifest.tensors[i]).ok_or_else(missing)
     }
 
     /// Fails if a block does not match its hash in the manifest. The error names the tensors in the
@@ -373,7 +357,7 @@ impl Checkpoint {
             tensors: self.manifest.tensors_in_block(file, block),
             reason: DamageReason::HashMismatch,
         };
-        Err(CkptError::Damaged { path: self.path().to_owned(), damage: Box::new(damage) })
+        Err(CkptError::from_damage(&self.path, damage))
     }
 
     /// Converts an error of reading the blocks of `job` to an error about this checkpoint. An I/O
@@ -394,7 +378,7 @@ impl Checkpoint {
                     damage.tensors.extend(self.manifest.tensors_in_block(job.file, block));
                 }
                 damage.tensors.dedup();
-                CkptError::Damaged { path, damage: Box::new(damage) }
+                CkptError::from_damage(&self.path, damage)
             }
         }
     }
@@ -506,15 +490,18 @@ fn widen_bf16_in_place(out: &mut [f32]) {
 /// The progress of copying blocks to the buffers of the reads that need their bytes. The caller
 /// must sort the reads by shard and offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
+    checkpoint: &'s Checkpoint,
     reads: &'s mut [ByteRead<'a>],
     /// Index of the first read that may be incomplete. All reads before this index are complete.
     first_pending: usize,
 }
 
 impl BlockScatter<'_, '_> {
-    /// Copies the bytes of one block to the buffers of all reads that overlap the block. `at` is
-    /// the byte offset of the block in the shard with index `file`.
-    fn scatter_block(&mut self, file: usize, at: u64, bytes: &[u8]) {
+    /// Verifies a block of the shard with index `file`, and copies its bytes to the buffers of all
+    /// reads that overlap the block.
+    fn accept_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
+        self.checkpoint.verify_block(file, block, bytes)?;
+        let at = block * BLOCK as u64;
         let end = at + bytes.len() as u64;
         let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
         while self.first_pending < self.reads.len() && done(&self.reads[self.first_pending]) {
@@ -522,7 +509,7 @@ impl BlockScatter<'_, '_> {
         }
         for w in &mut self.reads[self.first_pending..] {
             if w.file > file || w.bytes.start >= end {
-                return;
+                break;
             }
             let (from, to) = (w.bytes.start.max(at), w.bytes.end.min(end));
             if from < to {
@@ -530,5 +517,6 @@ impl BlockScatter<'_, '_> {
                 w.out[(from - w.bytes.start) as usize..(to - w.bytes.start) as usize].copy_from_slice(source);
             }
         }
+        Ok(())
     }
 }

@@ -8,11 +8,14 @@ use super::storage_host::StorageHost;
 use super::stripes;
 use crate::catalog::RunFacts;
 use crate::codec::disk::{BLOCK, Directory};
-use crate::codec::safetensors;
+use crate::codec::sealed_json::{JsonSeal, SealError};
+use crate::codec::{json, safetensors};
 use crate::error::{CkptError, Diagnosis, ManifestError, Result, SaveProblem, UnsupportedFeature};
-use crate::format_constants::MANIFEST_FILE;
+use crate::format_constants::{MANIFEST_FILE, TENSORS_MAX};
 use crate::hash::Hash;
-use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, element_ranges};
+use crate::tensor::{
+    Dtype, TensorRole, check_tensor_name, count_elements, deserialize_shape, element_ranges,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -30,8 +33,8 @@ const EXTENDED_VERSION: u32 = 2;
 const BF16_VERSION: u32 = 3;
 /// Maximum number of hosts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
-const HASH_FIELD_START: &str = "{\"blake3\":\"";
-const HASH_DIGITS: Range<usize> = HASH_FIELD_START.len()..HASH_FIELD_START.len() + 64;
+/// Maximum number of shards of one checkpoint, and of parity files.
+const SHARDS_MAX: usize = 65_536;
 
 /// The content of `manifest.json`.
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,12 +48,16 @@ pub(crate) struct Manifest {
     block_bytes: u64,
     /// The hosts that store the shards of a host-local checkpoint. Empty if the hosts share the
     /// checkpoint directory, and in version 1.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "json::deserialize_list::<_, _, HOSTS_MAX>")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) hosts: Vec<StorageHost>,
+    #[serde(deserialize_with = "json::deserialize_list::<_, _, SHARDS_MAX>")]
     pub(crate) files: Vec<FileEntry>,
+    #[serde(deserialize_with = "json::deserialize_list::<_, _, TENSORS_MAX>")]
     pub(crate) tensors: Vec<TensorEntry>,
     /// The parity files, one per rank. `None` in a checkpoint without parity, and in version 1.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "json::deserialize_optional_list::<_, _, SHARDS_MAX>")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
@@ -83,6 +90,7 @@ pub(crate) struct TensorEntry {
     pub(crate) name: String,
     pub(crate) role: TensorRole,
     pub(crate) dtype: Dtype,
+    #[serde(deserialize_with = "deserialize_shape")]
     pub(crate) shape: Vec<u64>,
     /// The pieces of the tensor, sorted by first element. Together the pieces contain each element
     /// exactly once.
@@ -142,15 +150,13 @@ impl Manifest {
         tensors: Vec<TensorEntry>,
         parity: Option<Vec<FileEntry>>,
     ) -> Manifest {
-        let (blake3, format) = ("0".repeat(64), FORMAT_NAME.to_owned());
-        let (block_bytes, hosts) = (BLOCK as u64, Vec::new());
         let mut manifest = Manifest {
-            blake3,
-            format,
+            blake3: JsonSeal::empty_hash(),
+            format: FORMAT_NAME.to_owned(),
             version: BASE_VERSION,
             facts,
-            block_bytes,
-            hosts,
+            block_bytes: BLOCK as u64,
+            hosts: Vec::new(),
             files,
             tensors,
             parity,
@@ -199,16 +205,14 @@ impl Manifest {
                 limit: MANIFEST_BYTES_MAX,
             }));
         }
-        text[HASH_DIGITS].fill(b'0');
-        let hash = Hash::digest(&text).to_hex();
-        text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
+        JsonSeal::COMPACT.seal(&mut text);
         Ok(text)
     }
 
     /// Serializes the manifest to JSON, with the current value of the field `blake3`.
     fn encode_unsealed(&self) -> std::result::Result<Vec<u8>, ManifestError> {
         let text = serde_json::to_vec(self)?;
-        match text.starts_with(HASH_FIELD_START.as_bytes()) && text.len() > HASH_DIGITS.end {
+        match JsonSeal::COMPACT.has_hash(&text) {
             true => Ok(text),
             false => Err(ManifestError::HashNotFirst),
         }
@@ -233,26 +237,15 @@ impl Manifest {
         }
     }
 
-    /// Computes the hash of the text of a manifest and writes the hash into the text. Does nothing
-    /// if the text is too short.
-    pub(crate) fn seal_text(text: &mut [u8]) {
-        if text.get_mut(HASH_DIGITS).map(|hex| hex.fill(b'0')).is_some() {
-            let hash = Hash::digest(text).to_hex();
-            text[HASH_DIGITS].copy_from_slice(hash.as_bytes());
-        }
-    }
-
     /// Verifies the hash of the text of a manifest. Returns the hash, and the text with zeros in
     /// place of the hash.
     pub(crate) fn verify_and_unseal(
         mut text: Vec<u8>,
     ) -> std::result::Result<(String, Vec<u8>), ManifestError> {
-        let stored = text.get(HASH_DIGITS).ok_or(ManifestError::Truncated)?.to_owned();
-        text[HASH_DIGITS].fill(b'0');
-        let hash = Hash::digest(&text).to_hex();
-        match text.starts_with(HASH_FIELD_START.as_bytes()) && hash.as_bytes() == stored {
-            true => Ok((hash, text)),
-            false => Err(ManifestError::HashMismatch),
+        match JsonSeal::COMPACT.unseal(&mut text) {
+            Ok(hash) => Ok((hash, text)),
+            Err(SealError::Truncated) => Err(ManifestError::Truncated),
+            Err(SealError::Mismatch) => Err(ManifestError::HashMismatch),
         }
     }
 
@@ -261,14 +254,16 @@ impl Manifest {
     pub(crate) fn parse(path: &Path, text: Vec<u8>) -> Result<Manifest> {
         let damaged = |error: ManifestError| CkptError::damaged(path, MANIFEST_FILE, error);
         let (_, zeroed) = Manifest::verify_and_unseal(text).map_err(damaged)?;
-        let head: ManifestHeader = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        let head: ManifestHeader = json::parse_object(&zeroed).map_err(|e| damaged(e.into()))?;
         if head.format != FORMAT_NAME || !(BASE_VERSION..=BF16_VERSION).contains(&head.version) {
             let (format, version) = (head.format, head.version);
             let (oldest, newest) = (BASE_VERSION, BF16_VERSION);
             let feature = UnsupportedFeature::FormatVersion { format, version, oldest, newest };
             return Err(CkptError::unsupported(path, feature));
         }
-        let manifest: Manifest = serde_json::from_slice(&zeroed).map_err(|e| damaged(e.into()))?;
+        let manifest: Manifest = json::parse_object(&zeroed).map_err(|e| damaged(e.into()))?;
+        // the text is as large as the parsed manifest, and the checks need memory, too
+        drop(zeroed);
         manifest.check_consistency().map_err(damaged)?;
         Ok(manifest)
     }
@@ -290,11 +285,8 @@ impl Manifest {
             let bytes = e.byte_range(t.dtype);
             e.file == file && bytes.start < end && bytes.end > start
         };
-        self.tensors
-            .iter()
-            .filter(|t| t.pieces.iter().any(|e| inside(t, e)))
-            .map(TensorEntry::label)
-            .collect()
+        let tensors = self.tensors.iter().filter(|t| t.pieces.iter().any(|e| inside(t, e)));
+        tensors.map(TensorEntry::label).collect()
     }
 
     /// Fails if parts of the manifest contradict each other or exceed a limit.
@@ -429,21 +421,22 @@ impl Manifest {
             let any = role.is_optimizer_state() && found.keys().any(|(r, _)| *r == role);
             for t in listed {
                 let key = (role, t.name.as_str());
+                let Some(shape) = role.state_shape(&t.shape) else { continue };
                 let wanted = match role.is_optimizer_state() {
                     true => (any && !frozen.contains(key.1)) || found.contains_key(&key),
                     false => true,
                 };
                 if wanted {
-                    expected.insert(key, &t.shape);
+                    expected.insert(key, shape);
                     match found.get(&key) {
                         None => {
                             return Err(ManifestError::MissingTensor(format!("{role}/{}", t.name)));
                         }
-                        Some(shape) if **shape != *t.shape => {
+                        Some(found) if **found != *shape => {
                             return Err(ManifestError::Shape {
                                 tensor: format!("{role}/{}", t.name),
-                                found: shape.to_vec(),
-                                expected: t.shape.clone(),
+                                found: found.to_vec(),
+                                expected: shape.to_vec(),
                             });
                         }
                         Some(_) => {}
@@ -457,16 +450,38 @@ impl Manifest {
         }
     }
 
-    /// Returns the entries that the header of a shard must have: dtype, number of elements and byte
-    /// range in the file, by the key of the piece.
-    pub(crate) fn expected_header_entries(&self, file: usize) -> HashMap<String, (Dtype, u64, Range<u64>)> {
-        let mut expected = HashMap::new();
-        for tensor in &self.tensors {
-            for piece in tensor.pieces.iter().filter(|p| p.file == file && p.count > 0) {
-                let key = safetensors::piece_key(tensor.role, &tensor.name, piece.start);
-                expected.insert(key, (tensor.dtype, piece.count, piece.byte_range(tensor.dtype)));
+    /// Lists the pieces of each shard, sorted by their byte ranges.
+    pub(crate) fn list_pieces_by_shard(&self) -> Vec<Vec<ShardPiece<'_>>> {
+        let mut shards: Vec<Vec<ShardPiece<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            for piece in &tensor.pieces {
+                if let Some(shard) = shards.get_mut(piece.file) {
+                    shard.push(ShardPiece { index, tensor, piece });
+                }
             }
         }
-        expected
+        shards.iter_mut().for_each(|pieces| pieces.sort_by_key(|p| (p.bytes().start, p.bytes().end)));
+        shards
+    }
+}
+
+/// A piece of a tensor in a shard.
+#[derive(Clone, Copy)]
+pub(crate) struct ShardPiece<'m> {
+    /// Index of the tensor in the manifest.
+    pub(crate) index: usize,
+    pub(crate) tensor: &'m TensorEntry,
+    pub(crate) piece: &'m PieceEntry,
+}
+
+impl ShardPiece<'_> {
+    /// Returns the byte range of the piece in its shard.
+    pub(crate) fn bytes(&self) -> Range<u64> {
+        self.piece.byte_range(self.tensor.dtype)
+    }
+
+    /// Returns the key of the piece in the header of the shard.
+    pub(crate) fn key(&self) -> String {
+        safetensors::piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
     }
 }

@@ -7,7 +7,7 @@ mod storage_host;
 mod stripes;
 
 pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
-pub(crate) use manifest::{FileEntry, Manifest, PieceEntry, TensorEntry, shard_file_name};
+pub(crate) use manifest::{FileEntry, Manifest, PieceEntry, ShardPiece, TensorEntry, shard_file_name};
 pub(crate) use remote_shards::RemoteShards;
 pub(crate) use step_directories::{
     DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX, encode_latest,

@@ -1,4 +1,4 @@
-//! Divides the blocks of the parity among ranks. Does no I/O.
+//! Divides the blocks of parity data into one stripe per rank. Does no I/O.
 use crate::codec::disk::BLOCK;
 use crate::error::ManifestError;
 use std::ops::Range;

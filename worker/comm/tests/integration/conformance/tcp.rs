@@ -1,6 +1,6 @@
 //! Tests of the network transport, with one rank per host and with shared memory inside the hosts.
 //! A "host" is a group of ranks on this machine that shares no memory with the other ranks.
-#![allow(clippy::unwrap_used)] // a panic is a failed test
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 use super::checks::{self, CheckFailure};
 use comm::{
     AbortReason, CallMismatch, CollectiveKind, Comm, CommError, ConnectError, GroupError, RejectReason,
@@ -354,7 +354,7 @@ fn another_key_attempt_or_run_is_rejected() {
         panic!("{connector}")
     };
     assert_eq!(missing, [0]);
-    assert_eq!(last_failure.map(|f| f.error), Some(ConnectError::Closed));
+    assert_eq!(last_failure.map(|f| f.error), Some(ConnectError::WrongKey));
     match acceptor {
         CommError::JoinTimeout { rank: 0, missing, .. } => assert_eq!(missing, [1]),
         other => panic!("{other}"),
@@ -412,9 +412,9 @@ fn a_listener_without_the_key_is_not_accepted() {
                 stream.set_nonblocking(false).unwrap();
                 let mut hello = [0; 92];
                 stream.read_exact(&mut hello).unwrap();
-                // a challenge that accepts, with a nonce; then 32 bytes that are no proof
+                // a challenge that accepts, with a nonce; then 64 bytes that are no proofs
                 let mut answer = b"launchtc\0\0\0\0".to_vec();
-                answer.extend_from_slice(&[1; 64]);
+                answer.extend_from_slice(&[1; 96]);
                 _ = stream.write_all(&answer);
             }
         });

@@ -1,8 +1,12 @@
 //! Attention as graphs of cuDNN's operations, in the layout of [`crate::Ops::attention_forward`].
+use super::super::bindings::cudnn_sys::{
+    cudnnBackendAttributeName_t, cudnnBackendDescriptorType_t, cudnnDataType_t::*, cudnnPointwiseMode_t::*,
+    cudnnReduceTensorOp_t::*,
+};
 use super::super::bindings::{Address, CudnnApi};
 use super::super::error::Result;
 use super::super::gpu::Gpu;
-use super::descriptor::{DataType, Descriptor, PointwiseMode, Reduction};
+use super::descriptor::Descriptor;
 use super::execution_plan::{ExecutionPlan, PlanTarget, create_graph_plans};
 use super::library::Cudnn;
 use super::operation_graph::{
@@ -35,8 +39,8 @@ const MAX_HEAD_DIM: usize = 128;
 /// Divisor of every supported head dimension.
 const HEAD_DIM_STEP: usize = 8;
 
-/// Attention mask: the keys to which a query attends, among the keys of its sequence up to its own
-/// position.
+/// Attention mask: the keys to which a query attends, among the keys at or before the position of
+/// the query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum AttentionMask {
     /// All keys up to the query's position.
@@ -46,8 +50,9 @@ pub(super) enum AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns the mask in which the first key of each query is that of `starts`, for sequences of
-    /// `t` tokens. Returns `None` if no mask fits, for example if a sequence has several documents.
+    /// Returns the mask in which each query attends to keys from its element of `starts` on, for
+    /// sequences of `t` tokens. Returns `None` if no mask fits, for example if a sequence has
+    /// several documents.
     fn from_starts(starts: &[u32], t: usize) -> Option<AttentionMask> {
         let first = starts.get(..t)?;
         let window = first.iter().position(|start| *start > 0);
@@ -218,6 +223,28 @@ impl AttentionPass {
         }
     }
 
+    /// Returns cuDNN's execution plans for the pass on the GPU, the library's best guess first.
+    /// There are none if cuDNN does not support the pass.
+    pub(super) fn create_plans(
+        &self,
+        cudnn: &Cudnn,
+    ) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
+        cudnn.with_handle(|handle| create_attention_plans(&cudnn.library, self, PlanTarget::Handle(handle)))
+    }
+
+    /// Returns the bytes of GPU memory that cuDNN's first plan for the pass needs in addition to
+    /// the operands. `properties` describes the GPU, which this machine need not have, as JSON in
+    /// cuDNN's form. Returns `None` if there is no plan.
+    pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
+        let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
+        let json = cudnnBackendAttributeName_t::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
+        let gpu = Descriptor::new(&cudnn.library, kind)?.set(json, properties.as_bytes())?.finalize()?;
+        let target = PlanTarget::Properties(gpu);
+        let plan = create_attention_plans(&cudnn.library, self, target)?.next().transpose()?;
+        let sums = self.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
+        Ok(plan.map(|plan| plan.workspace + sums))
+    }
+
     /// Waits for the pass and downloads its results as f32. The results of the forward pass are
     /// output and log-sum-exp, and those of the backward pass the gradients of q, k and v.
     pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
@@ -290,31 +317,6 @@ pub fn estimate_cudnn_workspace_bytes(s: AttentionShape) -> usize {
     queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
 }
 
-impl Cudnn {
-    /// Returns cuDNN's execution plans for a pass of attention on the GPU, the library's best guess
-    /// first. There are none if cuDNN does not support the pass.
-    pub(super) fn create_plans(
-        &self,
-        pass: &AttentionPass,
-    ) -> Result<impl Iterator<Item = Result<ExecutionPlan>> + use<>> {
-        self.with_handle(|handle| create_attention_plans(&self.library, pass, PlanTarget::Handle(handle)))
-    }
-
-    /// Returns the bytes of GPU memory that cuDNN's first plan for a pass needs in addition to the
-    /// operands. `properties` describes the GPU as JSON in cuDNN's form. Returns `None` if there is
-    /// no plan.
-    pub(super) fn compute_plan_workspace(
-        &self,
-        pass: &AttentionPass,
-        properties: &str,
-    ) -> Result<Option<usize>> {
-        let target = PlanTarget::Properties(Descriptor::from_device_properties(&self.library, properties)?);
-        let plan = create_attention_plans(&self.library, pass, target)?.next().transpose()?;
-        let sums = pass.list_extra_tensors().iter().map(|t| t.elements * size_of::<f32>()).sum::<usize>();
-        Ok(plan.map(|plan| plan.workspace + sums))
-    }
-}
-
 /// Returns cuDNN's execution plans for a pass, the one that cuDNN expects to be the fastest first.
 fn create_attention_plans(
     library: &Arc<CudnnApi>,
@@ -338,42 +340,42 @@ fn add_qkv_rows(
     l: &AttentionTensorLayout,
     heads: i64,
 ) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), DataType::Bf16, l.rows(heads), l.strides(l.qkv_width()))
+    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(heads), l.strides(l.qkv_width()))
 }
 
 /// Adds the transposed tensor of keys or values within `qkv` to the graph. Tokens are columns.
 fn add_qkv_columns(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     let ([b, h, t, d], [x, y, z, w]) = (l.rows(l.kv_heads), l.strides(l.qkv_width()));
-    g.add_tensor(TensorLocation::Device(id), DataType::Bf16, [b, h, d, t], [x, y, w, z])
+    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
 }
 
 /// Adds the tensor of the attention output, or of the output's gradient, to the graph.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
-    g.add_tensor(TensorLocation::Device(id), DataType::Bf16, l.rows(l.heads), l.strides(l.heads * l.dim))
+    g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, l.rows(l.heads), l.strides(l.heads * l.dim))
 }
 
 /// Adds a tensor in GPU memory with one `f32` per query to the graph.
 fn add_per_query(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
-        DataType::F32,
+        CUDNN_DATA_FLOAT,
         l.per_query(),
         compute_packed_strides(l.per_query()),
     )
 }
 
-/// Adds the operations to the graph that set the scores of masked keys, to which a query does not
-/// attend, to −∞. Returns the masked scores.
+/// Adds operations to the graph that set the scores of masked keys to −∞. A query does not attend
+/// to a masked key. Returns the masked scores.
 fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) -> Result<GraphTensor> {
     let masked = g.add_host_scalar(MASK_VALUE_ID)?;
     let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);
-    let is_causal = g.add_apply(PointwiseMode::GreaterEqual, DataType::Boolean, query, Some(key))?;
+    let is_causal = g.add_apply(CUDNN_POINTWISE_CMP_GE, CUDNN_DATA_BOOLEAN, query, Some(key))?;
     let scores = g.add_select(is_causal, scores, masked)?;
     let AttentionMask::Window(_) = mask else { return Ok(scores) };
     let (query, key) = (g.add_index(scores, 2)?, g.add_index(scores, 3)?);
     let window = g.add_host_scalar(WINDOW_ID)?;
-    let end = g.add_apply(PointwiseMode::Add, DataType::F32, key, Some(window))?;
-    let is_in_window = g.add_apply(PointwiseMode::Greater, DataType::Boolean, end, Some(query))?;
+    let end = g.add_apply(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, key, Some(window))?;
+    let is_in_window = g.add_apply(CUDNN_POINTWISE_CMP_GT, CUDNN_DATA_BOOLEAN, end, Some(query))?;
     g.add_select(is_in_window, scores, masked)
 }
 
@@ -387,22 +389,22 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
         add_qkv_rows(g, V_ID, &l, l.kv_heads)?,
     );
     let scale = g.add_host_scalar(SCALE_ID)?;
-    let scores = g.add_virtual_tensor(DataType::F32, l.scores())?;
+    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
     g.add_matmul(q, k, scores)?;
-    let scores = g.add_apply(PointwiseMode::Mul, DataType::F32, scores, Some(scale))?;
+    let scores = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
     let scores = add_mask(g, pass.mask, scores)?;
 
-    let max = g.add_virtual_tensor(DataType::F32, l.per_query())?;
-    g.add_reduce(Reduction::Max, scores, max)?;
-    let shifted = g.add_apply(PointwiseMode::Sub, DataType::F32, scores, Some(max))?;
-    let exponentials = g.add_apply(PointwiseMode::Exp, DataType::F32, shifted, None)?;
-    let sum = g.add_virtual_tensor(DataType::F32, l.per_query())?;
-    g.add_reduce(Reduction::Add, exponentials, sum)?;
-    let log_sum = g.add_apply(PointwiseMode::Log, DataType::F32, sum, None)?;
+    let max = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    g.add_reduce(CUDNN_REDUCE_TENSOR_MAX, scores, max)?;
+    let shifted = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(max))?;
+    let exponentials = g.add_apply(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
+    let sum = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, exponentials, sum)?;
+    let log_sum = g.add_apply(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sum, None)?;
     let lse = add_per_query(g, LSE_ID, &l)?;
-    g.add_pointwise(PointwiseMode::Add, max, Some(log_sum), lse)?;
+    g.add_pointwise(CUDNN_POINTWISE_ADD, max, Some(log_sum), lse)?;
 
-    let probabilities = g.add_apply(PointwiseMode::Div, DataType::Bf16, exponentials, Some(sum))?;
+    let probabilities = g.add_apply(CUDNN_POINTWISE_DIV, CUDNN_DATA_BFLOAT16, exponentials, Some(sum))?;
     let o = add_output(g, O_ID, &l)?;
     g.add_matmul(probabilities, v, o)
 }
@@ -413,41 +415,46 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (d_o, o) = (add_output(g, D_O_ID, &l)?, add_output(g, O_ID, &l)?);
     let rows = l.rows(l.heads);
-    let terms = g.add_tensor(TensorLocation::Virtual, DataType::F32, rows, compute_packed_strides(rows))?;
-    g.add_pointwise(PointwiseMode::Mul, d_o, Some(o), terms)?;
-    let dots = g.add_virtual_tensor(DataType::F32, l.per_query())?;
-    g.add_reduce(Reduction::Add, terms, dots)?;
+    let terms =
+        g.add_tensor(TensorLocation::Virtual, CUDNN_DATA_FLOAT, rows, compute_packed_strides(rows))?;
+    g.add_pointwise(CUDNN_POINTWISE_MUL, d_o, Some(o), terms)?;
+    let dots = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.per_query())?;
+    g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, terms, dots)?;
     let keep_scale = g.add_host_scalar(KEEP_SCALE_ID)?;
     let scaled_dots = add_per_query(g, DOTS_ID, &l)?;
-    g.add_pointwise(PointwiseMode::Mul, dots, Some(keep_scale), scaled_dots)?;
+    g.add_pointwise(CUDNN_POINTWISE_MUL, dots, Some(keep_scale), scaled_dots)?;
 
     let (q, k, v) =
         (add_qkv_rows(g, Q_ID, &l, l.heads)?, add_qkv_columns(g, K_ID, &l)?, add_qkv_columns(g, V_ID, &l)?);
     let scale = g.add_host_scalar(SCALE_ID)?;
-    let scores = g.add_virtual_tensor(DataType::F32, l.scores())?;
+    let scores = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
     g.add_matmul(q, k, scores)?;
-    let scores = g.add_apply(PointwiseMode::Mul, DataType::F32, scores, Some(scale))?;
+    let scores = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, Some(scale))?;
     let lse = add_per_query(g, LSE_ID, &l)?;
-    let shifted = g.add_apply(PointwiseMode::Sub, DataType::F32, scores, Some(lse))?;
+    let shifted = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, Some(lse))?;
     let shifted = add_mask(g, pass.mask, shifted)?;
-    let p = g.add_apply(PointwiseMode::Exp, DataType::F32, shifted, None)?;
-    let p_transposed = g.add_transpose(DataType::Bf16, p)?;
+    let p = g.add_apply(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, shifted, None)?;
+    let p_transposed = g.add_transpose(CUDNN_DATA_BFLOAT16, p)?;
     add_kv_gradient(g, &l, p_transposed, d_o, D_V_ID)?;
 
-    let d_p = g.add_virtual_tensor(DataType::F32, l.scores())?;
+    let d_p = g.add_virtual_tensor(CUDNN_DATA_FLOAT, l.scores())?;
     g.add_matmul(d_o, v, d_p)?;
-    let d_s = g.add_apply(PointwiseMode::Sub, DataType::F32, d_p, Some(scaled_dots))?;
-    let d_s = g.add_apply(PointwiseMode::Mul, DataType::F32, d_s, Some(p))?;
-    let d_s = g.add_apply(PointwiseMode::Mul, DataType::F32, d_s, Some(scale))?;
-    let d_s_transposed = g.add_transpose(DataType::Bf16, d_s)?;
+    let d_s = g.add_apply(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, d_p, Some(scaled_dots))?;
+    let d_s = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(p))?;
+    let d_s = g.add_apply(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, d_s, Some(scale))?;
+    let d_s_transposed = g.add_transpose(CUDNN_DATA_BFLOAT16, d_s)?;
     add_kv_gradient(g, &l, d_s_transposed, q, D_K_ID)?;
 
-    let k = g.add_transpose(DataType::F32, k)?;
-    let sums =
-        g.add_tensor(TensorLocation::Device(D_Q_SUMS_ID), DataType::F32, rows, compute_packed_strides(rows))?;
+    let k = g.add_transpose(CUDNN_DATA_FLOAT, k)?;
+    let sums = g.add_tensor(
+        TensorLocation::Device(D_Q_SUMS_ID),
+        CUDNN_DATA_FLOAT,
+        rows,
+        compute_packed_strides(rows),
+    )?;
     g.add_matmul(d_s, k, sums)?;
     let d_q = add_qkv_rows(g, D_Q_ID, &l, l.heads)?;
-    g.add_pointwise(PointwiseMode::Identity, sums, None, d_q)
+    g.add_pointwise(CUDNN_POINTWISE_IDENTITY, sums, None, d_q)
 }
 
 /// Adds the gradient of keys or values to the graph: `a · b` for each query head, summed over the
@@ -463,9 +470,9 @@ fn add_kv_gradient(
     if l.heads == l.kv_heads {
         return g.add_matmul(a, b, gradient);
     }
-    let by_query_head = g.add_virtual_tensor(DataType::Bf16, l.rows(l.heads))?;
+    let by_query_head = g.add_virtual_tensor(CUDNN_DATA_BFLOAT16, l.rows(l.heads))?;
     g.add_matmul(a, b, by_query_head)?;
-    g.add_reduce(Reduction::Add, by_query_head, gradient)
+    g.add_reduce(CUDNN_REDUCE_TENSOR_ADD, by_query_head, gradient)
 }
 
 #[cfg(test)]

@@ -129,7 +129,7 @@ impl CudnnAttention {
             return Ok(plan.clone());
         }
         gpu.make_current()?;
-        let candidates = self.cudnn.create_plans(pass);
+        let candidates = pass.create_plans(&self.cudnn);
         let plan = match (self.backend, candidates) {
             (AttentionBackend::Cudnn, candidates) => {
                 let first = candidates?.next().transpose()?;

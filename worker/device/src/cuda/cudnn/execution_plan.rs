@@ -1,8 +1,11 @@
 //! [`ExecutionPlan`]: a graph of operations that cuDNN has compiled for a GPU, and its execution.
-use super::super::bindings::{Address, Handle};
+use super::super::bindings::cudnn_sys::{
+    cudnnBackendAttributeName_t::*, cudnnBackendDescriptorType_t::*, cudnnBackendHeurMode_t, cudnnHandle_t,
+};
+use super::super::bindings::{Address, driver_sys::CUstream};
 use super::super::error::{CudaError, Result};
-use super::descriptor::{Attribute as A, Descriptor, DescriptorType};
-use super::library::{Cudnn, check_status};
+use super::descriptor::Descriptor;
+use super::library::Cudnn;
 use super::operation_graph::OperationGraph;
 use std::{ffi::c_void, ptr, sync::Arc};
 
@@ -13,7 +16,7 @@ const NOT_SUPPORTED: std::ops::Range<i32> = 3000..4000;
 /// The GPU for which an execution plan is compiled.
 pub(super) enum PlanTarget {
     /// The GPU to which this cuDNN handle belongs.
-    Handle(Handle),
+    Handle(cudnnHandle_t),
     /// A GPU that is only known by its properties.
     Properties(Descriptor),
 }
@@ -70,19 +73,20 @@ fn query_engine_configs(
     target: &PlanTarget,
 ) -> Result<(Descriptor, Vec<Descriptor>)> {
     let library = &graph.library;
-    let mut descriptor = Descriptor::new(library, DescriptorType::Graph)?
-        .set_descriptors(A::GraphOperations, &graph.operations)?;
+    let operations: Vec<_> = graph.operations.iter().map(Descriptor::handle).collect();
+    let mut descriptor = Descriptor::new(library, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?
+        .set(CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
     if let PlanTarget::Handle(handle) = target {
-        descriptor = descriptor.set_handle(A::GraphHandle, *handle)?;
+        descriptor = descriptor.set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, &[*handle])?;
     }
-    let descriptor = descriptor.finalize(DescriptorType::Graph)?;
-    let mut heuristics = Descriptor::new(library, DescriptorType::Heuristics)?
-        .set_descriptor(A::HeuristicsGraph, &descriptor)?
-        .set_heuristic_mode_a()?;
+    let descriptor = descriptor.finalize()?;
+    let mut heuristics = Descriptor::new(library, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?
+        .set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[descriptor.handle()])?
+        .set(CUDNN_ATTR_ENGINEHEUR_MODE, &[cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A])?;
     if let PlanTarget::Properties(properties) = target {
-        heuristics = heuristics.set_descriptor(A::HeuristicsProperties, properties)?;
+        heuristics = heuristics.set(CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[properties.handle()])?;
     }
-    let configs = heuristics.finalize(DescriptorType::Heuristics)?.query_engine_configs()?;
+    let configs = heuristics.finalize()?.query_engine_configs()?;
     Ok((descriptor, configs))
 }
 
@@ -93,14 +97,16 @@ fn compile_plan(
     scalars: &[(i64, f32)],
     target: &PlanTarget,
 ) -> Result<ExecutionPlan> {
-    let plan = Descriptor::new(&source.graph.library, DescriptorType::Plan)?
-        .set_descriptor(A::PlanConfig, &config)?;
+    let plan = Descriptor::new(&source.graph.library, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
+        .set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config.handle()])?;
     let plan = match target {
-        PlanTarget::Handle(handle) => plan.set_handle(A::PlanHandle, *handle)?,
-        PlanTarget::Properties(properties) => plan.set_descriptor(A::PlanProperties, properties)?,
+        PlanTarget::Handle(handle) => plan.set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[*handle])?,
+        PlanTarget::Properties(properties) => {
+            plan.set(CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, &[properties.handle()])?
+        }
     };
-    let plan = plan.finalize(DescriptorType::Plan)?;
-    let workspace = usize::try_from(plan.query_int(A::PlanWorkspace)?).unwrap_or(0);
+    let plan = plan.finalize()?;
+    let workspace = usize::try_from(plan.query_int(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?).unwrap_or(0);
     let scalars = scalars.iter().map(|(id, value)| (*id, Box::new(*value))).collect();
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
@@ -125,26 +131,24 @@ impl PartialEq for PreparedPlan {
 
 impl PreparedPlan {
     /// Issues the plan with its addresses to a stream immediately.
-    pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
+    pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());
         let bindings = self.tensors.iter().map(on_device).chain(self.plan.scalars.iter().map(on_host));
         let (ids, pointers): (Vec<i64>, Vec<*const c_void>) = bindings.unzip();
-        let variant_pack = Descriptor::new(&self.cudnn.library, DescriptorType::VariantPack)?
-            .set_ints(A::PackIds, &ids)?
-            .set_pointers(A::PackPointers, &pointers)?
-            .set_pointers(A::PackWorkspace, &[ptr::without_provenance(self.workspace as usize)])?
-            .finalize(DescriptorType::VariantPack)?;
+        let variant_pack = Descriptor::new(&self.cudnn.library, CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?
+            .set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &ids)?
+            .set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, &pointers)?
+            .set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[ptr::without_provenance(self.workspace as usize)])?
+            .finalize()?;
         let library = &self.cudnn.library;
         self.cudnn.with_handle(|handle| {
-            // SAFETY: handle and stream live.
-            check_status(library, "cudnnSetStream", unsafe { (library.cudnnSetStream)(handle, stream) })?;
-            // SAFETY: plan and pack are finalized. The ops checked that the operands are as large
-            // as the plan's tensors.
-            let status = unsafe {
-                (library.cudnnBackendExecute)(handle, self.plan.plan.handle(), variant_pack.handle())
-            };
-            check_status(library, "cudnnBackendExecute", status)
+            // SAFETY: handle and stream live, and plan and pack are finalized. The ops checked that
+            // the operands are as large as the plan's tensors.
+            unsafe {
+                library.cudnnSetStream(handle, stream.cast())?;
+                library.cudnnBackendExecute(handle, self.plan.plan.handle(), variant_pack.handle())
+            }
         })
     }
 

@@ -1,10 +1,9 @@
-//! [`Cudnn`]: the opened cuDNN library with its handle for a GPU, and the library's status codes.
-use super::super::bindings::{CudnnApi, Handle};
+//! [`Cudnn`]: the opened cuDNN library with its handle for a GPU.
+use super::super::bindings::{CudnnApi, cudnn_sys::cudnnHandle_t};
 use super::super::error::{CudaError, Result};
 use super::super::library::CudaLibrary;
 use super::super::library_search::LibrarySearchPaths;
 use std::{
-    ffi::{CStr, c_int},
     path::PathBuf,
     ptr,
     sync::{Arc, Mutex, PoisonError},
@@ -13,8 +12,6 @@ use std::{
 /// Oldest supported version, 9.10. It is the first version whose graphs accept an infinite mask
 /// value.
 const MIN_VERSION: usize = 91_000;
-/// Maximum size in bytes of an error message that is read from cuDNN.
-const MAX_MESSAGE: usize = 1 << 12;
 
 /// The opened cuDNN library, with a handle for one GPU.
 pub(in super::super) struct Cudnn {
@@ -28,7 +25,7 @@ pub(in super::super) struct Cudnn {
 /// A cuDNN handle. Only one thread may use it at a time. Dropping it closes the handle.
 struct CudnnHandle {
     library: Arc<CudnnApi>,
-    handle: Handle,
+    handle: cudnnHandle_t,
 }
 
 // SAFETY: any thread may use the handle, one at a time.
@@ -47,20 +44,17 @@ impl Cudnn {
         let cudnn = Cudnn::open_without_gpu(paths)?;
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
-        let status = unsafe { (cudnn.library.cudnnCreate)(&mut handle) };
-        check_status(&cudnn.library, "cudnnCreate", status)?;
+        unsafe { cudnn.library.cudnnCreate(&mut handle) }?;
         let handle = CudnnHandle { library: cudnn.library.clone(), handle };
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
 
     /// Opens cuDNN without a GPU, only to create execution plans.
     pub(super) fn open_without_gpu(paths: &LibrarySearchPaths) -> Result<Cudnn> {
-        let opened = paths.open(CudaLibrary::Cudnn)?;
-        let path = opened.path.clone();
-        let library = Arc::new(CudnnApi::load(opened)?);
+        let (library, path) = CudnnApi::open(paths)?;
         // SAFETY: no preconditions.
         let version = unsafe { (library.cudnnGetVersion)() };
-        let cudnn = Cudnn { library, version, path, handle: Mutex::new(None) };
+        let cudnn = Cudnn { library: Arc::new(library), version, path, handle: Mutex::new(None) };
         if version < MIN_VERSION {
             let found = format!("cuDNN {}", cudnn.format_version());
             let required = "cuDNN 9.10 or newer".to_owned();
@@ -82,28 +76,8 @@ impl Cudnn {
 
     /// Runs `f` with the cuDNN handle, which is locked meanwhile. Panics if cuDNN was opened
     /// without a GPU.
-    pub(super) fn with_handle<T>(&self, f: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
+    pub(super) fn with_handle<T>(&self, f: impl FnOnce(cudnnHandle_t) -> Result<T>) -> Result<T> {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         handle.as_ref().map_or_else(|| unreachable!("cuDNN was opened without a GPU"), |h| f(h.handle))
     }
-}
-
-/// Fails with cuDNN's own messages if `status`, which `function` returned, is an error.
-pub(super) fn check_status(library: &CudnnApi, function: &str, status: c_int) -> Result<()> {
-    if status == 0 {
-        return Ok(());
-    }
-    let mut detail = vec![0u8; MAX_MESSAGE];
-    // SAFETY: writes at most as many bytes as the buffer has; returns a static string or null.
-    let name = unsafe {
-        (library.cudnnGetLastErrorString)(detail.as_mut_ptr().cast(), detail.len());
-        let name = (library.cudnnGetErrorString)(status);
-        if name.is_null() { "unknown error".into() } else { CStr::from_ptr(name).to_string_lossy() }
-    };
-    let detail = CStr::from_bytes_until_nul(&detail).map(CStr::to_string_lossy).unwrap_or_default();
-    let message = match detail.trim() {
-        "" => name.into_owned(),
-        detail => format!("{name}: {detail}"),
-    };
-    Err(CudaError::Call { function: function.to_owned(), status, message })
 }

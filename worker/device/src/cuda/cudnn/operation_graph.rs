@@ -1,7 +1,14 @@
 //! [`OperationGraph`]: builds a graph of cuDNN's operations on tensors of four dimensions.
 use super::super::bindings::CudnnApi;
+use super::super::bindings::cudnn_sys::{
+    cudnnBackendAttributeName_t::{self, *},
+    cudnnBackendDescriptorType_t::{self, *},
+    cudnnDataType_t::{self, *},
+    cudnnPointwiseMode_t::{self, *},
+    cudnnReduceTensorOp_t,
+};
 use super::super::error::Result;
-use super::descriptor::{Attribute as A, DataType, Descriptor, DescriptorType, PointwiseMode, Reduction};
+use super::descriptor::Descriptor;
 use std::sync::Arc;
 
 /// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
@@ -53,7 +60,7 @@ impl OperationGraph {
     pub(super) fn add_tensor(
         &mut self,
         location: TensorLocation,
-        data_type: DataType,
+        data_type: cudnnDataType_t,
         dims: [i64; 4],
         strides: [i64; 4],
     ) -> Result<GraphTensor> {
@@ -62,75 +69,90 @@ impl OperationGraph {
             TensorLocation::Device(id) | TensorLocation::Host(id) => id,
             TensorLocation::Virtual => FIRST_VIRTUAL_ID + index as i64,
         };
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Tensor)?
-            .set_data_type(A::TensorType, data_type)?
-            .set_ints(A::TensorDims, &dims)?
-            .set_ints(A::TensorStrides, &strides)?
-            .set_ints(A::TensorId, &[id])?
-            .set_ints(A::TensorAlignment, &[ALIGNMENT])?
-            .set_bool(A::TensorVirtual, location == TensorLocation::Virtual)?
-            .set_bool(A::TensorByValue, matches!(location, TensorLocation::Host(_)))?;
-        self.tensors.push(descriptor.finalize(DescriptorType::Tensor)?);
+        let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_TENSOR_DESCRIPTOR)?
+            .set(CUDNN_ATTR_TENSOR_DATA_TYPE, &[data_type])?
+            .set(CUDNN_ATTR_TENSOR_DIMENSIONS, &dims)?
+            .set(CUDNN_ATTR_TENSOR_STRIDES, &strides)?
+            .set(CUDNN_ATTR_TENSOR_UNIQUE_ID, &[id])?
+            .set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, &[ALIGNMENT])?
+            .set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, &[location == TensorLocation::Virtual])?
+            .set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, &[matches!(location, TensorLocation::Host(_))])?;
+        self.tensors.push(descriptor.finalize()?);
         Ok(GraphTensor { index, dims, strides })
     }
 
     /// Adds a contiguous virtual tensor to the graph.
-    pub(super) fn add_virtual_tensor(&mut self, data_type: DataType, dims: [i64; 4]) -> Result<GraphTensor> {
+    pub(super) fn add_virtual_tensor(
+        &mut self,
+        data_type: cudnnDataType_t,
+        dims: [i64; 4],
+    ) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
     /// Adds a tensor of one `f32` on the host to the graph. Its value is bound to `id`.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
-        self.add_tensor(TensorLocation::Host(id), DataType::F32, [1; 4], [1; 4])
+        self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
 
     /// Adds an operation with its tensors, and with its descriptor if it has one.
     fn add_operation(
         &mut self,
-        kind: DescriptorType,
-        descriptor: Option<(A, &Descriptor)>,
-        tensors: &[(A, GraphTensor)],
+        kind: cudnnBackendDescriptorType_t,
+        descriptor: Option<(cudnnBackendAttributeName_t, Descriptor)>,
+        tensors: &[(cudnnBackendAttributeName_t, GraphTensor)],
     ) -> Result<()> {
         let mut operation = Descriptor::new(&self.library, kind)?;
         if let Some((attribute, descriptor)) = descriptor {
-            operation = operation.set_descriptor(attribute, descriptor)?;
+            operation = operation.set(attribute, &[descriptor.finalize()?.handle()])?;
         }
         for (attribute, tensor) in tensors {
-            operation = operation.set_descriptor(*attribute, &self.tensors[tensor.index])?;
+            operation = operation.set(*attribute, &[self.tensors[tensor.index].handle()])?;
         }
-        self.operations.push(operation.finalize(kind)?);
+        self.operations.push(operation.finalize()?);
         Ok(())
+    }
+
+    /// Adds an elementwise operation. Only the mode that computes indices has an axis.
+    fn add_elementwise(
+        &mut self,
+        mode: cudnnPointwiseMode_t,
+        precision: cudnnDataType_t,
+        axis: Option<i64>,
+        tensors: &[(cudnnBackendAttributeName_t, GraphTensor)],
+    ) -> Result<()> {
+        let mut descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_POINTWISE_DESCRIPTOR)?
+            .set(CUDNN_ATTR_POINTWISE_MODE, &[mode])?
+            .set(CUDNN_ATTR_POINTWISE_MATH_PREC, &[precision])?;
+        if let Some(axis) = axis {
+            descriptor = descriptor.set(CUDNN_ATTR_POINTWISE_AXIS, &[axis])?;
+        }
+        let descriptor = Some((CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, descriptor));
+        self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
     }
 
     /// Adds the operation `y = mode(x, b)`. Modes with one operand have no `b`.
     pub(super) fn add_pointwise(
         &mut self,
-        mode: PointwiseMode,
+        mode: cudnnPointwiseMode_t,
         x: GraphTensor,
         b: Option<GraphTensor>,
         y: GraphTensor,
     ) -> Result<()> {
-        let is_comparison = matches!(mode, PointwiseMode::Greater | PointwiseMode::GreaterEqual);
-        let precision = if is_comparison { DataType::Boolean } else { DataType::F32 };
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
-            .set_pointwise_mode(mode)?
-            .set_data_type(A::PointwisePrecision, precision)?
-            .finalize(DescriptorType::Pointwise)?;
-        let mut tensors = vec![(A::PointwiseX, x), (A::PointwiseY, y)];
-        tensors.extend(b.map(|b| (A::PointwiseB, b)));
-        self.add_operation(
-            DescriptorType::PointwiseOperation,
-            Some((A::PointwiseDescriptor, &descriptor)),
-            &tensors,
-        )
+        let is_comparison = matches!(mode, CUDNN_POINTWISE_CMP_GT | CUDNN_POINTWISE_CMP_GE);
+        let precision = if is_comparison { CUDNN_DATA_BOOLEAN } else { CUDNN_DATA_FLOAT };
+        let mut tensors =
+            vec![(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
+        tensors.extend(b.map(|b| (CUDNN_ATTR_OPERATION_POINTWISE_BDESC, b)));
+        self.add_elementwise(mode, precision, None, &tensors)
     }
 
     /// Adds the operation `mode(x, b)` and returns its result, a virtual tensor with the dimensions
     /// of `x`.
     pub(super) fn add_apply(
         &mut self,
-        mode: PointwiseMode,
-        data_type: DataType,
+        mode: cudnnPointwiseMode_t,
+        data_type: cudnnDataType_t,
         x: GraphTensor,
         b: Option<GraphTensor>,
     ) -> Result<GraphTensor> {
@@ -142,17 +164,9 @@ impl OperationGraph {
     /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
     /// its result, a virtual tensor of integers.
     pub(super) fn add_index(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
-        let y = self.add_virtual_tensor(DataType::I32, x.dims)?;
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
-            .set_pointwise_mode(PointwiseMode::Index)?
-            .set_ints(A::PointwiseAxis, &[axis])?
-            .set_data_type(A::PointwisePrecision, DataType::F32)?
-            .finalize(DescriptorType::Pointwise)?;
-        self.add_operation(
-            DescriptorType::PointwiseOperation,
-            Some((A::PointwiseDescriptor, &descriptor)),
-            &[(A::PointwiseX, x), (A::PointwiseY, y)],
-        )?;
+        let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
+        let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
+        self.add_elementwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_FLOAT, Some(axis), &tensors)?;
         Ok(y)
     }
 
@@ -164,53 +178,64 @@ impl OperationGraph {
         x: GraphTensor,
         other: GraphTensor,
     ) -> Result<GraphTensor> {
-        let y = self.add_virtual_tensor(DataType::F32, x.dims)?;
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Pointwise)?
-            .set_pointwise_mode(PointwiseMode::Select)?
-            .set_data_type(A::PointwisePrecision, DataType::F32)?
-            .finalize(DescriptorType::Pointwise)?;
-        let tensors =
-            [(A::PointwiseX, x), (A::PointwiseB, other), (A::PointwiseT, condition), (A::PointwiseY, y)];
-        self.add_operation(
-            DescriptorType::PointwiseOperation,
-            Some((A::PointwiseDescriptor, &descriptor)),
-            &tensors,
-        )?;
+        let y = self.add_virtual_tensor(CUDNN_DATA_FLOAT, x.dims)?;
+        let tensors = [
+            (CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x),
+            (CUDNN_ATTR_OPERATION_POINTWISE_BDESC, other),
+            (CUDNN_ATTR_OPERATION_POINTWISE_TDESC, condition),
+            (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y),
+        ];
+        self.add_elementwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, None, &tensors)?;
         Ok(y)
     }
 
     /// Adds the matmul `c = a · b` over the last two dimensions. If `b` has fewer heads than `a`,
     /// several heads of `a` share one head of `b`.
     pub(super) fn add_matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Matmul)?
-            .set_data_type(A::MatmulPrecision, DataType::F32)?
-            .finalize(DescriptorType::Matmul)?;
+        let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_MATMUL_DESCRIPTOR)?
+            .set(CUDNN_ATTR_MATMUL_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
         self.add_operation(
-            DescriptorType::MatmulOperation,
-            Some((A::MatmulDescriptor, &descriptor)),
-            &[(A::MatmulA, a), (A::MatmulB, b), (A::MatmulC, c)],
+            CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR,
+            Some((CUDNN_ATTR_OPERATION_MATMUL_DESC, descriptor)),
+            &[
+                (CUDNN_ATTR_OPERATION_MATMUL_ADESC, a),
+                (CUDNN_ATTR_OPERATION_MATMUL_BDESC, b),
+                (CUDNN_ATTR_OPERATION_MATMUL_CDESC, c),
+            ],
         )
     }
 
     /// Adds the operation that reduces `x` to `y`, over the dimensions in which `y` is smaller.
-    pub(super) fn add_reduce(&mut self, operator: Reduction, x: GraphTensor, y: GraphTensor) -> Result<()> {
-        let descriptor = Descriptor::new(&self.library, DescriptorType::Reduction)?
-            .set_reduction(operator)?
-            .set_data_type(A::ReductionPrecision, DataType::F32)?
-            .finalize(DescriptorType::Reduction)?;
+    pub(super) fn add_reduce(
+        &mut self,
+        operator: cudnnReduceTensorOp_t,
+        x: GraphTensor,
+        y: GraphTensor,
+    ) -> Result<()> {
+        let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_REDUCTION_DESCRIPTOR)?
+            .set(CUDNN_ATTR_REDUCTION_OPERATOR, &[operator])?
+            .set(CUDNN_ATTR_REDUCTION_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;
         self.add_operation(
-            DescriptorType::ReductionOperation,
-            Some((A::ReductionDescriptor, &descriptor)),
-            &[(A::ReductionX, x), (A::ReductionY, y)],
+            CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR,
+            Some((CUDNN_ATTR_OPERATION_REDUCTION_DESC, descriptor)),
+            &[(CUDNN_ATTR_OPERATION_REDUCTION_XDESC, x), (CUDNN_ATTR_OPERATION_REDUCTION_YDESC, y)],
         )
     }
 
     /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result, a
     /// virtual tensor of type `data_type`.
-    pub(super) fn add_transpose(&mut self, data_type: DataType, x: GraphTensor) -> Result<GraphTensor> {
+    pub(super) fn add_transpose(
+        &mut self,
+        data_type: cudnnDataType_t,
+        x: GraphTensor,
+    ) -> Result<GraphTensor> {
         let swap = |[b, h, s, d]: [i64; 4]| [b, h, d, s];
         let y = self.add_tensor(TensorLocation::Virtual, data_type, swap(x.dims), swap(x.strides))?;
-        self.add_operation(DescriptorType::ReshapeOperation, None, &[(A::ReshapeX, x), (A::ReshapeY, y)])?;
+        self.add_operation(
+            CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR,
+            None,
+            &[(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, x), (CUDNN_ATTR_OPERATION_RESHAPE_YDESC, y)],
+        )?;
         Ok(y)
     }
 }

@@ -9,9 +9,9 @@ const COUNTED_STEPS: usize = 9;
 /// Number of steps of a phase. The first phase runs without graphs, the second with graphs.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + COUNTED_STEPS;
 
-/// Seconds of GPU work per call from which on graphs are not tried. Issuing a call takes some µs,
-/// so a GPU with such long calls never waits for the next one. Large models also need the memory
-/// that graphs would take.
+/// The least GPU time per call, in seconds, for which graphs are not tried. Issuing a call takes
+/// some µs, so a GPU with such long calls never waits for the next one. Large models also need the
+/// memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
 /// Measures the durations of steps without graphs and of the following steps with graphs, and

@@ -1,6 +1,6 @@
 //! [`CallBatch`]: recorded calls of a stream, in order: kernels with their arguments, matmuls,
 //! cuDNN plans, fills and copies.
-use super::super::bindings::{Address, KernelNode};
+use super::super::bindings::{Address, driver_sys::CUDA_KERNEL_NODE_PARAMS};
 use super::super::context::GpuContext;
 use super::super::cudnn::execution_plan::PreparedPlan;
 use super::super::error::Result;
@@ -123,7 +123,7 @@ impl CallBatch {
                 RecordedCall::Kernel { name, function, config, arguments } => {
                     let mut pointers = self.build_argument_pointers(arguments);
                     // SAFETY: promised when the call was recorded.
-                    unsafe { gpu.issue_launch(name, *function, *config, &mut pointers, gpu.main_stream)? };
+                    unsafe { function.issue(gpu, name, *config, &mut pointers, gpu.main_stream)? };
                 }
                 RecordedCall::Matmul(matmul) => matmul.issue(gpu.main_stream)?,
                 RecordedCall::CudnnPlan(plan) => plan.issue(gpu.main_stream)?,
@@ -180,18 +180,28 @@ impl CallBatch {
 
     /// Runs `f` with the parameters of a graph node for the call with this index. Returns `None` if
     /// the call is not a kernel.
-    pub(super) fn with_kernel_node<T>(&self, call: usize, f: impl FnOnce(&KernelNode) -> T) -> Option<T> {
+    pub(super) fn with_kernel_node<T>(
+        &self,
+        call: usize,
+        f: impl FnOnce(&CUDA_KERNEL_NODE_PARAMS) -> T,
+    ) -> Option<T> {
         let RecordedCall::Kernel { function, config, arguments, .. } = &self.calls[call] else { return None };
         let mut pointers = self.build_argument_pointers(arguments);
-        let node = KernelNode {
-            function: function.0,
-            grid: config.grid,
-            block: config.block,
-            shared: config.shared as u32,
-            arguments: pointers.as_mut_ptr(),
+        let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (config.grid, config.block);
+        let node = CUDA_KERNEL_NODE_PARAMS {
+            func: function.0,
+            gridDimX: grid_x,
+            gridDimY: grid_y,
+            gridDimZ: grid_z,
+            blockDimX: block_x,
+            blockDimY: block_y,
+            blockDimZ: block_z,
+            sharedMemBytes: config.shared as u32,
+            kernelParams: pointers.as_mut_ptr(),
             extra: ptr::null_mut(),
-            kernel: ptr::null_mut(),
-            context: ptr::null_mut(),
+            // The driver reads both only if `func` is null.
+            kern: ptr::null_mut(),
+            ctx: ptr::null_mut(),
         };
         Some(f(&node))
     }

@@ -1,17 +1,17 @@
 //! [`ExecutableGraph`]: a batch of calls that was captured as a CUDA graph.
-use super::super::bindings::{Handle, RELAXED};
+use super::super::bindings::driver_sys::{CUgraph, CUgraphExec, CUgraphNode, CUstreamCaptureMode};
 use super::super::context::GpuContext;
 use super::super::error::Result;
 use super::call_batch::CallBatch;
-use std::ptr;
+use std::{mem::MaybeUninit, ptr};
 
 /// A CUDA graph that can be launched. It must be released with [`ExecutableGraph::destroy`].
 pub(super) struct ExecutableGraph {
-    executable: Handle,
+    executable: CUgraphExec,
     /// The captured graph, to which the nodes belong.
-    source: Handle,
+    source: CUgraph,
     /// The node of each call; null if the call is no kernel or its node is unknown.
-    nodes: Vec<Handle>,
+    nodes: Vec<CUgraphNode>,
 }
 
 impl ExecutableGraph {
@@ -20,21 +20,21 @@ impl ExecutableGraph {
         let driver = &gpu.driver;
         // In relaxed mode a library may load a kernel at its first call.
         // SAFETY: the stream lives, and no other thread uses it until the capture ends.
-        let status = unsafe { (driver.cuStreamBeginCapture_v2)(gpu.main_stream, RELAXED) };
-        driver.check_status("cuStreamBeginCapture", status)?;
+        unsafe {
+            driver
+                .cuStreamBeginCapture_v2(gpu.main_stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
+        }?;
         let mut nodes = Vec::with_capacity(batch.len());
         let node = |is_kernel: bool| if is_kernel { get_last_captured_node(gpu) } else { ptr::null_mut() };
         let issued = batch.issue_each(gpu, |is_kernel| nodes.push(node(is_kernel)));
         let mut graph = ExecutableGraph { executable: ptr::null_mut(), source: ptr::null_mut(), nodes };
         // SAFETY: the stream is capturing; writes one handle, which is null after an error.
-        let status = unsafe { (driver.cuStreamEndCapture)(gpu.main_stream, &mut graph.source) };
-        let instantiated =
-            issued.and_then(|()| driver.check_status("cuStreamEndCapture", status)).and_then(|()| {
-                // SAFETY: the graph was just captured; writes one handle.
-                let status =
-                    unsafe { (driver.cuGraphInstantiateWithFlags)(&mut graph.executable, graph.source, 0) };
-                driver.check_status("cuGraphInstantiate", status)
-            });
+        let ended = unsafe { driver.cuStreamEndCapture(gpu.main_stream, &mut graph.source) };
+        let instantiated = issued.and(ended).and_then(|()| {
+            // SAFETY: the graph was just captured; writes one handle.
+            unsafe { driver.cuGraphInstantiateWithFlags(&mut graph.executable, graph.source, 0) }
+                .map_err(|error| error.with_function("cuGraphInstantiate"))
+        });
         match instantiated {
             Ok(()) => Ok(graph),
             Err(error) => {
@@ -47,8 +47,7 @@ impl ExecutableGraph {
     /// Launches the graph on the main stream, which executes all its calls in order.
     pub(super) fn launch(&self, gpu: &GpuContext) -> Result<()> {
         // SAFETY: graph and stream live. The batch's memory is allocated, as its calls would need.
-        let status = unsafe { (gpu.driver.cuGraphLaunch)(self.executable, gpu.main_stream) };
-        gpu.driver.check_status("cuGraphLaunch", status)
+        unsafe { gpu.driver.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
     /// Returns true if the graph nodes of all calls with these indices are known.
@@ -62,10 +61,9 @@ impl ExecutableGraph {
         for call in calls {
             // SAFETY: a node of the source graph, which lives; the driver copies the arguments.
             let update = |kernel: &_| unsafe {
-                (gpu.driver.cuGraphExecKernelNodeSetParams_v2)(self.executable, self.nodes[*call], kernel)
+                gpu.driver.cuGraphExecKernelNodeSetParams_v2(self.executable, self.nodes[*call], kernel)
             };
-            let status = batch.with_kernel_node(*call, update).unwrap_or(0);
-            gpu.driver.check_status("cuGraphExecKernelNodeSetParams", status)?;
+            batch.with_kernel_node(*call, update).unwrap_or(Ok(()))?;
         }
         Ok(())
     }
@@ -86,14 +84,14 @@ impl ExecutableGraph {
 
 /// Returns the graph node of the call that was captured last on the main stream. Returns null if
 /// the driver does not report it.
-fn get_last_captured_node(gpu: &GpuContext) -> Handle {
-    let (mut status, mut id, mut graph) = (0, 0, ptr::null_mut());
+fn get_last_captured_node(gpu: &GpuContext) -> CUgraphNode {
+    let (mut status, mut id, mut graph) = (MaybeUninit::uninit(), 0, ptr::null_mut());
     let (mut nodes, mut count) = (ptr::null(), 0);
     // SAFETY: every output is written. The nodes are valid until the next call for the stream.
     unsafe {
         let result = (gpu.driver.cuStreamGetCaptureInfo_v2)(
             gpu.main_stream,
-            &mut status,
+            status.as_mut_ptr(),
             &mut id,
             &mut graph,
             &mut nodes,

@@ -3,12 +3,16 @@
 //!
 //! Two algorithms may sum in different orders. Processes that share the directory use the same
 //! stored choice, whichever process made it. Hosts with other directories may choose differently.
-use super::super::bindings::Heuristic;
+use super::super::bindings::{
+    Status,
+    cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulHeuristicResult_t},
+};
 use super::super::disk_cache;
 use super::super::error::Result;
 use super::super::properties::GpuProperties;
 use std::{
     fs::{self, File},
+    mem::MaybeUninit,
     path::{Path, PathBuf},
 };
 
@@ -19,6 +23,37 @@ pub(super) const TIMED_RUNS: usize = 4;
 
 /// The first bytes of a cache file with a stored choice of an algorithm.
 const ALGORITHM_MAGIC: &disk_cache::Magic = b"launch product 1";
+
+/// An algorithm of cuBLASLt that can compute a matmul.
+#[derive(Clone, Copy)]
+pub(super) struct AlgorithmCandidate {
+    pub(super) algorithm: cublasLtMatmulAlgo_t,
+    /// Size in bytes of the workspace that the algorithm needs.
+    pub(super) workspace: usize,
+}
+
+impl AlgorithmCandidate {
+    /// Converts a result of cuBLASLt's heuristic. Returns `None` if the result is a failure.
+    ///
+    /// # Safety
+    ///
+    /// The library must have written the result.
+    pub(super) unsafe fn from_result(result: &MaybeUninit<cublasLtMatmulHeuristicResult_t>) -> Option<Self> {
+        let result = result.as_ptr();
+        // SAFETY: promised by the caller. The status is read as an integer, because a newer library
+        // may return codes that the enum lacks.
+        unsafe {
+            let status = (&raw const (*result).state).cast::<Status>().read();
+            (status == 0)
+                .then(|| AlgorithmCandidate { algorithm: (*result).algo, workspace: (*result).workspaceSize })
+        }
+    }
+
+    /// Returns the bytes of the algorithm, in the memory layout of cuBLASLt.
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.algorithm.data)
+    }
+}
 
 /// Search for the fastest algorithms of matmuls on one GPU.
 pub(super) struct AlgorithmSearch {
@@ -38,15 +73,16 @@ impl AlgorithmSearch {
         }
     }
 
-    /// Returns the stored choice if it is among the candidates. Otherwise times the candidates with
-    /// `time`, stores the fastest one, and returns it. Returns the first candidate if none can be
-    /// timed. `matmul` identifies the matmul.
+    /// Finds the fastest of the candidates for a matmul. Returns the stored choice if it is among
+    /// the candidates. Otherwise times the candidates with `time`, stores the fastest one, and
+    /// returns it. Returns the first candidate if none can be timed. `matmul` identifies the
+    /// matmul.
     pub(super) fn find_fastest(
         &self,
         matmul: &str,
-        candidates: &[Heuristic],
-        time: impl Fn(&Heuristic) -> Result<Option<f64>>,
-    ) -> Result<Heuristic> {
+        candidates: &[AlgorithmCandidate],
+        time: impl Fn(&AlgorithmCandidate) -> Result<Option<f64>>,
+    ) -> Result<AlgorithmCandidate> {
         let path = self.directory.as_ref().map(|directory| directory.join(self.compute_file_name(matmul)));
         if let Some(choice) = path.as_deref().and_then(|path| read_stored_choice(path, candidates)) {
             return Ok(choice);
@@ -57,7 +93,7 @@ impl AlgorithmSearch {
         if let Some(choice) = path.as_deref().and_then(|path| read_stored_choice(path, candidates)) {
             return Ok(choice);
         }
-        let mut best: Option<(f64, Heuristic)> = None;
+        let mut best: Option<(f64, AlgorithmCandidate)> = None;
         for candidate in candidates {
             let Some(seconds) = time(candidate)? else { continue };
             if best.is_none_or(|(least, _)| seconds < least) {
@@ -67,7 +103,7 @@ impl AlgorithmSearch {
         let Some((_, best)) = best else { return Ok(candidates[0]) };
         if let Some(path) = path {
             // A failure is harmless: the next process searches again.
-            let _ = disk_cache::write_cache_file(&path, ALGORITHM_MAGIC, best.algorithm.bytes());
+            let _ = disk_cache::write_cache_file(&path, ALGORITHM_MAGIC, best.bytes());
         }
         Ok(best)
     }
@@ -90,7 +126,7 @@ fn lock_directory(directory: &Path) -> Option<File> {
 
 /// Reads a stored choice and returns the candidate that it names. Returns `None` if the file is
 /// invalid or names no candidate.
-fn read_stored_choice(path: &Path, candidates: &[Heuristic]) -> Option<Heuristic> {
+fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
-    candidates.iter().find(|one| one.algorithm.bytes() == algorithm).copied()
+    candidates.iter().find(|one| one.bytes() == algorithm).copied()
 }

@@ -1,14 +1,7 @@
 //! cuBLASLt's descriptors of matmuls and of the algorithms that may be used.
-use super::super::bindings::{
-    Address, BIAS, COMPUTE_F32, CublasLtApi, EPILOGUE, Handle, R_F32, SCALE_A, SCALE_B, TRANSPOSE_A,
-    TRANSPOSE_B, WITH_BIAS,
-};
-use super::super::error::{CudaError, Result};
-use std::{
-    ffi::{CStr, c_int},
-    ptr,
-    sync::Arc,
-};
+use super::super::bindings::{Address, CublasLtApi, cublas_lt_sys::*};
+use super::super::error::Result;
+use std::{ffi::c_int, ptr, sync::Arc};
 
 /// GPU addresses of scales and bias. They are part of a matmul's descriptor and may differ from
 /// call to call.
@@ -29,7 +22,7 @@ impl CallPointers {
 /// cuBLASLt descriptor of a matmul: transposition of the operands, scales and bias.
 pub(super) struct MatmulDescriptor {
     library: Arc<CublasLtApi>,
-    pub(super) handle: Handle,
+    pub(super) handle: cublasLtMatmulDesc_t,
 }
 
 impl MatmulDescriptor {
@@ -40,32 +33,31 @@ impl MatmulDescriptor {
         transposed: [bool; 2],
         pointers: CallPointers,
     ) -> Result<Self> {
-        let mut handle = ptr::null_mut();
+        use cublasLtMatmulDescAttributes_t::*;
+        let (sums, scale_type) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F);
+        let mut descriptor = MatmulDescriptor { library: library.clone(), handle: ptr::null_mut() };
         // SAFETY: writes one handle.
-        let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut handle, COMPUTE_F32, R_F32) };
-        let descriptor = MatmulDescriptor { library: library.clone(), handle };
-        check_status(library, "cublasLtMatmulDescCreate", status)?;
-        for (attribute, transposed) in [(TRANSPOSE_A, transposed[1]), (TRANSPOSE_B, transposed[0])] {
-            descriptor.set(attribute, &c_int::from(transposed).to_ne_bytes())?;
-        }
+        unsafe { library.cublasLtMatmulDescCreate(&mut descriptor.handle, sums, scale_type) }?;
+        let [a, b] = transposed.map(|transposed| c_int::from(transposed).to_ne_bytes());
+        descriptor.set(CUBLASLT_MATMUL_DESC_TRANSA, &b)?;
+        descriptor.set(CUBLASLT_MATMUL_DESC_TRANSB, &a)?;
         if let Some(bias) = pointers.bias {
-            descriptor.set(EPILOGUE, &WITH_BIAS.to_ne_bytes())?;
-            descriptor.set(BIAS, &bias.to_ne_bytes())?;
+            let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+            descriptor.set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue.to_ne_bytes())?;
+            descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.to_ne_bytes())?;
         }
-        for (attribute, scale) in pointers.scales.into_iter().flat_map(|[a, b]| [(SCALE_A, b), (SCALE_B, a)])
-        {
-            descriptor.set(attribute, &scale.to_ne_bytes())?;
+        if let Some([a, b]) = pointers.scales {
+            descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b.to_ne_bytes())?;
+            descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a.to_ne_bytes())?;
         }
         Ok(descriptor)
     }
 
-    /// Sets an attribute of the matmul descriptor (`CUBLASLT_MATMUL_DESC_…`).
-    fn set(&self, attribute: c_int, value: &[u8]) -> Result<()> {
+    /// Sets an attribute of the matmul descriptor.
+    fn set(&self, attribute: cublasLtMatmulDescAttributes_t, value: &[u8]) -> Result<()> {
         let (at, len) = (value.as_ptr().cast(), value.len());
         // SAFETY: the value has `len` bytes.
-        let status =
-            unsafe { (self.library.cublasLtMatmulDescSetAttribute)(self.handle, attribute, at, len) };
-        check_status(&self.library, "cublasLtMatmulDescSetAttribute", status)
+        unsafe { self.library.cublasLtMatmulDescSetAttribute(self.handle, attribute, at, len) }
     }
 }
 
@@ -81,7 +73,7 @@ impl Drop for MatmulDescriptor {
 /// Limits of the algorithms that the heuristic may suggest.
 pub(super) struct AlgorithmPreference<'a> {
     library: &'a CublasLtApi,
-    pub(super) handle: Handle,
+    pub(super) handle: cublasLtMatmulPreference_t,
 }
 
 impl<'a> AlgorithmPreference<'a> {
@@ -89,23 +81,19 @@ impl<'a> AlgorithmPreference<'a> {
     pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
-        let status = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut handle) };
-        check_status(library, "cublasLtMatmulPreferenceCreate", status)?;
+        unsafe { library.cublasLtMatmulPreferenceCreate(&mut handle) }?;
         Ok(AlgorithmPreference { library, handle })
     }
 
-    /// Sets an attribute of the preference (`CUBLASLT_MATMUL_PREF_…`).
-    pub(super) fn set_attribute(&self, attribute: c_int, value: &[u8]) -> Result<()> {
-        // SAFETY: the value has as many bytes as its length.
-        let status = unsafe {
-            (self.library.cublasLtMatmulPreferenceSetAttribute)(
-                self.handle,
-                attribute,
-                value.as_ptr().cast(),
-                value.len(),
-            )
-        };
-        check_status(self.library, "cublasLtMatmulPreferenceSetAttribute", status)
+    /// Sets an attribute of the preference.
+    pub(super) fn set_attribute(
+        &self,
+        attribute: cublasLtMatmulPreferenceAttributes_t,
+        value: &[u8],
+    ) -> Result<()> {
+        let (at, len) = (value.as_ptr().cast(), value.len());
+        // SAFETY: the value has `len` bytes.
+        unsafe { self.library.cublasLtMatmulPreferenceSetAttribute(self.handle, attribute, at, len) }
     }
 }
 
@@ -114,17 +102,4 @@ impl Drop for AlgorithmPreference<'_> {
         // SAFETY: created by this library, destroyed once.
         let _ = unsafe { (self.library.cublasLtMatmulPreferenceDestroy)(self.handle) };
     }
-}
-
-/// Converts a status code of `function` to a result. The error contains the library's own message.
-pub(super) fn check_status(library: &CublasLtApi, function: &str, status: c_int) -> Result<()> {
-    if status == 0 {
-        return Ok(());
-    }
-    // SAFETY: returns a static string or null.
-    let message = unsafe {
-        let at = (library.cublasLtGetStatusString)(status);
-        if at.is_null() { "unknown error".into() } else { CStr::from_ptr(at).to_string_lossy().into_owned() }
-    };
-    Err(CudaError::Call { function: function.to_owned(), status, message })
 }

@@ -1,18 +1,18 @@
 //! [`PreparedMatmul`]: a matmul with its plan and workspace, ready to be issued to a stream.
-use super::super::bindings::{Address, Algorithm, CublasLtApi, Handle};
-use super::super::error::Result;
-use super::descriptors::{MatmulDescriptor, check_status};
-use super::request::Matmul;
-use std::{
-    ffi::{c_int, c_void},
-    ptr,
-    sync::Arc,
+use super::super::bindings::{
+    Address, CublasLtApi,
+    cublas_lt_sys::{cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatrixLayout_t},
+    driver_sys::CUstream,
 };
+use super::super::error::Result;
+use super::descriptors::MatmulDescriptor;
+use super::request::Matmul;
+use std::{ffi::c_void, ptr, sync::Arc};
 
 /// A handle of the cuBLASLt library for one GPU. Dropping it closes the handle.
 pub(super) struct LtHandle {
     pub(super) library: Arc<CublasLtApi>,
-    pub(super) handle: Handle,
+    pub(super) handle: cublasLtHandle_t,
 }
 
 // SAFETY: several threads may use the handle at once, because cuBLASLt keeps no state in it.
@@ -28,38 +28,39 @@ impl Drop for LtHandle {
 }
 
 impl LtHandle {
-    /// Issues a matmul to `stream` immediately and returns the library's status. The last argument
-    /// has the algorithm, the address of its workspace, and the size of the workspace in bytes.
+    /// Issues a matmul to `stream` immediately. The last argument has the algorithm, the address of
+    /// its workspace, and the size of the workspace in bytes.
     pub(super) fn issue_matmul(
         &self,
-        stream: Handle,
+        stream: CUstream,
         matmul: &Matmul,
         descriptor: &MatmulDescriptor,
-        [first, second, result]: [Handle; 3],
-        (algorithm, workspace, bytes): (&Algorithm, Address, usize),
-    ) -> c_int {
+        [first, second, result]: [cublasLtMatrixLayout_t; 3],
+        (algorithm, workspace, bytes): (&cublasLtMatmulAlgo_t, Address, usize),
+    ) -> Result<()> {
         let (one, beta) = (1.0f32, if matmul.add { 1.0f32 } else { 0.0 });
         let scalar = |x: &f32| ptr::from_ref(x).cast::<c_void>();
+        let pointer = |at: Address| ptr::without_provenance_mut::<c_void>(at as usize);
         // SAFETY: the layouts describe the operands' sizes, and the ops checked that the views are
         // as large. The workspace is freed in the stream's order, after this matmul.
         unsafe {
-            (self.library.cublasLtMatmul)(
+            self.library.cublasLtMatmul(
                 self.handle,
                 descriptor.handle,
                 scalar(&one),
-                matmul.b.at,
+                pointer(matmul.b.at),
                 first,
-                matmul.a.at,
+                pointer(matmul.a.at),
                 second,
                 scalar(&beta),
-                matmul.c.at,
+                pointer(matmul.c.at),
                 result,
-                matmul.c.at,
+                pointer(matmul.c.at),
                 result,
                 algorithm,
-                workspace,
+                pointer(workspace),
                 bytes,
-                stream,
+                stream.cast(),
             )
         }
     }
@@ -71,8 +72,8 @@ pub(super) struct MatmulPlan {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) descriptor: MatmulDescriptor,
     /// Layouts of cuBLASLt's first and second operand and of the result.
-    pub(super) layouts: [Handle; 3],
-    pub(super) algorithm: Algorithm,
+    pub(super) layouts: [cublasLtMatrixLayout_t; 3],
+    pub(super) algorithm: cublasLtMatmulAlgo_t,
     /// Size in bytes of the workspace that the algorithm needs.
     pub(super) workspace: usize,
 }
@@ -110,7 +111,7 @@ impl PartialEq for PreparedMatmul {
 
 impl PreparedMatmul {
     /// Issues the matmul to a stream immediately.
-    pub(in super::super) fn issue(&self, stream: Handle) -> Result<()> {
+    pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let PreparedMatmul { lt, matmul, plan, workspace } = self;
         // The plan's descriptor is shared between threads, so addresses need a separate one.
         let pointers = matmul.call_pointers();
@@ -120,8 +121,7 @@ impl PreparedMatmul {
             .transpose()?;
         let descriptor = separate.as_ref().unwrap_or(&plan.descriptor);
         let algorithm = (&plan.algorithm, *workspace, plan.workspace);
-        let status = lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm);
-        check_status(&lt.library, "cublasLtMatmul", status)
+        lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm)
     }
 
     /// Returns words for hashing that differ between most pairs of different matmuls.

@@ -1,12 +1,12 @@
 //! [`Matmul`]: a matmul that is requested from cuBLASLt, and the key of its plan.
-use super::super::bindings::{Address, R_BF16, R_E4M3, R_E5M2, R_F16, R_F32};
+use super::super::bindings::{Address, cublas_lt_sys::cudaDataType};
 use super::descriptors::CallPointers;
 use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
 
-/// Largest alignment in bytes that algorithms are distinguished by. A larger alignment makes no
-/// algorithm faster.
+/// Largest alignment of an operand, in bytes, that influences the choice of an algorithm. A larger
+/// alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -50,11 +50,10 @@ pub(in super::super) enum InputFormat {
 impl Matmul {
     /// Returns the key under which the plan of this matmul is stored.
     pub(super) fn plan_key(&self) -> Key {
-        let [a, b] = self.inputs.cuda_types();
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
             transposed: [self.a.transposed, self.b.transposed],
-            types: [a, b, cuda_type(self.output)],
+            types: self.cuda_types().map(|data_type| data_type as c_int),
             add: self.add,
             alignments: [self.a.at, self.b.at, self.c.at].map(compute_alignment),
             bias: self.bias.map(compute_alignment),
@@ -64,16 +63,32 @@ impl Matmul {
     /// Describes the matmul's shape and types for profiles: `matmul 8192 × 4096 × 1024 (bf16 · bf16
     /// → f32)`.
     pub(in super::super) fn describe(&self) -> String {
-        let name = |which| match which {
-            R_F16 => "f16",
-            R_BF16 => "bf16",
-            R_E4M3 => "e4m3",
-            R_E5M2 => "e5m2",
+        let [a, b, c] = self.cuda_types().map(|data_type| match data_type {
+            cudaDataType::CUDA_R_16F => "f16",
+            cudaDataType::CUDA_R_16BF => "bf16",
+            cudaDataType::CUDA_R_8F_E4M3 => "e4m3",
+            cudaDataType::CUDA_R_8F_E5M2 => "e5m2",
             _ => "f32",
-        };
-        let ([a, b], c) = (self.inputs.cuda_types().map(name), name(cuda_type(self.output)));
+        });
         let accumulate = if self.add { ", accumulating" } else { "" };
         format!("matmul {} × {} × {} ({a} · {b} → {c}{accumulate})", self.m, self.n, self.k)
+    }
+
+    /// Returns CUDA's types of the elements of `a`, `b` and `c`.
+    pub(super) fn cuda_types(&self) -> [cudaDataType; 3] {
+        let cuda_type = |dtype| match dtype {
+            Dtype::F32 => cudaDataType::CUDA_R_32F,
+            Dtype::F16 => cudaDataType::CUDA_R_16F,
+            Dtype::Bf16 => cudaDataType::CUDA_R_16BF,
+        };
+        let [a, b] = match self.inputs {
+            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
+            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
+                Fp8Format::E4M3 => cudaDataType::CUDA_R_8F_E4M3,
+                Fp8Format::E5M2 => cudaDataType::CUDA_R_8F_E5M2,
+            }),
+        };
+        [a, b, cuda_type(self.output)]
     }
 
     /// Returns the addresses of this matmul's scales and bias, which may differ from call to call.
@@ -83,17 +98,6 @@ impl Matmul {
 }
 
 impl InputFormat {
-    /// Returns CUDA's numbers of the operands' types.
-    fn cuda_types(self) -> [c_int; 2] {
-        match self {
-            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
-            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
-                Fp8Format::E4M3 => R_E4M3,
-                Fp8Format::E5M2 => R_E5M2,
-            }),
-        }
-    }
-
     /// Returns the addresses of the fp8 operands' scales. Returns `None` for other operands.
     fn scales(self) -> Option<[Address; 2]> {
         match self {
@@ -112,22 +116,13 @@ pub(super) struct Key {
     /// m, n, k, and the strides of `a`, `b` and `c`.
     pub(super) sizes: [usize; 6],
     pub(super) transposed: [bool; 2],
-    /// Types of `a`, `b` and `c`.
+    /// CUDA's numbers of the types of `a`, `b` and `c`.
     pub(super) types: [c_int; 3],
     pub(super) add: bool,
-    /// Alignments of `a`, `b` and `c`, bytes.
+    /// Alignments of `a`, `b` and `c`, in bytes.
     pub(super) alignments: [u32; 3],
-    /// Alignment of the bias, bytes, if there is one.
+    /// Alignment of the bias, in bytes, if there is one.
     pub(super) bias: Option<u32>,
-}
-
-/// Returns CUDA's number of an element type (`CUDA_R_…`).
-fn cuda_type(dtype: Dtype) -> c_int {
-    match dtype {
-        Dtype::F32 => R_F32,
-        Dtype::F16 => R_F16,
-        Dtype::Bf16 => R_BF16,
-    }
 }
 
 /// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].

@@ -1,5 +1,5 @@
 //! The definition of every op in f64, and helpers that compare results with it.
-#![allow(dead_code)] // each test binary uses a part of this module
+#![allow(dead_code, reason = "each test binary uses a part of this module")]
 
 use device::{
     Cpu,

@@ -1,0 +1,142 @@
+//! The only filter for text that is printed although a file, another process or another host
+//! determined it. Such a text could otherwise move the cursor, hide other text, set the window
+//! title, or change the order in which characters are shown.
+use std::{borrow::Cow, fmt::Write};
+
+/// The character that is printed instead of an unprintable one.
+const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
+/// The control sequence that ends all colors.
+const COLOR_RESET: &str = "\x1b[0m";
+
+/// Returns whether a character controls the terminal or the layout of the text: control characters
+/// (C0, DEL and C1, line breaks and tabs included), line separators, bidirectional controls,
+/// deprecated format controls, annotations and tags.
+pub fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(c,
+            '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{206f}'
+            | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
+/// Replaces all unprintable characters by U+FFFD, also line breaks, tabs and color sequences. The
+/// text stays on one line.
+pub fn filter_line(text: &str) -> String {
+    text.chars().map(|c| if is_unprintable(c) { REPLACEMENT } else { c }).collect()
+}
+
+/// Replaces unprintable characters other than line breaks and tabs by U+FFFD.
+pub fn filter_text(text: &str) -> String {
+    let is_replaced = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\t');
+    text.chars().map(|c| if is_replaced(c) { REPLACEMENT } else { c }).collect()
+}
+
+/// Replaces unprintable characters other than line breaks, tabs and color sequences by U+FFFD. If a
+/// line sets a color, adds the end of the color at the end of the line.
+pub fn filter_colored_text(text: &str) -> String {
+    let mut filtered = String::with_capacity(text.len());
+    for (number, line) in text.split('\n').enumerate() {
+        if number > 0 {
+            filtered.push('\n');
+        }
+        filter_colored_line(line, &mut filtered);
+    }
+    filtered
+}
+
+/// Appends the filtered text of one line to `filtered`.
+fn filter_colored_line(line: &str, filtered: &mut String) {
+    let (mut rest, mut is_colored) = (line, false);
+    while let Some(at) = rest.find(|c: char| is_unprintable(c) && c != '\t') {
+        filtered.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let length = match find_color_sequence(rest) {
+            Some(length) => {
+                is_colored = &rest[..length] != COLOR_RESET;
+                filtered.push_str(&rest[..length]);
+                length
+            }
+            None => {
+                filtered.push(REPLACEMENT);
+                rest.chars().next().map_or(1, char::len_utf8)
+            }
+        };
+        rest = &rest[length..];
+    }
+    filtered.push_str(rest);
+    if is_colored {
+        filtered.push_str(COLOR_RESET);
+    }
+}
+
+/// Returns the length of the color sequence (SGR) with which `text` begins.
+fn find_color_sequence(text: &str) -> Option<usize> {
+    let body = text.strip_prefix("\x1b[")?;
+    let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;
+    body[end..].starts_with('m').then_some(2 + end + 1)
+}
+
+/// Replaces unprintable characters in the text of a JSON document by escapes (`\u202e`), which do
+/// not change the value. Keeps the line breaks and tabs between values.
+pub fn escape_json(json: &str) -> Cow<'_, str> {
+    let is_escaped = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\r' | '\t');
+    if !json.contains(is_escaped) {
+        return Cow::Borrowed(json);
+    }
+    let mut escaped = String::with_capacity(json.len() + 16);
+    for c in json.chars() {
+        if is_escaped(c) {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                _ = write!(escaped, "\\u{unit:04x}");
+            }
+        } else {
+            escaped.push(c);
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_no_character_that_controls_the_terminal_or_the_layout() {
+        assert_eq!(
+            filter_line("a\tb\r\nc\x1b[1md\x7f\u{9b}é"),
+            "a\u{fffd}b\u{fffd}\u{fffd}c\u{fffd}[1md\u{fffd}\u{fffd}é"
+        );
+        for c in
+            ['\u{202a}', '\u{202e}', '\u{2066}', '\u{2069}', '\u{200f}', '\u{61c}', '\u{2028}', '\u{e0041}']
+        {
+            assert_eq!(filter_line(&format!("a{c}b")), "a\u{fffd}b", "{c:?}");
+            assert_eq!(filter_colored_text(&format!("a{c}b")), "a\u{fffd}b", "{c:?}");
+        }
+        // Joiners are part of words and emoji.
+        for text in ["日本語", "a\u{200d}b", "a\u{a0}b", "👩\u{200d}🚀", "שלום"] {
+            assert_eq!(filter_line(text), text);
+        }
+        assert_eq!(filter_text("a\tb\nc\r\x1b[1m"), "a\tb\nc\u{fffd}\u{fffd}[1m");
+    }
+
+    #[test]
+    fn colors_stay_and_end_with_their_line() {
+        for text in ["a\tb\n", "\x1b[1;31mred\x1b[0m", "\x1b[1;31mred\x1b[0m\nplain\n"] {
+            assert_eq!(filter_colored_text(text), text);
+        }
+        assert_eq!(filter_colored_text("\x1b[31mred\nplain"), "\x1b[31mred\x1b[0m\nplain");
+        assert_eq!(filter_colored_text("\x1b[2Jx\x07"), "\u{fffd}[2Jx\u{fffd}");
+        assert_eq!(filter_colored_text("\x1b]0;title\x07\x1b["), "\u{fffd}]0;title\u{fffd}\u{fffd}[");
+        assert_eq!(filter_colored_text("é\u{9b}31m"), "é\u{fffd}31m");
+        assert_eq!(filter_colored_text("\x1b[31"), "\u{fffd}[31");
+    }
+
+    #[test]
+    fn escaped_json_has_the_same_value() {
+        let value = serde_json::json!({"a\u{202e}": "\x1b[1m\u{9b}\u{7f}\u{e0041}é\n"});
+        let text = format!("{value:#}\n");
+        let escaped = escape_json(&text);
+        assert!(!escaped.contains(|c| is_unprintable(c) && c != '\n'), "{escaped}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&escaped).unwrap(), value);
+        assert!(matches!(escape_json("{\"a\": 1}\n"), Cow::Borrowed(_)));
+    }
+}

@@ -1,0 +1,52 @@
+//! [`HostPlan`]: the workers of one host in one attempt.
+use jobspec::{JobSpec, ids::Rank};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// The workers that the agent of one host is to run in one attempt.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostPlan {
+    /// The job, which the agent passes to its built-in workers.
+    pub job: JobSpec,
+    /// The name of the run.
+    pub run: String,
+    /// The name of the host, as the job states it.
+    pub host: String,
+    /// The absolute path of the run directory.
+    pub run_dir: PathBuf,
+    /// The number of the attempt, counted from 0.
+    pub attempt: u32,
+    /// The number of workers of the job on all hosts.
+    pub world: u32,
+    /// The workers of this host, in the order of their local ranks.
+    pub workers: Vec<WorkerPlan>,
+    /// The time from SIGTERM to SIGKILL, in milliseconds.
+    pub grace_ms: u64,
+    /// The filter of the agent's debug log, in the syntax of `LAUNCH_LOG`. Empty in stored plans.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub debug_filter: String,
+}
+
+/// The command, environment and CPU binding of one worker's process.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerPlan {
+    /// The global rank of the worker.
+    pub rank: Rank,
+    /// The local rank: the number of the worker among those of its host.
+    pub local_rank: u32,
+    /// The number of workers on the worker's host.
+    pub local_world: u32,
+    /// The program and its arguments; `None` for the built-in runtime (`launch worker`).
+    pub command: Option<Vec<String>>,
+    /// Variables that are added to the environment of the agent, in this order. A later variable
+    /// replaces an earlier one of the same name.
+    pub env: Vec<(String, String)>,
+    /// The working directory of the process.
+    pub workdir: PathBuf,
+    /// The numbers of the CPUs that the process is bound to; empty if the process is not bound.
+    pub cpus: Vec<u32>,
+    /// The number of threads of the built-in runtime, at least 1.
+    pub threads: u32,
+    /// The absolute path of the worker's log file.
+    pub log: PathBuf,
+}

@@ -1,0 +1,121 @@
+//! [`HostInventory`]: the hardware and environment of a host.
+use crate::hardware::{CpuTopology, GpuDevice};
+use jobspec::env::is_device_variable;
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// The hardware and environment of one machine, as discovered by its agent or by the controller.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostInventory {
+    /// The hostname, which is displayed but never resolved to an address.
+    pub host: String,
+    /// The numbers of the CPUs on which an agent may run, in ascending order; empty if not known
+    /// yet.
+    pub cpus: Vec<u32>,
+    /// The CPU time limit of the agent's control group, as a number of CPUs; `None` without a
+    /// limit.
+    pub quota: Option<f64>,
+    /// The usable host memory, in bytes: the memory of the machine, or the limit of the control
+    /// group if it is lower; 0 if unknown.
+    pub memory: u64,
+    /// The addresses of the network interfaces that are up, including the loopback; empty if not
+    /// known yet.
+    pub addresses: Vec<InterfaceAddress>,
+    /// The size of /dev/shm, in bytes; 0 if /dev/shm does not exist or the size is unknown.
+    pub shm: u64,
+    /// The physical cores of the CPUs in `cpus`.
+    pub topology: CpuTopology,
+    /// The GPUs of the host, ordered by their device number.
+    pub gpus: Vec<GpuDevice>,
+    /// Environment variables that workers inherit. In the report of an agent, only the variables of
+    /// [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. Otherwise also the variables of
+    /// [`jobspec::env::USER_OVERRIDABLE`] that the user has set.
+    #[serde(rename = "visible_devices")]
+    pub inherited_env: Vec<(String, String)>,
+}
+
+impl HostInventory {
+    /// Creates the inventory of a machine of which only the name is known.
+    pub fn unknown(host: &str) -> HostInventory {
+        HostInventory { host: host.to_owned(), ..HostInventory::default() }
+    }
+
+    /// Returns whether the inventory contains only the name, because no agent has reported it yet.
+    pub fn is_unknown(&self) -> bool {
+        self.cpus.is_empty()
+    }
+
+    /// Returns the inventory in the form in which an agent reports it to the controller.
+    pub fn into_report(mut self) -> HostInventory {
+        self.inherited_env.retain(|(name, _)| is_device_variable(name));
+        self
+    }
+
+    /// Returns the inventory of a host from the report of its agent. A topology that does not match
+    /// the CPUs is replaced by one core per CPU. The variables in `user_env`, which are from the
+    /// controller's environment, replace those of the report. Only the variables of
+    /// [`jobspec::env::VISIBLE_DEVICES`] are taken from the report.
+    pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
+        let mut inventory = report.into_report();
+        inventory.cpus.sort_unstable();
+        inventory.cpus.dedup();
+        if !inventory.topology.covers_exactly(&inventory.cpus) {
+            inventory.topology = CpuTopology::with_one_core_per_cpu(&inventory.cpus);
+        }
+        let from_user = user_env.iter().filter(|(name, _)| !is_device_variable(name)).cloned();
+        inventory.inherited_env.splice(..0, from_user);
+        inventory
+    }
+
+    /// Returns how many threads can run at the same time: the number of CPUs, or the limit on CPU
+    /// time if it is lower. The limit is rounded down to whole CPUs, but to at least 1.
+    pub fn usable_cpus(&self) -> u32 {
+        let cpus = self.cpus.len() as u32;
+        self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))
+    }
+}
+
+/// An IP address of a network interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InterfaceAddress {
+    /// The name of the interface, e.g. `eth0`.
+    pub interface: String,
+    /// The IP address.
+    pub address: IpAddr,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::{CpuCore, GpuVendor};
+
+    #[test]
+    fn an_inventory_round_trips_and_visible_gpus_are_those_of_the_host() {
+        let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let gpu = GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: Some(1) };
+        let variables = vec![pair("OMP_NUM_THREADS", "3"), pair("CUDA_VISIBLE_DEVICES", "1")];
+        let topology = CpuTopology { cores: vec![CpuCore { cpus: vec![0, 2], numa_node: 1 }] };
+        let remote = HostInventory {
+            host: "remote".into(),
+            cpus: vec![0, 2],
+            topology,
+            gpus: vec![gpu],
+            inherited_env: variables,
+            ..HostInventory::default()
+        };
+        let user_env = [pair("OMP_NUM_THREADS", "7"), pair("CUDA_VISIBLE_DEVICES", "0,1")];
+        let received = HostInventory::from_report(remote.clone().into_report(), &user_env);
+        let inherited_env = vec![pair("OMP_NUM_THREADS", "7"), pair("CUDA_VISIBLE_DEVICES", "1")];
+        assert_eq!(received, HostInventory { inherited_env, ..remote.clone() });
+        let odd = HostInventory {
+            cpus: vec![2, 5, 2],
+            inherited_env: vec![pair("LD_PRELOAD", "x")],
+            ..remote.into_report()
+        };
+        let received = HostInventory::from_report(odd, &[]);
+        assert_eq!(
+            (received.topology, received.inherited_env),
+            (CpuTopology::with_one_core_per_cpu(&[2, 5]), vec![])
+        );
+    }
+}

@@ -1,0 +1,42 @@
+//! [`WorkerPeers`]: how the built-in workers of an attempt reach and authenticate each other.
+use serde::{Deserialize, Serialize};
+use std::{fmt, net::SocketAddr};
+
+/// The addresses of the built-in workers of one attempt, and the key with which the workers
+/// authenticate each other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerPeers {
+    /// The attempt that the addresses belong to.
+    pub attempt: u32,
+    /// The secret with which the workers authenticate each other.
+    pub key: JobKey,
+    /// The addresses of each worker, ordered by rank.
+    pub members: Vec<WorkerAddresses>,
+    /// The id of the NCCL communicator, which rank 0 creates; `None` if workers do not use NCCL.
+    pub nccl_id: Option<Vec<u8>>,
+}
+
+/// The host and the addresses of one worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerAddresses {
+    /// The index of the worker's host. Workers with the same index run on one host, and therefore
+    /// communicate through shared memory.
+    pub host_index: u32,
+    /// The addresses to connect to, in the order in which they are tried.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// The largest number of addresses at which a worker or a controller can be reached. A report of a
+/// worker with more addresses is ignored, and an invitation of a controller with more is rejected.
+pub const MAX_ADDRESSES: usize = 16;
+
+/// A secret of one attempt or of one run. Processes of the job prove to each other that they know
+/// it. `Debug` does not print the secret.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobKey(pub [u8; 32]);
+
+impl fmt::Debug for JobKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JobKey(…)")
+    }
+}

@@ -1,0 +1,122 @@
+//! How agents outlive their controller: the terms on which an agent obeys a controller, the token
+//! that distinguishes controllers, and the messages with which a new controller adopts agents.
+use super::{
+    host_plan::HostPlan,
+    inventory::HostInventory,
+    peers::{JobKey, WorkerPeers},
+};
+use diagnostic::Diagnostic;
+use jobspec::ControllerLossAction;
+use serde::{Deserialize, Serialize};
+
+/// Distinguishes the controllers of a run. An agent obeys the controller with the greatest token
+/// that it has accepted, and no other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ControllerToken {
+    /// The number of the controller in the order in which controllers took over the run, from 1.
+    pub epoch: u64,
+    /// A random number, which decides between controllers that chose the same epoch.
+    pub id: u64,
+}
+
+/// The terms on which an agent obeys its controller. Agents of `launch check` have none.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SupervisionTerms {
+    /// The name of the run.
+    pub run: String,
+    /// The name of the agent's host, as the job states it.
+    pub host: String,
+    /// The key of the run, which a later controller has to know.
+    pub key: JobKey,
+    /// The token of the controller.
+    pub token: ControllerToken,
+    /// The number of the agent among those that the controller has started.
+    pub number: u64,
+    /// The silence after which another controller may replace this one, in milliseconds
+    /// (`run.host_lease`).
+    pub host_lease_ms: u64,
+    /// The silence after which the controller counts as lost, in milliseconds
+    /// (`run.controller_lease`).
+    pub controller_lease_ms: u64,
+    /// What the agent does when the controller is lost.
+    pub on_controller_loss: ControllerLossAction,
+    /// How long the workers continue without a controller, in milliseconds.
+    pub controller_timeout_ms: u64,
+}
+
+/// Asks the agent that is already alive on a host to obey another controller, or to end. The first
+/// message on a connection to a new `launch agent` process, which passes it on to that agent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttachRequest {
+    /// The version of the control protocol.
+    pub version: u32,
+    /// The name of the run.
+    pub run: String,
+    /// The name of the host, as the job states it.
+    pub host: String,
+    /// The key of the run.
+    pub key: JobKey,
+    /// The token of the new controller.
+    pub token: ControllerToken,
+    /// What the agent is to do.
+    pub purpose: AttachPurpose,
+}
+
+/// What an [`AttachRequest`] asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AttachPurpose {
+    /// The agent is to obey the new controller.
+    Adopt,
+    /// The agent is to kill its workers and to end, because the controller no longer counts on it.
+    Evict {
+        /// The first number that an agent of the same controller may have to stay alive.
+        below: u64,
+    },
+}
+
+/// Why an agent does not grant an [`AttachRequest`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum AttachRejection {
+    /// No agent of the run is alive on the host.
+    NoAgent,
+    /// The agent obeys another controller.
+    Controlled {
+        /// The token of that controller.
+        token: ControllerToken,
+        /// The time since the last message of that controller, in milliseconds.
+        silent_ms: u64,
+    },
+    /// The agent has obeyed a controller with this token, which is not smaller than that of the
+    /// request.
+    Stale {
+        /// The token of the last controller.
+        token: ControllerToken,
+    },
+    /// The agent cannot be reached, or is of another version.
+    Failed(Diagnostic),
+}
+
+/// The state of an agent that obeys a new controller from now on. The agent then repeats its
+/// reports.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdoptedAgent {
+    /// The process id of the agent.
+    pub pid: u32,
+    /// The number of the agent's stream of reports.
+    pub stream: u64,
+    /// The number of the agent among those that its first controller has started.
+    pub number: u64,
+    /// The hardware and environment of the host.
+    pub inventory: HostInventory,
+    /// The sequence number of the newest report; 0 if there is none. The agent repeats its reports
+    /// up to this one.
+    pub last_report: u64,
+    /// The newest memo of the previous controllers.
+    pub memo: Option<String>,
+    /// The plan of the last attempt that was started on the host.
+    pub plan: Option<Box<HostPlan>>,
+    /// The addresses of the workers, if the agent has received them in this attempt.
+    pub peers: Option<WorkerPeers>,
+    /// The time since the agent lost its controller, in milliseconds.
+    pub unattended_ms: u64,
+}

@@ -1,0 +1,40 @@
+//! [`EventSchema`]: the versions of the JSON form of events.
+use std::str::FromStr;
+
+/// The version of the JSON form of events (`--json-schema`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EventSchema {
+    /// The form that earlier releases printed, without the field `schema`.
+    V1,
+    /// The current form. A renamed field is printed twice: under its present name, and under its
+    /// name in schema 1.
+    #[default]
+    V2,
+}
+
+impl EventSchema {
+    /// Returns the number of the version, which is the value of the field `schema`.
+    pub fn number(self) -> u8 {
+        match self {
+            EventSchema::V1 => 1,
+            EventSchema::V2 => 2,
+        }
+    }
+}
+
+/// The error that `--json-schema` names a version that does not exist. Contains the version.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the schema of events is 1 or 2, not {0:?}")]
+pub struct UnknownEventSchema(String);
+
+impl FromStr for EventSchema {
+    type Err = UnknownEventSchema;
+
+    fn from_str(text: &str) -> Result<Self, UnknownEventSchema> {
+        match text {
+            "1" => Ok(EventSchema::V1),
+            "2" => Ok(EventSchema::V2),
+            other => Err(UnknownEventSchema(other.to_owned())),
+        }
+    }
+}

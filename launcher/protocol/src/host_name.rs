@@ -1,0 +1,15 @@
+//! The name by which a host identifies itself in messages.
+use std::{fs, io, path::Path};
+
+/// Reads the host name of this machine. Returns an empty text if `/proc` is not readable.
+pub fn read_host_name() -> String {
+    read_host_name_below(Path::new("/")).unwrap_or_default()
+}
+
+/// Reads the host name of the machine whose file system is below `root`. The error contains the
+/// path of the file.
+pub fn read_host_name_below(root: &Path) -> io::Result<String> {
+    let path = "proc/sys/kernel/hostname";
+    let name = fs::read_to_string(root.join(path));
+    name.map(|name| name.trim().to_owned()).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
+}

@@ -1,0 +1,316 @@
+//! The local socket of an agent, through which a later controller or a later agent of the host
+//! reaches the agent. The socket is also the lock that the agent holds on its host.
+//!
+//! The socket is in the abstract namespace, so nothing is left of it when the agent ends in any
+//! way. Its name is a keyed hash of run and host, so no other user can guess it. Both sides prove
+//! that they have the key of the run before any message.
+use crate::connection::{
+    FrameError, encode_frame,
+    handshake::{
+        HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent, authenticate_controller,
+    },
+    read_frame,
+};
+use diagnostic::{Diagnostic, codes::host};
+use protocol::control::{
+    AttachPurpose, AttachRejection, AttachRequest, ControllerToken, FromAgent, JobKey, PROTOCOL_VERSION,
+    SupervisionTerms, ToAgent,
+};
+use std::{
+    io,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream},
+    },
+    sync::Arc,
+    time::Duration,
+};
+use tokio::{
+    io::AsyncWriteExt,
+    net::{UnixListener, UnixStream},
+    sync::{Semaphore, mpsc},
+    time::{Instant, sleep, timeout},
+};
+
+/// The number of connections that may prove the key at the same time. Further ones wait.
+const MAX_HANDSHAKES: usize = 16;
+/// How long an agent waits for the end of an older agent of its host.
+const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
+/// The interval at which an agent checks whether an older agent has ended.
+const EVICTION_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A connection whose other side has proved that it has the key of the run.
+#[derive(Debug)]
+pub(super) struct AttachConnection {
+    pub(super) stream: UnixStream,
+    pub(super) request: AttachRequest,
+}
+
+/// Derives the address of the socket of an agent.
+fn build_address(key: &JobKey, run: &str, host: &str) -> io::Result<SocketAddr> {
+    let mut hasher = blake3::Hasher::new_keyed(&key.0);
+    for part in ["launch agent socket", run, host] {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
+    }
+    SocketAddr::from_abstract_name(format!("launch-{}", &hasher.finalize().to_hex()[..40]))
+}
+
+/// Why an agent cannot lock its host.
+#[derive(Debug)]
+pub(super) enum LockError {
+    /// The agent on the host obeys a later controller, which has this token.
+    Replaced(ControllerToken),
+    /// The agent on the host does not end.
+    InUse(Diagnostic),
+}
+
+/// Locks this host for an agent with these terms, and evicts an older agent of the run on this
+/// host. Returns the listener of the agent's socket, or `None` on a system without abstract
+/// sockets. Fails if the older agent does not end.
+pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
+    let Ok(address) = build_address(&terms.key, &terms.run, &terms.host) else { return Ok(None) };
+    let deadline = Instant::now() + EVICTION_TIMEOUT;
+    let mut eviction = Box::pin(request_eviction(terms));
+    let mut has_answered = false;
+    loop {
+        match StdListener::bind_addr(&address) {
+            Ok(listener) => return Ok(Some(listener)),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                let answer = tokio::select! {
+                    answer = &mut eviction, if !has_answered => Some(answer),
+                    () = sleep(EVICTION_INTERVAL) => None,
+                };
+                match answer {
+                    Some(Ok(Some(FromAgent::NotAdopted(AttachRejection::Controlled { token, .. }))))
+                        if token > terms.token =>
+                    {
+                        return Err(LockError::Replaced(token));
+                    }
+                    // The older agent has accepted no connection yet.
+                    Some(Err(_)) => {
+                        sleep(EVICTION_INTERVAL).await;
+                        eviction = Box::pin(request_eviction(terms));
+                    }
+                    Some(Ok(_)) => has_answered = true,
+                    None => {}
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                let message = format!(
+                    "an agent of an earlier attempt of this run is still alive on host {}",
+                    terms.host
+                );
+                let error = Diagnostic::error(host::HOST_IN_USE, message).with_subject(&terms.host);
+                return Err(LockError::InUse(error));
+            }
+            Err(_) => return Ok(None),
+        }
+    }
+}
+
+/// Asks the older agent of this host to end, and waits for its answer. Returns `None` if the agent
+/// has ended without an answer.
+async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>, AttachRejection> {
+    let request = AttachRequest {
+        version: PROTOCOL_VERSION,
+        run: terms.run.clone(),
+        host: terms.host.clone(),
+        key: terms.key.clone(),
+        token: terms.token,
+        purpose: AttachPurpose::Evict { below: terms.number },
+    };
+    let mut stream = connect_to_agent(&request).await?;
+    Ok(read_frame(&mut stream).await.ok().flatten())
+}
+
+/// Connects to the run's agent that is alive on this host, and sends `request` to the agent.
+/// Returns the connection, on which the agent answers.
+pub(super) async fn connect_to_agent(request: &AttachRequest) -> Result<UnixStream, AttachRejection> {
+    let failed = |error: &(dyn std::error::Error + 'static)| {
+        let message = "cannot reach the agent that is alive on the host";
+        AttachRejection::Failed(
+            Diagnostic::error(host::AGENT_UNREACHABLE, message).with_subject(&request.host).with_cause(error),
+        )
+    };
+    let address = build_address(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
+    let stream = match StdStream::connect_addr(&address) {
+        Ok(stream) => stream,
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            return Err(AttachRejection::NoAgent);
+        }
+        Err(error) => return Err(failed(&error)),
+    };
+    let connect = async {
+        stream.set_nonblocking(true)?;
+        let mut stream = UnixStream::from_std(stream)?;
+        authenticate_agent(&mut stream, &HandshakeKey::from_job_key(&request.key)).await?;
+        let frame = encode_frame(&ToAgent::Attach(Box::new(request.clone())));
+        stream.write_all(&frame.map_err(io::Error::other)?).await?;
+        Ok(stream)
+    };
+    let connected = timeout(HANDSHAKE_TIMEOUT, connect).await.unwrap_or(Err(HandshakeError::Timeout));
+    connected.map_err(|error| failed(&error))
+}
+
+/// Accepts connections on the socket of an agent, and authenticates the other side of each. Sends
+/// each authenticated connection to `requests`, together with its request.
+pub(super) async fn accept_connections(
+    listener: StdListener,
+    terms: SupervisionTerms,
+    requests: mpsc::Sender<AttachConnection>,
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = UnixListener::from_std(listener)?;
+    let (limit, terms) = (Arc::new(Semaphore::new(MAX_HANDSHAKES)), Arc::new(terms));
+    loop {
+        let Ok(permit) = limit.clone().acquire_owned().await else { return Ok(()) };
+        let (stream, _) = listener.accept().await?;
+        let (terms, requests) = (terms.clone(), requests.clone());
+        tokio::spawn(async move {
+            let received = timeout(HANDSHAKE_TIMEOUT, receive_request(stream, &terms)).await;
+            if let Ok(Ok(connection)) = received {
+                // An error means that the agent ends.
+                _ = requests.send(connection).await;
+            }
+            drop(permit);
+        });
+    }
+}
+
+/// Authenticates the other side of a connection to an agent's socket, and reads its request.
+async fn receive_request(
+    stream: UnixStream,
+    terms: &SupervisionTerms,
+) -> Result<AttachConnection, HandshakeError> {
+    let key = HandshakeKey::from_job_key(&terms.key);
+    let verified = authenticate_controller(stream, &key, &terms.host).await?;
+    let mut stream = verified.send_agent_proof().await?;
+    let message: Result<Option<ToAgent>, FrameError> = read_frame(&mut stream).await;
+    match message {
+        Ok(Some(ToAgent::Attach(request))) if request.version == PROTOCOL_VERSION => {
+            Ok(AttachConnection { stream, request: *request })
+        }
+        Ok(Some(ToAgent::Attach(request))) => {
+            let message = format!(
+                "the agent on host {} speaks version {PROTOCOL_VERSION} of the control protocol, and the new \
+                 controller version {}",
+                terms.host, request.version
+            );
+            let error = Diagnostic::error(diagnostic::codes::run::AGENT_VERSION_MISMATCH, message)
+                .with_help("attach with the build of launch that started the run");
+            reject_request(stream, AttachRejection::Failed(error)).await;
+            Err(HandshakeError::WrongProtocol)
+        }
+        _ => Err(HandshakeError::WrongProtocol),
+    }
+}
+
+/// Answers a request with a rejection, and closes the connection.
+pub(super) async fn reject_request(mut stream: UnixStream, rejection: AttachRejection) {
+    if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
+        // An error means that the other side has ended.
+        _ = timeout(HANDSHAKE_TIMEOUT, stream.write_all(&frame)).await;
+    }
+}
+
+/// Reports that no worker of this agent is left, on each connection that has requested the end of
+/// the agent.
+pub(super) async fn report_end(connections: Vec<AttachConnection>) {
+    let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
+    for mut connection in connections {
+        // An error means that the other side has ended.
+        _ = timeout(HANDSHAKE_TIMEOUT, connection.stream.write_all(&frame)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jobspec::ControllerLossAction;
+
+    /// Builds the terms of an agent of the run `run`.
+    fn build_terms(run: &str, number: u64) -> SupervisionTerms {
+        SupervisionTerms {
+            run: run.to_owned(),
+            host: "h0".into(),
+            key: JobKey([7; 32]),
+            token: ControllerToken { epoch: 1, id: 5 },
+            number,
+            host_lease_ms: 5000,
+            controller_lease_ms: 60_000,
+            on_controller_loss: ControllerLossAction::Continue,
+            controller_timeout_ms: 900_000,
+        }
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime")
+            .block_on(future)
+    }
+
+    #[test]
+    fn a_later_agent_evicts_an_older_one_that_ends_when_it_is_asked() {
+        let run = format!("evict-{}", std::process::id());
+        block_on(async {
+            let older = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
+            let (sender, mut requests) = mpsc::channel(1);
+            let accepting = tokio::spawn(accept_connections(older, build_terms(&run, 1), sender));
+            let later_terms = build_terms(&run, 2);
+            let (later, ()) = tokio::join!(lock_host(&later_terms), async {
+                let connection = requests.recv().await.expect("a request");
+                assert_eq!(connection.request.purpose, AttachPurpose::Evict { below: 2 });
+                assert_eq!(connection.request.token, later_terms.token);
+                accepting.abort();
+            });
+            assert!(later.expect("evicted").is_some());
+        });
+    }
+
+    #[test]
+    fn an_agent_of_a_later_controller_keeps_its_host() {
+        let run = format!("replaced-{}", std::process::id());
+        let newer = ControllerToken { epoch: 2, id: 1 };
+        block_on(async {
+            let listener = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
+            let (sender, mut requests) = mpsc::channel(1);
+            tokio::spawn(accept_connections(listener, build_terms(&run, 1), sender));
+            let later_terms = build_terms(&run, 2);
+            let (locked, ()) = tokio::join!(lock_host(&later_terms), async {
+                let connection = requests.recv().await.expect("a request");
+                let rejection = AttachRejection::Controlled { token: newer, silent_ms: 0 };
+                reject_request(connection.stream, rejection).await;
+            });
+            assert!(matches!(locked, Err(LockError::Replaced(token)) if token == newer), "{locked:?}");
+        });
+    }
+
+    #[test]
+    fn a_request_without_an_agent_or_with_another_key_is_rejected() {
+        let run = format!("key-{}", std::process::id());
+        block_on(async {
+            let mut request = AttachRequest {
+                version: PROTOCOL_VERSION,
+                run: run.clone(),
+                host: "h0".into(),
+                key: JobKey([7; 32]),
+                token: ControllerToken::default(),
+                purpose: AttachPurpose::Adopt,
+            };
+            assert_eq!(connect_to_agent(&request).await.expect_err("no agent"), AttachRejection::NoAgent);
+            let listener = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
+            let mut other = build_terms(&run, 1);
+            other.key = JobKey([8; 32]);
+            let (sender, mut requests) = mpsc::channel(1);
+            tokio::spawn(accept_connections(listener, other, sender));
+            let rejection = connect_to_agent(&request).await.expect_err("another key");
+            assert!(matches!(rejection, AttachRejection::Failed(_)), "{rejection:?}");
+            assert!(requests.try_recv().is_err());
+            // Another key leads to another socket.
+            request.key = JobKey([9; 32]);
+            assert_eq!(connect_to_agent(&request).await.expect_err("no agent"), AttachRejection::NoAgent);
+        });
+    }
+}

@@ -1,0 +1,258 @@
+//! The part of the agent's state machine that decides which controller the agent obeys, and what
+//! the agent does without one.
+use super::{AgentAction, AgentCore, AgentState, previous_controller::PreviousController, protocol_error};
+use crate::leases::HEARTBEAT_INTERVAL;
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::ControllerLossAction;
+use protocol::control::{
+    AdoptedAgent, AttachPurpose, AttachRejection, ControllerToken, FromAgent, PROTOCOL_VERSION,
+    SupervisionTerms, ToAgent,
+};
+use std::time::Duration;
+
+/// The least time that unattended built-in workers get to save. This time begins when
+/// [`SupervisionTerms`] allow no further step without a controller. If `run.controller_timeout` is
+/// longer, that timeout applies instead.
+pub(super) const MIN_UNATTENDED_SAVE_TIME: Duration = Duration::from_secs(600);
+
+impl AgentCore {
+    pub(super) fn on_controller_message(&mut self, now: Duration, message: ToAgent) {
+        if self.state == AgentState::AwaitingHello {
+            return match message {
+                ToAgent::Hello { version, terms } if version == PROTOCOL_VERSION => {
+                    self.state = AgentState::Idle;
+                    self.heartbeat_at = now + HEARTBEAT_INTERVAL;
+                    self.terms = terms.map(|terms| *terms);
+                    let (pid, stream, inventory) = (self.pid, self.stream, self.inventory.clone());
+                    self.send_once(FromAgent::Hello { version, pid, stream, inventory });
+                }
+                ToAgent::Hello { version, .. } => self.fail_and_exit(version_error(version)),
+                _ => self.fail_and_exit(protocol_error("the controller's first message was not a hello")),
+            };
+        }
+        // Every message proves that the controller is alive.
+        self.controller_heard_at = self.controller_heard_at.map(|_| now);
+        if message != ToAgent::Heartbeat {
+            // The first order of a new controller shows that the controller has taken over the run.
+            self.previous_controller = None;
+        }
+        let is_current = |attempt: u32| attempt == self.attempt;
+        match message {
+            ToAgent::Hello { .. } | ToAgent::Attach(_) => {
+                self.fail_and_exit(protocol_error("the controller sent a second hello"))
+            }
+            // The driver answers probes, which do not change the state.
+            ToAgent::Probe(_) => {}
+            ToAgent::Heartbeat => self.controller_heard_at = Some(now),
+            ToAgent::Memo(memo) => self.memo = Some(memo),
+            ToAgent::Acknowledge { seq } => self.reports.acknowledge(seq),
+            ToAgent::End => self.end_agent(),
+            ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
+            ToAgent::Start(plan) => self.start_attempt(now, plan),
+            ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => {
+                self.stop_workers(now, deadline_ms)
+            }
+            ToAgent::Save { attempt, signal } if is_current(attempt) => self.request_saves(signal),
+            ToAgent::Kill { attempt, reason, grace_ms, stacks } if is_current(attempt) => {
+                self.kill_workers(now, reason, grace_ms, stacks);
+            }
+            ToAgent::Reload { attempt, values } if is_current(attempt) => self.forward_reload(values),
+            // The message is for an attempt that has ended.
+            ToAgent::Stop { .. } | ToAgent::Save { .. } | ToAgent::Kill { .. } | ToAgent::Reload { .. } => {}
+            ToAgent::Peers(peers) => self.forward_peers(peers),
+        }
+    }
+
+    /// Handles the loss of the controller: the end of the connection or, with `silent_for`, silence
+    /// of this length. The agent then continues without a controller or ends its workers.
+    pub(super) fn on_controller_lost(&mut self, now: Duration, silent_for: Option<Duration>) {
+        if self.is_ending || self.unattended_since.is_some() || self.state == AgentState::Exiting {
+            return;
+        }
+        let seconds = silent_for.map(|silent| silent.as_secs());
+        // An agent that never got a memo has never had workers.
+        let continues = self.memo.is_some()
+            && self.terms.as_ref().is_some_and(|t| t.on_controller_loss == ControllerLossAction::Continue);
+        if let Some(previous) = self.previous_controller.take() {
+            return self.forget_new_controller(previous);
+        }
+        if continues {
+            if let Some(silent) = silent_for {
+                let silent_ms = silent.as_millis() as u64;
+                self.send_once(FromAgent::Released { token: None, silent_ms: Some(silent_ms) });
+            }
+            self.out.push(AgentAction::Disconnect);
+            (self.unattended_since, self.controller_heard_at) = (Some(now), None);
+            return;
+        }
+        if let Some(seconds) = seconds {
+            let message = format!("no message from the controller for {seconds} s");
+            let diagnostic =
+                Diagnostic::error(run::CONTROLLER_SILENT, message).with_field("seconds", seconds);
+            self.send_to_controller(FromAgent::Failed { attempt: self.attempt, rank: None, diagnostic });
+        }
+        self.end_agent();
+    }
+
+    /// Ends this new agent, because an agent on the host obeys a later controller.
+    pub(super) fn on_controller_replaced(&mut self, token: ControllerToken) {
+        self.send_once(FromAgent::Released { token: Some(token), silent_ms: None });
+        self.request_exit(0);
+    }
+
+    /// Returns to the previous controller, because the new controller was lost before it took over
+    /// the run.
+    fn forget_new_controller(&mut self, previous: PreviousController) {
+        if let Some(terms) = &mut self.terms {
+            terms.token = previous.token;
+        }
+        self.out.push(AgentAction::Disconnect);
+        (self.unattended_since, self.controller_heard_at) = (Some(previous.unattended_since), None);
+    }
+
+    /// Kills the workers, and requests the exit of the agent as soon as no worker is left.
+    fn end_agent(&mut self) {
+        self.is_ending = true;
+        match self.state {
+            AgentState::AwaitingHello | AgentState::Idle => self.request_exit(0),
+            AgentState::Running => self.kill_at = Some(Duration::ZERO),
+            AgentState::Sweeping | AgentState::Exiting => {}
+        }
+    }
+
+    /// Checks whether the controller is silent for longer than its lease, and whether the time has
+    /// passed in which workers may continue without a controller.
+    pub(super) fn check_controller(&mut self, now: Duration) {
+        let Some(terms) = &self.terms else { return };
+        let lease = Duration::from_millis(terms.controller_lease_ms);
+        if let Some(heard_at) = self.controller_heard_at.filter(|heard_at| now > *heard_at + lease) {
+            self.on_controller_lost(now, Some(now - heard_at));
+        }
+        if self.unattended_deadline().is_some_and(|deadline| now >= deadline) {
+            self.end_unattended_workers(now);
+        }
+    }
+
+    /// Returns the time at which the workers must save and stop because the agent has no
+    /// controller. Returns `None` if the agent has a controller, or if the workers are stopping.
+    pub(super) fn unattended_deadline(&self) -> Option<Duration> {
+        let timeout = Duration::from_millis(self.terms.as_ref()?.controller_timeout_ms);
+        self.unattended_since.filter(|_| !self.is_ending).map(|since| since + timeout)
+    }
+
+    /// Lets the workers save and stop, because no controller has returned, and requests the exit of
+    /// the agent as soon as no worker is left.
+    fn end_unattended_workers(&mut self, now: Duration) {
+        let (Some(terms), AgentState::Running) = (&self.terms, self.state) else {
+            return self.end_agent();
+        };
+        self.is_ending = true;
+        let save_time = Duration::from_millis(terms.controller_timeout_ms).max(MIN_UNATTENDED_SAVE_TIME);
+        let is_builtin = self.workers.values().any(|worker| worker.builtin);
+        let grace_ms = match &self.plan {
+            Some(plan) if !is_builtin => plan.grace_ms,
+            _ => save_time.as_millis() as u64,
+        };
+        self.stop_workers(now, Some(grace_ms));
+    }
+
+    /// Reports to the controller that the batch system is about to end the job. Without a
+    /// controller, lets the workers save and stop.
+    pub(super) fn on_terminated(&mut self, now: Duration) {
+        match self.unattended_since {
+            Some(_) if !self.is_ending => self.end_unattended_workers(now),
+            Some(_) => {}
+            None => self.send_to_controller(FromAgent::Terminating),
+        }
+    }
+
+    // ---- other controllers ----
+
+    /// Decides on the request of another controller, or of a later agent of this host. The driver
+    /// executes the decision for the connection that carries the request.
+    pub(super) fn on_attach_requested(
+        &mut self,
+        now: Duration,
+        token: ControllerToken,
+        purpose: AttachPurpose,
+    ) {
+        let rejection = match (&self.terms, purpose) {
+            _ if self.state == AgentState::Exiting => Some(AttachRejection::NoAgent),
+            (None, _) => Some(AttachRejection::NoAgent),
+            (Some(terms), AttachPurpose::Adopt) => self.find_adoption_conflict(now, terms, token),
+            (Some(terms), AttachPurpose::Evict { below }) => {
+                let is_obsolete = (terms.token, terms.number) < (token, below);
+                (!is_obsolete).then_some(AttachRejection::Controlled { token: terms.token, silent_ms: 0 })
+            }
+        };
+        match (rejection, purpose) {
+            (Some(rejection), _) => self.out.push(AgentAction::RejectRequest(rejection)),
+            (None, AttachPurpose::Adopt) => self.obey_new_controller(now, token),
+            (None, AttachPurpose::Evict { .. }) => {
+                self.out.push(AgentAction::AcceptEviction);
+                self.end_agent();
+            }
+        }
+    }
+
+    /// Returns why this agent may not obey a new controller with this token; `None` if it may.
+    fn find_adoption_conflict(
+        &self,
+        now: Duration,
+        terms: &SupervisionTerms,
+        token: ControllerToken,
+    ) -> Option<AttachRejection> {
+        if self.is_ending {
+            return Some(AttachRejection::NoAgent);
+        }
+        let silence =
+            self.controller_heard_at.map_or(Duration::ZERO, |heard_at| now.saturating_sub(heard_at));
+        let host_lease = Duration::from_millis(terms.host_lease_ms);
+        if self.unattended_since.is_none() && silence <= host_lease {
+            let silent_ms = silence.as_millis() as u64;
+            return Some(AttachRejection::Controlled { token: terms.token, silent_ms });
+        }
+        (token <= terms.token).then_some(AttachRejection::Stale { token: terms.token })
+    }
+
+    /// Obeys a new controller from now on. Releases the previous one, reports the state of this
+    /// agent, and repeats the kept reports.
+    fn obey_new_controller(&mut self, now: Duration, token: ControllerToken) {
+        let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
+        let unattended_ms = now.saturating_sub(since).as_millis() as u64;
+        if self.unattended_since.is_none() {
+            self.send_once(FromAgent::Released { token: Some(token), silent_ms: Some(unattended_ms) });
+            self.out.push(AgentAction::Disconnect);
+        }
+        let Some(terms) = &mut self.terms else { return };
+        let previous = PreviousController { token: terms.token, unattended_since: since };
+        // Several controllers may try and fail before one takes over.
+        self.previous_controller.get_or_insert(previous);
+        terms.token = token;
+        let number = terms.number;
+        (self.unattended_since, self.controller_heard_at) = (None, None);
+        self.heartbeat_at = now + HEARTBEAT_INTERVAL;
+        self.reports.rewind();
+        self.out.push(AgentAction::AcceptController);
+        self.send_once(FromAgent::Adopted(Box::new(AdoptedAgent {
+            pid: self.pid,
+            stream: self.stream,
+            number,
+            inventory: self.inventory.clone(),
+            last_report: self.reports.last_kept(),
+            memo: self.memo.clone(),
+            plan: self.plan.as_deref().cloned().map(Box::new),
+            peers: self.peers.clone(),
+            unattended_ms,
+        })));
+    }
+}
+
+/// Returns the error of a controller that speaks another version of the control protocol.
+fn version_error(version: u32) -> Diagnostic {
+    let message = format!(
+        "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"
+    );
+    Diagnostic::error(run::AGENT_VERSION_MISMATCH, message)
+        .with_help("install the same build of launch on every host")
+}

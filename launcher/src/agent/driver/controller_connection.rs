@@ -1,0 +1,42 @@
+//! [`ControllerConnection`]: the connection to the controller that the agent obeys.
+use crate::connection::Outbox;
+use protocol::control::FromAgent;
+use std::time::Duration;
+use tokio::{task::JoinHandle, time::timeout};
+
+/// The number of a connection of the agent, counted from 1.
+pub(super) type ConnectionNumber = u64;
+
+/// The time limit for writing the last messages on a connection.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The connection to a controller.
+pub(super) struct ControllerConnection {
+    pub(super) number: ConnectionNumber,
+    pub(super) outbox: Outbox<FromAgent>,
+    reader: JoinHandle<()>,
+    writer: JoinHandle<()>,
+}
+
+impl ControllerConnection {
+    /// Creates a connection from its queue of messages, and the tasks that read and write it.
+    pub(super) fn new(
+        number: ConnectionNumber,
+        outbox: Outbox<FromAgent>,
+        reader: JoinHandle<()>,
+        writer: JoinHandle<()>,
+    ) -> ControllerConnection {
+        ControllerConnection { number, outbox, reader, writer }
+    }
+
+    /// Closes the connection after the queued messages were written. Does not wait longer than
+    /// [`FLUSH_TIMEOUT`] for a controller that does not read.
+    pub(super) async fn close(self) {
+        self.reader.abort();
+        drop(self.outbox);
+        let mut writer = self.writer;
+        if timeout(FLUSH_TIMEOUT, &mut writer).await.is_err() {
+            writer.abort();
+        }
+    }
+}

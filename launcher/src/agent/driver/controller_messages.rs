@@ -1,0 +1,170 @@
+//! Exchanges messages with the controller that the agent obeys, and passes on the requests of other
+//! controllers.
+use super::{AgentDriver, ControllerMessage, controller_connection::ControllerConnection};
+use crate::{
+    agent::{
+        attach_socket,
+        attach_socket::{AttachConnection, LockError},
+        core::AgentInput,
+    },
+    connection::{MessagePriority, Outbox, read_frames, write_frames},
+};
+use diagnostic::{Diagnostic, codes};
+use protocol::control::{FromAgent, ToAgent};
+use std::{
+    fs::OpenOptions,
+    io::{self, Write},
+    os::unix::net::UnixListener,
+};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+impl AgentDriver {
+    /// Makes these streams the connection to the controller.
+    pub(in crate::agent) fn connect(
+        &mut self,
+        input: impl AsyncRead + Send + Unpin + 'static,
+        output: impl AsyncWrite + Send + Unpin + 'static,
+    ) {
+        let number = self.connections + 1;
+        self.connections = number;
+        let (outbox, outgoing) = Outbox::channel();
+        self.console.set_outbox(outbox.clone());
+        let reader = tokio::spawn(read_frames(number, input, self.controller_messages.0.clone()));
+        let writer = tokio::spawn(write_frames(output, outgoing));
+        self.connection = Some(ControllerConnection::new(number, outbox, reader, writer));
+    }
+
+    /// Handles the first message of the controller as if it had just arrived.
+    pub(in crate::agent) async fn receive_first_message(&mut self, message: Option<ToAgent>) {
+        let (sender, _) = &self.controller_messages;
+        // The channel is empty, and the event loop has not begun.
+        _ = sender.send((self.connections, Ok(message))).await;
+    }
+
+    /// Closes the connection to the controller in the background. The agent has no controller
+    /// afterwards.
+    pub(super) fn disconnect(&mut self) {
+        if let Some(connection) = self.take_connection() {
+            tokio::spawn(connection.close());
+        }
+        // A connection over SSH ends only when the standard streams are closed, too.
+        if let Ok(null) = OpenOptions::new().write(true).open("/dev/null") {
+            _ = nix::unistd::dup2_stdout(&null);
+            _ = nix::unistd::dup2_stderr(&null);
+        }
+    }
+
+    /// Closes the connection to the controller, after the queued messages were written.
+    pub(super) async fn close_connection(&mut self) {
+        if let Some(connection) = self.take_connection() {
+            connection.close().await;
+        }
+    }
+
+    /// Takes the connection to the controller. Lines of output are counted as dropped afterwards.
+    fn take_connection(&mut self) -> Option<ControllerConnection> {
+        self.console.set_outbox(Outbox::channel().0);
+        self.connection.take()
+    }
+
+    /// Makes the connection of the undecided request the connection to the controller.
+    pub(super) fn accept_undecided_controller(&mut self) {
+        if let Some(AttachConnection { stream, .. }) = self.undecided.take() {
+            let (input, output) = stream.into_split();
+            self.connect(input, output);
+        }
+    }
+
+    /// Translates a message of a controller for the core. A hello is held back until the agent has
+    /// locked its host.
+    pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
+        if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
+            return AgentInput::Tick;
+        }
+        match message {
+            Ok(Some(ToAgent::Probe(probe))) => {
+                let Some(connection) = &self.connection else { return AgentInput::Tick };
+                let mut outbox = connection.outbox.clone();
+                let send_answer = move |answer| {
+                    _ = outbox.send_message(MessagePriority::Critical, FromAgent::Probed(answer))
+                };
+                if let Err(error) = self.prober.start_answering(probe, send_answer) {
+                    let diagnostic =
+                        Diagnostic::error(codes::host::PROBE_FAILED, "cannot start a thread for a probe")
+                            .with_cause(&error);
+                    self.send_to_controller(FromAgent::Failed { attempt: 0, rank: None, diagnostic });
+                }
+                AgentInput::Tick
+            }
+            Ok(Some(ToAgent::Hello { version, terms: Some(terms) })) if self.terms.is_none() => {
+                self.terms = Some((*terms).clone());
+                self.waiting_hello = Some(ToAgent::Hello { version, terms: Some(terms.clone()) });
+                let locked = self.host_locks.0.clone();
+                tokio::spawn(async move {
+                    // An error means that the agent has ended.
+                    _ = locked.send(attach_socket::lock_host(&terms).await).await;
+                });
+                AgentInput::Tick
+            }
+            Ok(Some(message)) => AgentInput::Controller(message),
+            Err(error) => {
+                _ = writeln!(io::stderr(), "launch agent: {}", Diagnostic::from(error));
+                self.take_connection();
+                AgentInput::ControllerLost
+            }
+            Ok(None) => {
+                self.take_connection();
+                AgentInput::ControllerLost
+            }
+        }
+    }
+
+    /// Handles the hello of the controller, after the agent has locked its host or has failed to.
+    pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, LockError>) -> AgentInput {
+        let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
+        match (lock, self.terms.clone()) {
+            (Ok(Some(listener)), Some(terms)) => {
+                let requests = self.attach_requests.0.clone();
+                tokio::spawn(attach_socket::accept_connections(listener, terms, requests));
+                AgentInput::Controller(hello)
+            }
+            // Without abstract sockets, no other controller can reach the agent.
+            (Ok(_), _) => AgentInput::Controller(hello),
+            (Err(LockError::Replaced(token)), _) => AgentInput::ControllerReplaced(token),
+            (Err(LockError::InUse(error)), _) => {
+                self.handle_input(AgentInput::Controller(hello));
+                AgentInput::CannotStart(error)
+            }
+        }
+    }
+
+    /// Passes the request of another controller, or of a later agent of this host, to the core.
+    pub(super) fn on_attach_request(&mut self, connection: AttachConnection) -> AgentInput {
+        let (token, purpose) = (connection.request.token, connection.request.purpose);
+        self.undecided = Some(connection);
+        AgentInput::AttachRequested { token, purpose }
+    }
+
+    /// Queues a message to the controller, if there is one. Does not block. If the queue is full,
+    /// drops heartbeats and progress.
+    pub(super) fn send_to_controller(&mut self, message: FromAgent) {
+        let priority = match &message {
+            FromAgent::Heartbeat | FromAgent::Progress { .. } => MessagePriority::Low,
+            _ => MessagePriority::Critical,
+        };
+        if let Some(connection) = &mut self.connection {
+            connection.outbox.send_message(priority, message);
+        }
+    }
+
+    /// Sends the reports of the core to the controller, as long as the connection has space.
+    pub(super) fn send_reports(&mut self) {
+        let Some(connection) = &mut self.connection else { return };
+        connection.outbox.flush_overflow();
+        while connection.outbox.has_space_for_report()
+            && let Some(report) = self.core.take_report(self.clock.now())
+        {
+            connection.outbox.send_message(MessagePriority::Critical, report);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! [`OpenedLogs`]: the logs of the workers of one attempt, opened before the workers start.
+use crate::{
+    agent::rank_log::RankLog,
+    background_thread::{RetryPauses, is_transient},
+};
+use diagnostic::{Diagnostic, codes};
+use jobspec::ids::Rank;
+use protocol::control::HostPlan;
+use std::{
+    collections::HashMap,
+    io,
+    path::PathBuf,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a full disk may prevent the creation of a log before the start of the workers fails.
+const OPEN_LOG_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The logs of the workers of one attempt, opened for appending, or the first error with the rank
+/// that it concerns.
+pub(super) struct OpenedLogs {
+    pub(super) attempt: u32,
+    pub(super) logs: Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)>,
+}
+
+impl Default for OpenedLogs {
+    fn default() -> Self {
+        OpenedLogs { attempt: 0, logs: Ok(HashMap::new()) }
+    }
+}
+
+/// Opens the logs of the workers of a plan. Blocks while the disk stalls. On a full disk, tries
+/// again until [`OPEN_LOG_TIMEOUT`].
+pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)> {
+    let (began, mut pauses) = (Instant::now(), RetryPauses::default());
+    let mut logs = HashMap::new();
+    for worker in &plan.workers {
+        let log = loop {
+            match RankLog::open(&worker.log, plan.job.run.logs.max_size) {
+                Ok(log) => break log,
+                Err(error) if is_transient(&error) && began.elapsed() < OPEN_LOG_TIMEOUT => {
+                    thread::sleep(pauses.next_pause());
+                }
+                Err(error) => return Err((worker.rank, build_log_error(&worker.log, &error))),
+            }
+        };
+        logs.insert(worker.rank, log);
+    }
+    Ok(logs)
+}
+
+/// Builds the error for a log that cannot be opened.
+fn build_log_error(log: &PathBuf, error: &io::Error) -> Diagnostic {
+    let file = log.display().to_string();
+    Diagnostic::error(codes::host::WORKER_LOG_UNWRITABLE, format!("cannot open the log {file}"))
+        .with_subject(file)
+        .with_cause(error)
+}

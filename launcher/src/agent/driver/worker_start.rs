@@ -1,0 +1,169 @@
+//! The start of the workers of an attempt: their logs, shared memory, processes, output pumps and
+//! control connections.
+use super::{
+    AgentDriver, WorkerHandle, WorkerId, WorkerMessage,
+    opened_logs::{OpenedLogs, open_logs},
+};
+use crate::{
+    agent::{
+        core::{AgentInput, GroupSignal},
+        debug_log,
+        output::{OutputPump, PumpEvent, PumpOptions},
+        process,
+        rank_log::RankLogWriter,
+    },
+    cluster,
+    connection::{Outbox, read_frames, write_frames},
+};
+use diagnostic::{Diagnostic, codes};
+use jobspec::env;
+use protocol::control::{HostPlan, ToWorker, WorkerPlan};
+use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread};
+use tokio::{net::UnixStream, sync::mpsc};
+
+impl AgentDriver {
+    /// Prepares the start of the workers of a plan: hands the rendezvous over to the workers,
+    /// creates the shared memory of built-in workers, and begins to open the logs on a separate
+    /// thread, because their disk may stall.
+    ///
+    /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
+    pub(super) fn prepare_workers(&mut self, plan: Rc<HostPlan>) -> Option<AgentInput> {
+        self.workers.clear();
+        (self.shm, self.logs) = (None, OpenedLogs::default());
+        // The store serves until the next start, because ranks of other hosts may need the store
+        // longer than the ranks of this host.
+        self.store = self.rendezvous.take().and_then(|rendezvous| rendezvous.hand_over_to_workers().1);
+        self.plan = Some(plan.clone());
+        let first = plan.workers.first()?.rank;
+        let failed = |rank, message: &str, error: &io::Error| {
+            let diagnostic = Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(error);
+            Some(AgentInput::SpawnFailed { rank, diagnostic })
+        };
+        if let Some(builtin) = plan.workers.iter().find(|w| w.command.is_none()) {
+            match process::create_shared_memory() {
+                Ok(shm) => self.shm = Some(shm),
+                Err(error) => {
+                    let message = "cannot create the shared memory of the host (memfd)";
+                    return failed(builtin.rank, message, &error);
+                }
+            }
+        }
+        let (opened, plan) = (self.opened_logs.0.clone(), (*plan).clone());
+        let open = move || {
+            // The workers run without the debug log, too.
+            _ = debug_log::start_log(&plan);
+            // An error means that the agent has ended.
+            _ = opened.blocking_send(OpenedLogs { attempt: plan.attempt, logs: open_logs(&plan) });
+        };
+        match thread::Builder::new().name("open-logs".into()).spawn(open) {
+            Ok(_) => None,
+            Err(error) => failed(first, "cannot start a thread that opens the logs", &error),
+        }
+    }
+
+    /// Reports to the core that the workers of an attempt can be started, or that a log cannot be
+    /// opened.
+    pub(super) fn on_logs_opened(&mut self, opened: OpenedLogs) -> AgentInput {
+        let attempt = opened.attempt;
+        if self.plan.as_ref().is_none_or(|plan| plan.attempt != attempt) {
+            return AgentInput::Tick;
+        }
+        match opened.logs {
+            Ok(_) => {
+                self.logs = opened;
+                AgentInput::Prepared { attempt }
+            }
+            Err((rank, diagnostic)) => AgentInput::SpawnFailed { rank, diagnostic },
+        }
+    }
+
+    /// Starts the worker at this index of the current plan. Returns the answer for the core:
+    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    pub(super) fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
+        let plan = self.plan.clone()?;
+        let worker = plan.workers.get(index)?;
+        let rank = worker.rank;
+        match self.start_worker_process(&plan, worker) {
+            Ok(pid) => Some(AgentInput::Spawned { rank, pid }),
+            Err(diagnostic) => Some(AgentInput::SpawnFailed { rank, diagnostic }),
+        }
+    }
+
+    /// Starts a worker's process, output pump and control connection. Returns the pid of the
+    /// process.
+    ///
+    /// Fails if one of them cannot be started. Kills the process if the pump or the connection
+    /// fails.
+    fn start_worker_process(&mut self, plan: &HostPlan, worker: &WorkerPlan) -> diagnostic::Result<u32> {
+        let rank = worker.rank;
+        let log = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank));
+        let log = log.ok_or_else(|| Diagnostic::error(codes::run::INTERNAL, "the log is not open"))?;
+        let hidden = cluster::list_hidden_variables(&plan.job);
+        let shm = self.shm.as_ref().map(AsFd::as_fd);
+        let spawned = process::spawn_worker_process(worker, &hidden, shm, self.file_limit)?;
+        let pid = spawned.pid;
+        self.leaders.insert(pid, rank);
+        let events = self.pump_events.0.clone();
+        let warnings = events.clone();
+        let warn = move |warning| {
+            // An error means that the agent has ended.
+            _ = warnings.blocking_send((rank, pid, PumpEvent::LogFailed(warning)));
+        };
+        let log = RankLogWriter::new(log, self.rank_logs.clone(), Arc::new(warn));
+        let options = build_pump_options(plan, worker);
+        let pump = OutputPump::start(
+            options,
+            pid,
+            log,
+            spawned.stdout,
+            spawned.stderr,
+            self.console.clone(),
+            events,
+        );
+        let connection = spawned
+            .control
+            .map(|stream| start_worker_connection((rank, pid), stream, &self.worker_messages.0));
+        let mut handle = WorkerHandle { pid, outbox: None, pump: None };
+        let result = match (pump, connection.transpose()) {
+            (Ok(pump), Ok(outbox)) => {
+                handle.pump = Some(pump);
+                handle.outbox = outbox;
+                Ok(pid)
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                process::signal_group(pid, GroupSignal::Kill);
+                let message = "cannot read the output or the control messages of the worker";
+                Err(Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error))
+            }
+        };
+        self.workers.insert(rank, handle);
+        result
+    }
+}
+
+/// Returns the options of the output pump of a worker.
+fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
+    let run = &plan.job.run;
+    let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);
+    PumpOptions {
+        rank: worker.rank,
+        show: run.logs.show.contains(&worker.rank),
+        progress_pattern: run.progress_pattern.clone().filter(|_| run.hang_timeout_ms.is_some()),
+        error_file: error_file.map(|(_, file)| worker.workdir.join(file)),
+    }
+}
+
+/// Starts the tasks that read and write the control connection `stream` of a worker. Received
+/// messages are sent to `inbox`. Returns the queue of messages to the worker.
+fn start_worker_connection(
+    id: WorkerId,
+    stream: std::os::unix::net::UnixStream,
+    inbox: &mpsc::Sender<WorkerMessage>,
+) -> io::Result<Outbox<ToWorker>> {
+    stream.set_nonblocking(true)?;
+    let (reader, writer) = UnixStream::from_std(stream)?.into_split();
+    let (outbox, outgoing) = Outbox::channel();
+    tokio::spawn(read_frames(id, reader, inbox.clone()));
+    tokio::spawn(write_frames(writer, outgoing));
+    Ok(outbox)
+}

@@ -1,0 +1,103 @@
+//! [`LogThread`]: the thread that writes the logs of all ranks of an agent.
+use crate::background_thread::{BackgroundThread, WriteRetries};
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// The limit of the output of workers that waits for the disk of the logs, in bytes. Further output
+/// is dropped and counted.
+const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
+/// How long an ending agent repeats writes that the disk of the logs rejects. The controller kills
+/// an agent on its own machine that does not end within a second.
+const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long an agent that ends waits for a disk that does not answer.
+const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The handle of the thread that writes the logs of all ranks of an agent.
+#[derive(Clone, Debug)]
+pub(crate) struct LogThread {
+    thread: BackgroundThread,
+    retries: WriteRetries,
+    /// The bytes of output that the disk did not accept before the end of the agent.
+    lost_bytes: Arc<AtomicU64>,
+}
+
+/// Which output of the workers is not in their logs when the agent ends.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum LostOutput {
+    /// The disk has rejected this number of bytes, because it is full for example.
+    Rejected { bytes: u64 },
+    /// The disk does not answer, so the amount is unknown.
+    Stalled,
+}
+
+impl LogThread {
+    /// Starts the thread.
+    pub(crate) fn start() -> io::Result<LogThread> {
+        LogThread::with_capacity(MAX_WAITING_LOG_BYTES)
+    }
+
+    /// Starts a thread for which at most `max_bytes` bytes of output may wait.
+    pub(crate) fn with_capacity(max_bytes: usize) -> io::Result<LogThread> {
+        let thread = BackgroundThread::start("rank-logs", max_bytes)?;
+        Ok(LogThread { thread, retries: WriteRetries::default(), lost_bytes: Arc::default() })
+    }
+
+    /// Runs `write` on the thread, after all earlier writes. `write` returns the number of bytes
+    /// that the disk has not accepted. Returns `false` if too much output waits to accept another
+    /// `bytes` bytes. Never blocks.
+    pub(crate) fn write(
+        &self,
+        bytes: usize,
+        write: impl FnOnce(&WriteRetries) -> u64 + Send + 'static,
+    ) -> bool {
+        let (retries, lost_bytes) = (self.retries.clone(), self.lost_bytes.clone());
+        self.thread.run(bytes, move || {
+            lost_bytes.fetch_add(write(&retries), Ordering::Relaxed);
+        })
+    }
+
+    /// Waits until all output is written. Soon gives up writes that the disk rejects, and later the
+    /// wait for a disk that does not answer. Returns which output is lost; `None` if none is.
+    pub(crate) fn finish(&self) -> Option<LostOutput> {
+        if !self.thread.flush(FULL_DISK_TIMEOUT) {
+            self.retries.end();
+            if !self.thread.flush(STALLED_DISK_TIMEOUT) {
+                return Some(LostOutput::Stalled);
+            }
+        }
+        let bytes = self.lost_bytes.load(Ordering::Relaxed);
+        (bytes > 0).then_some(LostOutput::Rejected { bytes })
+    }
+
+    /// Waits until all output so far is written, but at most for `limit`. Returns whether it is.
+    #[cfg(test)]
+    pub(crate) fn flush(&self, limit: Duration) -> bool {
+        self.thread.flush(limit)
+    }
+
+    /// Returns for how long the running write has been running. Returns zero if no write runs.
+    #[cfg(test)]
+    pub(crate) fn busy_time(&self) -> Duration {
+        self.thread.busy_time()
+    }
+}
+
+impl std::fmt::Display for LostOutput {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            LostOutput::Rejected { bytes } => write!(
+                f,
+                "the last output of the workers ({bytes} bytes) is not in their logs, because the disk rejected it"
+            ),
+            LostOutput::Stalled => f.write_str(
+                "the last output of the workers is not in their logs, because the disk does not answer",
+            ),
+        }
+    }
+}

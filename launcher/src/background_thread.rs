@@ -1,0 +1,309 @@
+//! [`BackgroundThread`]: runs jobs that may block, such as writes to a slow disk, one after the
+//! other on a separate thread. [`write_persistently`] repeats failed writes on such a thread.
+use std::{
+    collections::VecDeque,
+    io::{self, Write},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The pause before the first repetition of a failed write. Each further failure doubles the pause.
+pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause between two repetitions of a failed write.
+pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
+
+/// A job of a [`BackgroundThread`].
+type Job = Box<dyn FnOnce() + Send>;
+
+/// The handle of a thread that runs jobs. The thread ends after the last job once all clones of the
+/// handle are dropped.
+#[derive(Clone, Debug)]
+pub(crate) struct BackgroundThread {
+    /// Closes the queue when the last handle is dropped.
+    queue: Arc<OpenQueue>,
+}
+
+/// The queue of a thread, as long as a handle exists.
+#[derive(Debug)]
+struct OpenQueue(Arc<JobQueue>);
+
+impl Drop for OpenQueue {
+    fn drop(&mut self) {
+        self.0.lock().is_closed = true;
+        self.0.changed.notify_all();
+    }
+}
+
+/// The jobs that wait for the thread, and the state of the thread.
+#[derive(Debug)]
+struct JobQueue {
+    /// The limit of the size of the waiting jobs, in bytes.
+    max_bytes: usize,
+    state: Mutex<QueueState>,
+    /// Signals every change of the state.
+    changed: Condvar,
+}
+
+/// The state of a [`JobQueue`].
+#[derive(Default)]
+struct QueueState {
+    jobs: VecDeque<(usize, Job)>,
+    /// The size of the waiting jobs, in bytes.
+    bytes: usize,
+    /// The time at which the running job began; `None` if no job runs.
+    busy_since: Option<Instant>,
+    /// The number of jobs that have ended.
+    ended: u64,
+    /// The number of jobs that were accepted.
+    accepted: u64,
+    /// Whether no further job can come.
+    is_closed: bool,
+}
+
+impl std::fmt::Debug for QueueState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("QueueState").field("jobs", &self.jobs.len()).field("bytes", &self.bytes).finish()
+    }
+}
+
+impl JobQueue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs jobs until the queue is closed and empty.
+    fn run_jobs(&self) {
+        let mut state = self.lock();
+        loop {
+            if let Some((bytes, job)) = state.jobs.pop_front() {
+                state.bytes -= bytes;
+                state.busy_since = Some(Instant::now());
+                drop(state);
+                job();
+                state = self.lock();
+                state.busy_since = None;
+                state.ended += 1;
+                self.changed.notify_all();
+            } else if state.is_closed {
+                return;
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
+impl BackgroundThread {
+    /// Starts a thread with this name, at most 15 bytes. `max_bytes` limits the size of the jobs
+    /// that wait.
+    pub(crate) fn start(name: &str, max_bytes: usize) -> io::Result<BackgroundThread> {
+        let queue = Arc::new(JobQueue { max_bytes, state: Mutex::default(), changed: Condvar::new() });
+        let jobs = queue.clone();
+        thread::Builder::new().name(name.to_owned()).spawn(move || jobs.run_jobs())?;
+        Ok(BackgroundThread { queue: Arc::new(OpenQueue(queue)) })
+    }
+
+    /// Runs a job after all earlier jobs. Returns `false` and drops the job if the waiting jobs
+    /// would be too large. A job of 0 bytes is always accepted. Never blocks.
+    pub(crate) fn run(&self, bytes: usize, job: impl FnOnce() + Send + 'static) -> bool {
+        let queue = &self.queue.0;
+        let mut state = queue.lock();
+        if bytes > 0 && state.bytes + bytes > queue.max_bytes {
+            return false;
+        }
+        state.bytes += bytes;
+        state.accepted += 1;
+        state.jobs.push_back((bytes, Box::new(job)));
+        queue.changed.notify_all();
+        true
+    }
+
+    /// Returns how long the current job has run so far. Returns zero if no job runs.
+    pub(crate) fn busy_time(&self) -> Duration {
+        self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Blocks until all jobs so far have ended, but at most for `limit`. Returns whether they have
+    /// ended.
+    pub(crate) fn flush(&self, limit: Duration) -> bool {
+        let queue = &self.queue.0;
+        let state = queue.lock();
+        let target = state.accepted;
+        let waited = queue.changed.wait_timeout_while(state, limit, |state| state.ended < target);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+}
+
+/// Decides how long failed writes are repeated. All clones share the decision.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WriteRetries(Arc<(Mutex<bool>, Condvar)>);
+
+impl WriteRetries {
+    /// Stops the repetition of failed writes, also of the writes that are being repeated now.
+    pub(crate) fn end(&self) {
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.0.1.notify_all();
+    }
+
+    /// Waits before a repetition. Returns `false` once the repetitions have ended.
+    fn wait(&self, pause: Duration) -> bool {
+        let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);
+        !*waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// Writes all of `bytes`, and repeats failed writes until they succeed or `retries` ends the
+/// repetitions. A write that succeeded in part continues behind its last byte. `on_failure` is
+/// called with the first error. Returns the number of bytes that are not written, and the error
+/// that does not pass by itself, such as that of a closed descriptor, or whose repetitions have
+/// ended.
+///
+/// Blocks for as long as the disk is full or stalls, so it is called in jobs of a
+/// [`BackgroundThread`] only.
+pub(crate) fn write_persistently(
+    file: &mut (impl Write + ?Sized),
+    mut bytes: &[u8],
+    retries: &WriteRetries,
+    mut on_failure: impl FnMut(&io::Error),
+) -> Result<(), (u64, io::Error)> {
+    let mut pauses = RetryPauses::default();
+    while !bytes.is_empty() {
+        let left = bytes.len() as u64;
+        match file.write(bytes) {
+            Ok(0) => return Err((left, io::ErrorKind::WriteZero.into())),
+            Ok(written) => bytes = &bytes[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => {
+                if pauses.is_first() {
+                    on_failure(&error);
+                }
+                if !is_transient(&error) || !retries.wait(pauses.next_pause()) {
+                    return Err((left, error));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The growing pauses between the repetitions of an operation.
+#[derive(Debug, Default)]
+pub(crate) struct RetryPauses {
+    failures: u32,
+}
+
+impl RetryPauses {
+    /// Returns whether no pause was taken yet.
+    pub(crate) fn is_first(&self) -> bool {
+        self.failures == 0
+    }
+
+    /// Returns the length of the next pause.
+    pub(crate) fn next_pause(&mut self) -> Duration {
+        self.failures += 1;
+        FIRST_RETRY_PAUSE.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST_RETRY_PAUSE)
+    }
+}
+
+/// Returns whether a file operation that failed with this error may succeed later, as after a full
+/// disk or a restart of the file server.
+pub(crate) fn is_transient(error: &io::Error) -> bool {
+    let transient = [
+        libc::ENOSPC,
+        libc::EDQUOT,
+        libc::EIO,
+        libc::ESTALE,
+        libc::EAGAIN,
+        libc::ETIMEDOUT,
+        libc::EHOSTDOWN,
+        libc::EHOSTUNREACH,
+        libc::ENETDOWN,
+        libc::ENETUNREACH,
+        libc::ENOTCONN,
+        libc::ENOMEM,
+        libc::EMFILE,
+        libc::ENFILE,
+    ];
+    error.raw_os_error().is_some_and(|code| transient.contains(&code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn jobs_run_in_order_and_a_full_queue_drops_the_next_one() {
+        let thread = BackgroundThread::start("test", 10).expect("a thread");
+        let (gate, opened) = mpsc::channel::<()>();
+        let (done, order) = mpsc::channel();
+        assert!(thread.run(0, move || _ = opened.recv()));
+        let push = |bytes, n| {
+            let done = done.clone();
+            thread.run(bytes, move || _ = done.send(n))
+        };
+        let began = Instant::now();
+        while thread.busy_time().is_zero() {
+            assert!(began.elapsed() < Duration::from_secs(30));
+        }
+        assert!(push(6, 1) && push(4, 2) && !push(1, 3) && push(0, 4));
+        assert!(!thread.flush(Duration::from_millis(20)), "the first job blocks");
+        gate.send(()).expect("the job waits");
+        assert!(thread.flush(Duration::from_secs(30)));
+        assert_eq!(order.try_iter().collect::<Vec<_>>(), [1, 2, 4]);
+        assert!(push(10, 5) && thread.busy_time() < Duration::from_secs(30));
+        // The thread ends after its last job.
+        drop((thread, done));
+        assert_eq!(order.recv(), Ok(5));
+        assert!(order.recv().is_err());
+    }
+
+    /// A file that accepts at most three bytes per write, and fails every second write.
+    struct FlakyFile {
+        written: Vec<u8>,
+        calls: u32,
+        code: i32,
+    }
+
+    impl Write for FlakyFile {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.calls += 1;
+            if self.calls % 2 == 0 {
+                return Err(io::Error::from_raw_os_error(self.code));
+            }
+            let n = bytes.len().min(3);
+            self.written.extend(&bytes[..n]);
+            Ok(n)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_repeated_write_neither_loses_nor_repeats_a_byte_and_reports_one_error() {
+        let mut file = FlakyFile { written: Vec::new(), calls: 0, code: libc::ENOSPC };
+        let mut errors = Vec::new();
+        let retries = WriteRetries::default();
+        write_persistently(&mut file, b"hello world", &retries, |e| errors.push(e.raw_os_error()))
+            .expect("written");
+        assert_eq!((file.written.as_slice(), errors), (&b"hello world"[..], vec![Some(libc::ENOSPC)]));
+        let mut file = FlakyFile { written: Vec::new(), calls: 0, code: libc::EBADF };
+        let lasting = write_persistently(&mut file, b"hello", &retries, |_| ());
+        assert_eq!(lasting.expect_err("a lasting error ends the writes").0, 2);
+        let mut file = FlakyFile { written: Vec::new(), calls: 0, code: libc::ENOSPC };
+        retries.end();
+        let given_up = write_persistently(&mut file, b"hello", &retries, |_| ());
+        assert_eq!(given_up.expect_err("no write is repeated").0, 2);
+    }
+
+    #[test]
+    fn pauses_double_up_to_a_limit() {
+        let mut pauses = RetryPauses::default();
+        let taken: Vec<u128> = (0..8).map(|_| pauses.next_pause().as_millis()).collect();
+        assert_eq!(taken, [50, 100, 200, 400, 800, 1600, 2000, 2000]);
+    }
+}

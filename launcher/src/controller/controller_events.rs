@@ -1,0 +1,94 @@
+//! [`ControllerEvents`]: the events of the controllers of a run, until the journal has stored them.
+use super::{
+    core::UnstoredEvent,
+    report_id::{CONTROLLER_STREAM, ReportId},
+};
+use protocol::event::Event;
+use std::collections::VecDeque;
+
+/// The largest size of the events in a memo, in bytes of JSON. Every agent gets each memo.
+const MAX_EVENT_BYTES: usize = 16 << 10;
+
+/// The numbers of the events of a run's controllers, and those events that the journal may lack.
+#[derive(Debug, Default)]
+pub(crate) struct ControllerEvents {
+    /// The number of the newest event.
+    newest: u64,
+    /// The events that the journal has not stored, oldest first, with their sizes in bytes.
+    unstored: VecDeque<(UnstoredEvent, usize)>,
+}
+
+impl ControllerEvents {
+    /// Continues after the event with the number `newest`. The journal lacks the events `unstored`
+    /// of earlier controllers, oldest first.
+    pub(crate) fn continue_after(&mut self, newest: u64, unstored: impl Iterator<Item = UnstoredEvent>) {
+        self.newest = newest;
+        unstored.for_each(|event| self.push_unstored(event));
+    }
+
+    /// Returns the number of the newest event.
+    pub(crate) fn newest(&self) -> u64 {
+        self.newest
+    }
+
+    /// Assigns the next number to an event, and keeps the event until the journal has stored it.
+    /// Returns the origin of the event.
+    pub(crate) fn add(&mut self, event: &Event, time: f64) -> ReportId {
+        self.newest += 1;
+        let number = self.newest;
+        self.push_unstored(UnstoredEvent { number, time, event: event.clone() });
+        (CONTROLLER_STREAM, number)
+    }
+
+    /// Keeps an event until the journal has stored it.
+    fn push_unstored(&mut self, event: UnstoredEvent) {
+        let bytes = serde_json::to_vec(&event.event).map_or(0, |json| json.len());
+        self.unstored.push_back((event, bytes));
+    }
+
+    /// Forgets the events that the journal has stored, according to the newest report of each
+    /// stream.
+    pub(crate) fn forget_stored(&mut self, reports: &[ReportId]) {
+        let stored = reports.iter().filter(|(stream, _)| *stream == CONTROLLER_STREAM).map(|(_, seq)| *seq);
+        let Some(newest) = stored.max() else { return };
+        while self.unstored.front().is_some_and(|(event, _)| event.number <= newest) {
+            self.unstored.pop_front();
+        }
+    }
+
+    /// Returns the events that a memo contains: those that the journal has not stored, except for
+    /// events that would make the memo too large.
+    pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
+        let mut free = MAX_EVENT_BYTES;
+        let fits = |(_, bytes): &&(UnstoredEvent, usize)| {
+            let fits = *bytes <= free;
+            free -= if fits { *bytes } else { 0 };
+            fits
+        };
+        self.unstored.iter().filter(fits).map(|(event, _)| event.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_memo_contains_the_events_that_are_not_stored_up_to_a_limit() {
+        let mut events = ControllerEvents::default();
+        let earlier = UnstoredEvent { number: 4, time: 1.0, event: Event::new_notice(None, "0") };
+        events.continue_after(4, [earlier].into_iter());
+        let add = |events: &mut ControllerEvents, text: &str| events.add(&Event::new_notice(None, text), 1.5);
+        assert_eq!(add(&mut events, "a"), (CONTROLLER_STREAM, 5));
+        add(&mut events, &"x".repeat(MAX_EVENT_BYTES));
+        add(&mut events, "b");
+        let numbers = |events: &ControllerEvents| -> Vec<u64> {
+            events.collect_unstored().iter().map(|event| event.number).collect()
+        };
+        assert_eq!(numbers(&events), [4, 5, 7], "the long event is in the journal only");
+        events.forget_stored(&[(9, 100), (CONTROLLER_STREAM, 5)]);
+        assert_eq!(numbers(&events), [7]);
+        events.forget_stored(&[(CONTROLLER_STREAM, 7)]);
+        assert!(events.unstored.is_empty());
+    }
+}

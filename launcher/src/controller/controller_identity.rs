@@ -1,0 +1,107 @@
+//! [`ControllerIdentity`]: proves to agents that they may obey the controller.
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::{ControllerLossAction, RunSpec};
+use protocol::control::{
+    AttachPurpose, AttachRequest, ControllerToken, JobKey, PROTOCOL_VERSION, SupervisionTerms,
+};
+
+/// The key of the run, the token of the controller, and the terms on which agents obey it.
+#[derive(Clone, Debug)]
+pub(super) struct ControllerIdentity {
+    run: String,
+    key: JobKey,
+    token: ControllerToken,
+    on_controller_loss: ControllerLossAction,
+    host_lease_ms: u64,
+    controller_lease_ms: u64,
+    controller_timeout_ms: u64,
+}
+
+impl ControllerIdentity {
+    /// Creates the identity of the first controller of a run, with a new key.
+    pub(super) fn create(
+        run: &str,
+        settings: &RunSpec,
+        on_controller_loss: ControllerLossAction,
+    ) -> diagnostic::Result<ControllerIdentity> {
+        let key = JobKey(draw_random_bytes()?);
+        Ok(ControllerIdentity {
+            run: run.to_owned(),
+            key,
+            token: draw_token(1)?,
+            on_controller_loss,
+            host_lease_ms: settings.host_lease_ms,
+            controller_lease_ms: settings.controller_lease_ms,
+            controller_timeout_ms: settings.controller_timeout_ms,
+        })
+    }
+
+    /// Creates the identity of a controller that takes over a run with this key. Agents obey the
+    /// controller only if `epoch` is greater than that of earlier controllers.
+    pub(super) fn take_over(
+        run: &str,
+        settings: &RunSpec,
+        key: JobKey,
+        epoch: u64,
+    ) -> diagnostic::Result<ControllerIdentity> {
+        let identity = ControllerIdentity::create(run, settings, ControllerLossAction::Continue)?;
+        Ok(ControllerIdentity { key, token: draw_token(epoch)?, ..identity })
+    }
+
+    /// Returns the token of the controller.
+    pub(super) fn token(&self) -> ControllerToken {
+        self.token
+    }
+
+    /// Returns the key of the run.
+    pub(super) fn key(&self) -> &JobKey {
+        &self.key
+    }
+
+    /// Returns what agents do when this controller is lost.
+    pub(super) fn on_controller_loss(&self) -> ControllerLossAction {
+        self.on_controller_loss
+    }
+
+    /// Returns the request to the agent of the run on a host with this name.
+    pub(super) fn build_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
+        AttachRequest {
+            version: PROTOCOL_VERSION,
+            run: self.run.clone(),
+            host: host.to_owned(),
+            key: self.key.clone(),
+            token: self.token,
+            purpose,
+        }
+    }
+
+    /// Returns the terms for an agent with this number on a host with this name.
+    pub(super) fn build_terms(&self, host: &str, number: u64) -> SupervisionTerms {
+        SupervisionTerms {
+            run: self.run.clone(),
+            host: host.to_owned(),
+            key: self.key.clone(),
+            token: self.token,
+            number,
+            host_lease_ms: self.host_lease_ms,
+            controller_lease_ms: self.controller_lease_ms,
+            on_controller_loss: self.on_controller_loss,
+            controller_timeout_ms: self.controller_timeout_ms,
+        }
+    }
+}
+
+/// Draws the token of a controller with this epoch.
+fn draw_token(epoch: u64) -> diagnostic::Result<ControllerToken> {
+    Ok(ControllerToken { epoch, id: u64::from_le_bytes(draw_random_bytes()?) })
+}
+
+/// Draws random bytes from the kernel's generator.
+pub(super) fn draw_random_bytes<const N: usize>() -> diagnostic::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        let message = "the system provides no random key for the job";
+        Diagnostic::error(run::RANDOM_UNAVAILABLE, message).with_cause(&error)
+    })?;
+    Ok(bytes)
+}

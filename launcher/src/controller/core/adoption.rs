@@ -1,0 +1,191 @@
+//! Takes over a run from a lost controller: adopts the agents, restores the state of the run from
+//! the newest memo and the journal, and processes the reports that the agents repeat.
+//!
+//! Until the journal is taken over, no order is given. So a takeover that is abandoned changes
+//! nothing.
+use super::{
+    AgentEnd, AttemptState, ControllerAction, ControllerCore, ControllerInput, HostIndex, HostSetup,
+    adoption_state::{AdoptedRun, Adoption, HostAnswer, ReplayedReport, subtract_age},
+    attach_failure::AttachFailure,
+    host_state::{AgentConnectionState, HostState},
+    taken_journal::TakenJournal,
+};
+use crate::leases::HEARTBEAT_INTERVAL;
+use protocol::control::{AttachRejection, FromAgent, ToAgent};
+use std::time::Duration;
+
+impl ControllerCore {
+    /// Begins a takeover: returns the actions that ask the agent of each host to obey this
+    /// controller. The caller must have started the relays to the agents just before.
+    pub(crate) fn send_attach_requests(&mut self, now: Duration) -> Vec<ControllerAction> {
+        self.next_heartbeat = now + HEARTBEAT_INTERVAL;
+        for id in 0..self.hosts.len() {
+            let host = &mut self.hosts[id];
+            (host.agent, host.last_heard) = (AgentConnectionState::Starting, now);
+            self.schedule_lease_check(id);
+            self.actions.push(ControllerAction::SendAttach(id));
+        }
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Processes an input during a takeover.
+    pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
+        match input {
+            ControllerInput::Agent(id, message) => {
+                if self.hosts.get(id).is_some_and(HostState::is_connected) {
+                    self.hosts[id].last_heard = now;
+                    self.handle_adoption_message(now, id, message);
+                }
+            }
+            ControllerInput::AgentGone { host, end } => self.lose_adopted_host(host, end),
+            ControllerInput::JournalTaken(journal) => self.finish_adoption(now, *journal),
+            ControllerInput::Stop(_) | ControllerInput::Kill => {
+                self.abandon_takeover(AttachFailure::Interrupted);
+            }
+            // The agents accept no other orders before the run is taken over.
+            _ => {}
+        }
+        self.check_adoption();
+    }
+
+    /// Processes a message of an agent during a takeover.
+    fn handle_adoption_message(&mut self, now: Duration, id: HostIndex, message: FromAgent) {
+        let Some(adoption) = &mut self.adoption else { return };
+        match message {
+            FromAgent::Adopted(agent) if matches!(adoption.hosts[id], HostAnswer::Awaited) => {
+                let is_complete = agent.last_report == 0;
+                let host = &mut self.hosts[id];
+                (host.agent, host.pid, host.stream) = (AgentConnectionState::Joined, agent.pid, agent.stream);
+                host.is_adopted = true;
+                (host.memory, host.hostname) = (agent.inventory.memory, agent.inventory.host.clone());
+                self.streams.insert(agent.stream, id);
+                self.actions.push(ControllerAction::RecordInventory(id, agent.inventory.clone()));
+                self.actions.push(ControllerAction::RecordAgentNumber(agent.number));
+                adoption.hosts[id] = HostAnswer::Adopted { agent, is_complete };
+                self.schedule_lease_check(id);
+                if self.setup.hosts[id].remote {
+                    self.actions.push(ControllerAction::Send(id, ToAgent::Heartbeat));
+                }
+            }
+            FromAgent::Report { seq, age_ms, message } => {
+                let at = subtract_age(now, age_ms);
+                adoption.reports.push(ReplayedReport { at, host: id, seq, message });
+                if let HostAnswer::Adopted { agent, is_complete } = &mut adoption.hosts[id] {
+                    *is_complete |= seq >= agent.last_report;
+                }
+            }
+            FromAgent::NotAdopted(AttachRejection::Controlled { silent_ms, .. }) => {
+                self.abandon_takeover(AttachFailure::Controlled { host: id, silent_ms });
+            }
+            FromAgent::NotAdopted(AttachRejection::Stale { token }) => {
+                self.abandon_takeover(AttachFailure::Stale { token });
+            }
+            FromAgent::NotAdopted(AttachRejection::NoAgent) => {
+                adoption.hosts[id] = HostAnswer::NoAgent;
+                self.hosts[id].agent = AgentConnectionState::NotStarted;
+            }
+            FromAgent::NotAdopted(AttachRejection::Failed(error)) => {
+                self.lose_adopted_host(id, AgentEnd::Failed(error));
+            }
+            FromAgent::Line { rank, stderr, text } => {
+                self.actions.push(ControllerAction::Line { rank, stderr, text });
+            }
+            FromAgent::Failed { diagnostic, .. } => self.lose_adopted_host(id, AgentEnd::Failed(diagnostic)),
+            // The other messages only prove that the agent is alive, or are not expected.
+            _ => {}
+        }
+    }
+
+    /// Records that a host cannot be adopted.
+    pub(super) fn lose_adopted_host(&mut self, id: HostIndex, end: AgentEnd) {
+        let Some(adoption) = &mut self.adoption else { return };
+        if !matches!(adoption.hosts[id], HostAnswer::NoAgent | HostAnswer::Unreachable(_)) {
+            adoption.hosts[id] = HostAnswer::Unreachable(end);
+            self.hosts[id].agent = AgentConnectionState::Lost;
+        }
+    }
+
+    /// Ends the takeover without an order to any agent.
+    fn abandon_takeover(&mut self, failure: AttachFailure) {
+        if self.state == AttemptState::Adopting {
+            self.state = AttemptState::Finished;
+            self.actions.push(ControllerAction::AbandonTakeover(failure));
+        }
+    }
+
+    /// Requests the takeover of the journal once every host has answered. Abandons the takeover if
+    /// the run cannot be taken over.
+    fn check_adoption(&mut self) {
+        let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
+            return;
+        };
+        if adoption.memo.is_some() || !adoption.is_complete() {
+            return;
+        }
+        let failure = match (find_attach_failure(adoption, &self.setup.hosts), adoption.find_newest_memo()) {
+            (Some(failure), _) => failure,
+            (None, None) => AttachFailure::NotStarted,
+            (None, Some(stored)) => {
+                // The plan of the newest attempt has the job with all changes.
+                let plans = adoption.adopted().filter_map(|(_, agent)| agent.plan.as_deref());
+                if let Some(plan) = plans.max_by_key(|plan| plan.attempt) {
+                    self.actions.push(ControllerAction::AdoptPlan(Box::new(plan.clone())));
+                    self.actions.push(ControllerAction::TakeOverJournal(Box::new(stored.clone())));
+                    adoption.memo = Some(stored);
+                    return;
+                }
+                AttachFailure::NotStarted
+            }
+        };
+        self.abandon_takeover(failure);
+    }
+
+    /// Continues the run after the journal was taken over.
+    fn finish_adoption(&mut self, now: Duration, journal: TakenJournal) {
+        let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
+        else {
+            return;
+        };
+        let phase = stored.memo.phase;
+        self.restore_memo(now, stored, &journal.summary);
+        let (mut plans, mut lost, mut unattended) = (Vec::new(), Vec::new(), Duration::ZERO);
+        let mut peers = None;
+        for (id, answer) in hosts.into_iter().enumerate() {
+            match answer {
+                HostAnswer::Adopted { agent, .. } => {
+                    unattended = unattended.max(Duration::from_millis(agent.unattended_ms));
+                    peers = peers.or(agent.peers.map(|peers| (id, peers)));
+                    plans.extend(agent.plan.map(|plan| (id, *plan)));
+                }
+                HostAnswer::NoAgent => lost.push((id, AgentEnd::EndedUnattended)),
+                HostAnswer::Unreachable(end) => lost.push((id, end)),
+                HostAnswer::Awaited => {}
+            }
+        }
+        let placement = journal.summary.placement.clone().or(placement);
+        let run = AdoptedRun { phase, plans, peers, placement, reports, lost, unattended };
+        self.resume_run(now, run, journal);
+    }
+}
+
+/// Returns why the run cannot be taken over with these answers of its hosts.
+fn find_attach_failure(adoption: &Adoption, hosts: &[HostSetup]) -> Option<AttachFailure> {
+    let is_unreachable = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Unreachable(_));
+    let adopted = adoption.adopted().count();
+    if adopted == 0 {
+        let unreachable = (0..hosts.len()).filter(is_unreachable).count();
+        return Some(AttachFailure::NoAgents { unreachable });
+    }
+    let members: Vec<HostIndex> = match &adoption.placement {
+        Some((_, names)) => (0..hosts.len()).filter(|id| names.contains(&hosts[*id].name)).collect(),
+        None => (0..hosts.len()).collect(),
+    };
+    let unreachable: Vec<HostIndex> = members.iter().copied().filter(is_unreachable).collect();
+    let is_adopted = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Adopted { .. });
+    let adopted_members = members.iter().filter(|id| is_adopted(id)).count();
+    let has_first = members.first().is_some_and(is_adopted);
+    let is_majority =
+        adopted_members > unreachable.len() || (adopted_members == unreachable.len() && has_first);
+    let is_allowed = unreachable.is_empty() || is_majority || adoption.is_forced;
+    (!is_allowed).then_some(AttachFailure::TooFewAnswers { adopted: adopted_members, unreachable })
+}

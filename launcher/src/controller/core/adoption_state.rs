@@ -1,0 +1,114 @@
+//! [`Adoption`]: the state of a takeover, and [`AdoptedRun`], its result.
+use super::{
+    host_state::HostIndex,
+    run_memo::{MemoPhase, StoredMemo},
+};
+use crate::controller::root_cause::AgentEnd;
+use protocol::control::{AdoptedAgent, FromAgent, HostPlan, WorkerPeers};
+use std::time::Duration;
+
+/// The present knowledge about the agent of a host that is to be adopted.
+#[derive(Debug, Default)]
+pub(super) enum HostAnswer {
+    /// The host has not answered.
+    #[default]
+    Awaited,
+    /// The agent obeys this controller. `is_complete` states whether the agent has repeated all
+    /// reports that were made before.
+    Adopted { agent: Box<AdoptedAgent>, is_complete: bool },
+    /// No agent of the run is alive on the host.
+    NoAgent,
+    /// The host cannot be reached, or its agent does not answer.
+    Unreachable(AgentEnd),
+}
+
+/// A time on the clock of this controller in milliseconds, which is negative before the start of
+/// the controller.
+pub(super) type TimeMs = i64;
+
+/// Returns the time that is `age_ms` milliseconds before `now`.
+pub(super) fn subtract_age(now: Duration, age_ms: u64) -> TimeMs {
+    to_time_ms(now).saturating_sub(i64::try_from(age_ms).unwrap_or(i64::MAX))
+}
+
+fn to_time_ms(now: Duration) -> TimeMs {
+    i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// A report of an adopted agent, which waits until the journal is taken over.
+#[derive(Debug)]
+pub(super) struct ReplayedReport {
+    /// The time at which the agent made the report.
+    pub(super) at: TimeMs,
+    pub(super) host: HostIndex,
+    pub(super) seq: u64,
+    pub(super) message: Box<FromAgent>,
+}
+
+impl ReplayedReport {
+    /// Returns the time since the report in milliseconds.
+    pub(super) fn age_ms(&self, now: Duration) -> u64 {
+        u64::try_from(to_time_ms(now).saturating_sub(self.at)).unwrap_or(0)
+    }
+}
+
+/// The state of a takeover.
+#[derive(Debug)]
+pub(super) struct Adoption {
+    /// The answers of the hosts, by index.
+    pub(super) hosts: Vec<HostAnswer>,
+    pub(super) reports: Vec<ReplayedReport>,
+    /// The hosts of the last attempt according to the journal; `None` if the journal does not
+    /// record them.
+    pub(super) placement: Option<(u32, Vec<String>)>,
+    /// Whether the run is taken over although hosts do not answer.
+    pub(super) is_forced: bool,
+    /// The newest memo, once the journal is being taken over.
+    pub(super) memo: Option<StoredMemo>,
+}
+
+impl Adoption {
+    /// Creates a takeover of a run with this number of hosts.
+    pub(super) fn new(hosts: usize, placement: Option<(u32, Vec<String>)>, is_forced: bool) -> Adoption {
+        let answers = (0..hosts).map(|_| HostAnswer::Awaited).collect();
+        Adoption { hosts: answers, reports: Vec::new(), placement, is_forced, memo: None }
+    }
+
+    /// Returns the agents that obey this controller, each with the index of its host.
+    pub(super) fn adopted(&self) -> impl Iterator<Item = (HostIndex, &AdoptedAgent)> {
+        self.hosts.iter().enumerate().filter_map(|(id, answer)| match answer {
+            HostAnswer::Adopted { agent, .. } => Some((id, &**agent)),
+            _ => None,
+        })
+    }
+
+    /// Returns whether every host has answered completely or cannot be reached.
+    pub(super) fn is_complete(&self) -> bool {
+        self.hosts.iter().all(|answer| {
+            !matches!(answer, HostAnswer::Awaited | HostAnswer::Adopted { is_complete: false, .. })
+        })
+    }
+
+    /// Finds the newest memo that an agent has.
+    pub(super) fn find_newest_memo(&self) -> Option<StoredMemo> {
+        let memos = self.adopted().filter_map(|(_, agent)| agent.memo.as_deref());
+        let parsed = memos.filter_map(|memo| serde_json::from_str::<StoredMemo>(memo).ok());
+        parsed.max_by_key(|stored| (stored.memo.token, stored.memo.number))
+    }
+}
+
+/// The result of a takeover before the reports are processed.
+pub(super) struct AdoptedRun {
+    pub(super) phase: MemoPhase,
+    /// The plan of each adopted host that has one.
+    pub(super) plans: Vec<(HostIndex, HostPlan)>,
+    /// The addresses of the workers of an attempt, with a host whose workers have received them.
+    pub(super) peers: Option<(HostIndex, WorkerPeers)>,
+    /// The hosts of the last attempt according to the journal.
+    pub(super) placement: Option<(u32, Vec<String>)>,
+    pub(super) reports: Vec<ReplayedReport>,
+    /// The hosts whose agents were not adopted, with the reasons.
+    pub(super) lost: Vec<(HostIndex, AgentEnd)>,
+    /// The longest time for which an agent had no controller.
+    pub(super) unattended: Duration,
+}

@@ -1,0 +1,96 @@
+//! Sends memos with the state of the run to the agents before each order, and restores the state
+//! from a memo in a later controller.
+use super::{
+    AttemptState, ControllerAction, ControllerCore, HostIndex,
+    host_state::AgentConnectionState,
+    run_memo::{MemoPhase, RunMemo, StoredMemo},
+};
+use crate::controller::journal::JournalSummary;
+use std::time::Duration;
+
+impl ControllerCore {
+    /// Sends a memo to all agents that have joined, if the run outlives its controller.
+    pub(super) fn send_memo(&mut self) {
+        if self.setup.outlives_controller {
+            let hosts = (0..self.hosts.len())
+                .filter(|id| self.hosts[*id].agent == AgentConnectionState::Joined)
+                .collect();
+            self.push_memo(hosts);
+        }
+    }
+
+    /// Sends a memo to the agent of a host, if the run outlives its controller. The agent must have
+    /// joined.
+    pub(super) fn send_memo_to(&mut self, id: HostIndex) {
+        if self.setup.outlives_controller {
+            self.push_memo(vec![id]);
+        }
+    }
+
+    fn push_memo(&mut self, hosts: Vec<HostIndex>) {
+        let memo = Box::new(self.build_memo());
+        self.actions.push(ControllerAction::SendMemo { hosts, memo });
+    }
+
+    /// Builds a memo of the present state.
+    fn build_memo(&mut self) -> RunMemo {
+        self.memos += 1;
+        let phase = match self.state {
+            AttemptState::Adopting
+            | AttemptState::Joining
+            | AttemptState::Preparing
+            | AttemptState::Backoff { .. }
+            | AttemptState::Finished => MemoPhase::BeforeStart,
+            AttemptState::Running => MemoPhase::Running,
+            AttemptState::Stopping(request) => MemoPhase::Stopping(request),
+            AttemptState::Draining { host_lost } => MemoPhase::Draining { host_lost },
+            AttemptState::Ending => MemoPhase::Ending,
+        };
+        let troubled = self.hosts.iter().enumerate().filter(|(_, host)| host.failures > 0 || host.excluded);
+        RunMemo {
+            token: self.setup.token,
+            number: self.memos,
+            attempt: self.attempt,
+            phase,
+            stop_request: self.stop_request,
+            killed: self.killed,
+            restarts: self.history.used,
+            last_end: self.history.last,
+            no_progress: self.history.no_progress,
+            cause: self.cause.clone(),
+            is_unreported: self.unreported_since.is_some(),
+            no_restart: self.no_restart,
+            restart_pause: self.restart_pause,
+            host_lost: self.host_lost,
+            last_failure: self.last_failure.clone(),
+            troubled_hosts: troubled.map(|(id, host)| (id, host.failures, host.excluded)).collect(),
+        }
+    }
+
+    /// Restores the state of the run from the newest memo and from the journal, except for the
+    /// state of the attempt's workers.
+    pub(super) fn restore_memo(&mut self, now: Duration, stored: StoredMemo, summary: &JournalSummary) {
+        let StoredMemo { memo, newest_event, .. } = stored;
+        self.attempt = memo.attempt;
+        (self.stop_request, self.killed) = (memo.stop_request, memo.killed);
+        self.history.used = memo.restarts;
+        (self.history.last, self.history.no_progress) = (memo.last_end, memo.no_progress);
+        (self.cause, self.no_restart) = (memo.cause, memo.no_restart);
+        // The previous controller may have reported the failure after it wrote the memo.
+        let is_unreported = memo.is_unreported && summary.last_failure <= newest_event;
+        self.unreported_since = is_unreported.then_some(now);
+        self.restart_pause = memo.restart_pause;
+        (self.host_lost, self.last_failure) = (memo.host_lost, memo.last_failure);
+        for (id, failures, is_excluded) in memo.troubled_hosts {
+            if let Some(host) = self.hosts.get_mut(id) {
+                (host.failures, host.excluded) = (failures, is_excluded);
+            }
+        }
+        (self.step, self.stepped) = (summary.step, summary.has_stepped);
+        self.checkpoint.clone_from(&summary.checkpoint);
+        let journaled = summary.placement.as_ref().map_or(0, |(attempt, _)| *attempt);
+        if memo.phase != MemoPhase::BeforeStart && journaled == memo.attempt {
+            (self.attempt_step, self.attempt_saved) = (summary.attempt_step, summary.attempt_saved);
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Lost hosts whose agents may be alive: agents without a controller, and their workers.
+use super::{AgentEnd, ControllerAction, ControllerCore, HostIndex, host_state::OrphanedAttempt};
+use std::time::Duration;
+
+/// The interval at which a lost agent is asked to end while the next attempt waits for it.
+const EVICTION_INTERVAL: Duration = Duration::from_secs(10);
+/// How long the end of a run waits for the answer of a lost agent that was asked to end.
+const EVICTION_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl ControllerCore {
+    /// Prevents the workers of a lost host from running next to those of the next attempt. Asks the
+    /// host's agent, which may be alive, to end. If the host has all workers of the attempt, they
+    /// can continue alone, so the next attempt waits until they must have ended.
+    pub(super) fn guard_against_orphans(&mut self, now: Duration, id: HostIndex, end: &AgentEnd) {
+        let host = &self.hosts[id];
+        let is_child = !self.setup.hosts[id].remote && !host.is_adopted;
+        if !host.active || is_child || (end.proves_end() && !host.is_adopted) {
+            return;
+        }
+        let has_all = host.ranks.len() == self.workers.len();
+        if has_all {
+            let until = now + self.setup.orphan_timeout;
+            let next_eviction = now + EVICTION_INTERVAL;
+            self.orphans = Some(OrphanedAttempt { host: id, until, next_eviction });
+        }
+        if has_all || self.setup.outlives_controller {
+            self.actions.push(ControllerAction::EvictAgent(id));
+        }
+        if self.setup.outlives_controller && end.is_connection_end() {
+            self.awaited_evictions.insert(id, now + EVICTION_ANSWER_TIMEOUT);
+        }
+    }
+
+    /// Returns the time until which the end of the run must wait for answers of lost agents, or
+    /// `None` if it need not wait. An agent whose connection broke may obey a later controller,
+    /// which then ends the run.
+    pub(super) fn find_eviction_deadline(&self) -> Option<Duration> {
+        self.awaited_evictions.values().max().copied()
+    }
+
+    /// Processes the proof that a lost agent has ended. The next attempt need not wait for it.
+    pub(super) fn handle_eviction(&mut self, id: HostIndex) {
+        self.awaited_evictions.remove(&id);
+        if self.orphans.as_ref().is_some_and(|orphans| orphans.host == id) {
+            self.orphans = None;
+        }
+    }
+
+    /// Returns the time before which no attempt may begin.
+    pub(super) fn find_orphan_deadline(&self) -> Duration {
+        self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
+    }
+
+    /// Returns the time at which [`ControllerCore::check_orphans`] is due, or `None` if no check is
+    /// due.
+    pub(super) fn find_next_eviction(&self) -> Option<Duration> {
+        let repetition = self.orphans.as_ref().map(|orphans| orphans.next_eviction.min(orphans.until));
+        repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
+    }
+
+    /// Repeats the request to end to the lost agent, at intervals of [`EVICTION_INTERVAL`].
+    pub(super) fn check_orphans(&mut self, now: Duration) {
+        self.awaited_evictions.retain(|_, until| now < *until);
+        let Some(orphans) = &mut self.orphans else { return };
+        if now >= orphans.until {
+            self.orphans = None;
+        } else if now >= orphans.next_eviction {
+            orphans.next_eviction = now + EVICTION_INTERVAL;
+            let host = orphans.host;
+            self.actions.push(ControllerAction::EvictAgent(host));
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! [`RunMemo`]: the part of a run's state that only the controller knows, and [`StoredMemo`], the
+//! form in which agents keep it for a later controller.
+use super::{host_state::HostIndex, stop_request::StopRequest};
+use crate::controller::{
+    job_file::JobFile,
+    policy::{AttemptEnd, NoRestartReason},
+    root_cause::RootCause,
+};
+use protocol::{control::ControllerToken, event::Event};
+use serde::{Deserialize, Serialize};
+use std::{path::PathBuf, time::Duration};
+
+/// The phase of an attempt that follows from the controller's last order to its workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum MemoPhase {
+    /// No worker of the attempt was started.
+    BeforeStart,
+    /// The workers run.
+    Running,
+    /// The workers save and stop because of this request.
+    Stopping(StopRequest),
+    /// The workers save and stop, so that the next attempt starts without some hosts. `host_lost`
+    /// states whether the workers are killed because one of these hosts is lost.
+    Draining { host_lost: bool },
+    /// The workers are killed.
+    Ending,
+}
+
+/// The part of a run's state that only the controller knows. Its size does not depend on the number
+/// of hosts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RunMemo {
+    /// The token of the controller that wrote the memo.
+    pub(crate) token: ControllerToken,
+    /// The number of the memo among those of its controller. With the token, the order of memos.
+    pub(crate) number: u64,
+    /// The number of the present or next attempt.
+    pub(crate) attempt: u32,
+    pub(crate) phase: MemoPhase,
+    pub(crate) stop_request: Option<StopRequest>,
+    /// Whether a request has killed the workers.
+    pub(super) killed: bool,
+    /// The number of restarts so far.
+    pub(super) restarts: u32,
+    /// The end of the previous failed attempt.
+    pub(super) last_end: Option<AttemptEnd>,
+    /// The number of restarts in a row that brought no progress.
+    pub(super) no_progress: u32,
+    /// The root cause of the failure of the attempt.
+    pub(super) cause: Option<RootCause>,
+    /// Whether the root cause was not reported to the user when the memo was written.
+    pub(super) is_unreported: bool,
+    pub(super) no_restart: Option<NoRestartReason>,
+    /// The pause before the next attempt.
+    pub(super) restart_pause: Option<Duration>,
+    /// Whether the run has lost any host.
+    pub(super) host_lost: bool,
+    /// The message of the failure after which the run was last restarted.
+    pub(super) last_failure: Option<String>,
+    /// The hosts that have failed or are excluded, with the number of failures.
+    pub(super) troubled_hosts: Vec<(HostIndex, u32, bool)>,
+}
+
+/// An event of a controller that may be missing in the journal.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct UnstoredEvent {
+    /// The number of the event in the stream of the controllers.
+    pub(crate) number: u64,
+    /// The time of the event, in seconds since 1970.
+    pub(crate) time: f64,
+    pub(crate) event: Event,
+}
+
+/// A memo as agents keep it, with the events of the controller that the journal had not stored.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct StoredMemo {
+    pub(crate) memo: RunMemo,
+    /// The number of the newest event of a controller when the memo was written.
+    pub(crate) newest_event: u64,
+    pub(crate) unstored: Vec<UnstoredEvent>,
+    /// The job file that the controller watches.
+    pub(crate) job_file: Option<JobFile>,
+    /// The working directory of the controller, to which paths in the job file may be relative.
+    pub(crate) directory: PathBuf,
+}

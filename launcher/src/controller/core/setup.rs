@@ -1,0 +1,81 @@
+//! [`CoreSetup`]: the settings of a job on which the controller's decisions depend.
+use jobspec::{ControllerLossAction, JobSpec, MinHosts};
+use protocol::control::ControllerToken;
+use std::time::Duration;
+
+/// The time that an agent without a controller needs to end its workers.
+const ORPHAN_END_TIME: Duration = Duration::from_secs(10);
+
+/// The name of a host of the job, and whether the host is remote.
+#[derive(Clone, Debug)]
+pub(crate) struct HostSetup {
+    /// The host's name in the job.
+    pub(crate) name: String,
+    /// Whether the host is another machine, so that its agent is not a child of the controller.
+    pub(crate) remote: bool,
+}
+
+/// The settings of a job on which the core's decisions depend.
+#[derive(Clone, Debug)]
+pub(crate) struct CoreSetup {
+    pub(crate) hosts: Vec<HostSetup>,
+    /// Whether workers run the built-in runtime instead of programs.
+    pub(crate) builtin: bool,
+    /// The time from SIGTERM to SIGKILL of programs.
+    pub(crate) grace: Duration,
+    /// The silence after which the agent of another host counts as lost (`run.host_lease`).
+    pub(crate) host_lease: Duration,
+    /// The token of the controller.
+    pub(crate) token: ControllerToken,
+    /// Whether workers continue when the controller is lost.
+    pub(crate) outlives_controller: bool,
+    /// How long the agent of a lost host may keep its workers if it cannot be reached.
+    pub(crate) orphan_timeout: Duration,
+    /// The number of restarts that `run.restarts` allows.
+    pub(crate) restarts: u32,
+    /// The number of hosts that an attempt uses if enough hosts are available.
+    pub(crate) use_hosts: usize,
+    /// Whether a change of the list of hosts sets `use_hosts` to the number of listed hosts.
+    pub(crate) use_all_listed: bool,
+    /// The number of hosts without which no attempt starts (`run.min_hosts`).
+    pub(crate) min_hosts: usize,
+    /// The seed of the random jitter of the pauses before restarts.
+    pub(crate) seed: u64,
+}
+
+impl CoreSetup {
+    /// Derives the settings from a job and its list of hosts. `loss` is what agents do when the
+    /// controller with this token is lost.
+    pub(crate) fn new(
+        job: &JobSpec,
+        hosts: Vec<HostSetup>,
+        seed: u64,
+        (token, loss): (ControllerToken, ControllerLossAction),
+    ) -> Self {
+        let count = hosts.len();
+        let use_hosts = job.cluster.use_hosts.map_or(count, |n| (n as usize).min(count));
+        let min_hosts = match job.run.min_hosts {
+            MinHosts::All => use_hosts,
+            MinHosts::AtLeast(n) => (n as usize).min(use_hosts),
+        };
+        // A job that cannot run on fewer hosts does not use more either. An added host is a spare.
+        let use_all_listed = job.cluster.use_hosts.is_none() && job.run.min_hosts != MinHosts::All;
+        CoreSetup {
+            hosts,
+            builtin: job.run.command.is_none(),
+            grace: Duration::from_millis(job.run.grace_period_ms),
+            host_lease: Duration::from_millis(job.run.host_lease_ms),
+            token,
+            outlives_controller: loss == ControllerLossAction::Continue,
+            orphan_timeout: match loss {
+                ControllerLossAction::Stop => Duration::from_millis(job.run.controller_lease_ms),
+                ControllerLossAction::Continue => Duration::from_millis(job.run.controller_timeout_ms),
+            } + ORPHAN_END_TIME,
+            restarts: job.run.restarts,
+            use_hosts,
+            use_all_listed,
+            min_hosts,
+            seed,
+        }
+    }
+}

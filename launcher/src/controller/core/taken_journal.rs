@@ -1,0 +1,52 @@
+//! [`TakenJournal`]: the journal of a run that another controller continues.
+use super::run_memo::UnstoredEvent;
+use crate::controller::journal::JournalSummary;
+use std::time::Duration;
+
+/// The journal of a run after its takeover.
+#[derive(Clone, Debug)]
+pub(crate) struct TakenJournal {
+    /// What the journal contains, and what it will contain with the missing events.
+    pub(super) summary: JournalSummary,
+    /// The events of the lost controllers that the journal lacks, oldest first.
+    pub(super) missing: Vec<MissingEvent>,
+}
+
+/// An event of a lost controller that the journal lacks.
+#[derive(Clone, Debug)]
+pub(crate) struct MissingEvent {
+    pub(super) event: UnstoredEvent,
+    /// The time since the event, at the takeover.
+    pub(super) age: Duration,
+}
+
+impl TakenJournal {
+    /// Finds the events that the journal lacks among those of a memo. `time` is the present time in
+    /// seconds since 1970.
+    pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenJournal {
+        let journaled = summary.newest_controller_event();
+        let is_missing = |event: &UnstoredEvent| event.number > journaled;
+        let missing: Vec<MissingEvent> = unstored
+            .into_iter()
+            .filter(is_missing)
+            .map(|event| {
+                let age = Duration::try_from_secs_f64(time - event.time).unwrap_or_default();
+                MissingEvent { event, age }
+            })
+            .collect();
+        for MissingEvent { event, .. } in &missing {
+            summary.add_controller_event(&event.event, event.number);
+        }
+        TakenJournal { summary, missing }
+    }
+
+    /// Returns the events that the journal lacks.
+    pub(crate) fn missing_events(&self) -> impl Iterator<Item = &UnstoredEvent> {
+        self.missing.iter().map(|missing| &missing.event)
+    }
+
+    /// Returns what the journal contains.
+    pub(crate) fn summary(&self) -> &JournalSummary {
+        &self.summary
+    }
+}

@@ -1,0 +1,232 @@
+//! The event loop of the controller: processes messages, signals, file changes and deadlines.
+use super::{AgentId, ControllerDriver, ControllerReplacement, RunEnd, SupervisedAgent, debug_log};
+use crate::{
+    cluster::{AgentOutput, AgentProcess},
+    connection::{FrameError, Outbox, read_frames, write_frames},
+    controller::{
+        core::{ControllerInput, HostIndex},
+        hostfile::HostfileWatch,
+        job_file::JobFileWatch,
+        journal::StoredReports,
+        report_id::ReportId,
+        root_cause::AgentEnd,
+        signals::{SignalEvent, SignalReceiver},
+    },
+};
+use protocol::control::FromAgent;
+use std::time::Duration;
+use tokio::{
+    io::AsyncReadExt,
+    sync::mpsc,
+    time::{Instant, sleep},
+};
+use tracing::info;
+
+/// The size of one read of an agent's stderr, in bytes.
+const STDERR_CHUNK_BYTES: usize = 4 << 10;
+/// The longest sleep of the event loop. [`crate::clock::RunningClock`] counts at most two seconds
+/// between two readings, so the clock would lag after a longer sleep.
+const MAX_SLEEP: Duration = Duration::from_secs(1);
+/// The interval at which the journal is synced, and at which its disk is checked for a stall.
+const JOURNAL_INTERVAL: Duration = Duration::from_millis(500);
+
+impl ControllerDriver {
+    /// Starts the agents, then processes messages, signals, file changes and deadlines until the
+    /// core ends the run, or another controller takes it over. In the first case, all agents have
+    /// ended when this function returns.
+    pub(super) async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> RunEnd {
+        // The files are read before the first heartbeat is due, because their disk may stall.
+        let (mut job_file, mut hostfile) = self.watch_files(false);
+        self.start_first_agents();
+        let mut journal_tick = Instant::now();
+        loop {
+            match self.end.take() {
+                Some(RunEnd::Ended(outcome)) => {
+                    self.close_agents().await;
+                    return RunEnd::Ended(outcome);
+                }
+                Some(end) => return end,
+                None => {}
+            }
+            let now = self.clock.now();
+            let pause =
+                self.core.find_next_deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
+            tokio::select! {
+                Some((agent, message)) = self.messages.1.recv() => self.handle_agent_message(agent, message).await,
+                Some(line) = self.lines.1.recv() => self.report.show_message(line),
+                event = signals.receive() => match event {
+                    SignalEvent::Request(input) => self.handle_input(input),
+                    SignalEvent::ChildrenEnded => _ = self.reap_children(),
+                    SignalEvent::Ignored => {}
+                },
+                Some(planned) = self.planned.1.recv() => self.finish_planning(planned),
+                Some(reports) = receive_stored(&mut self.stored) => {
+                    self.events.forget_stored(&reports);
+                    self.handle_input(ControllerInput::Stored(reports));
+                }
+                Some(summary) = self.journal_taken.1.recv() => {
+                    self.continue_journal(summary);
+                    (job_file, hostfile) = self.watch_files(true);
+                }
+                Some(answer) = self.evictions.1.recv() => self.handle_eviction_answer(answer),
+                content = job_file.wait_for_change() => self.apply_job_file_change(&mut job_file, content),
+                content = hostfile.wait_for_change() => self.apply_hostfile_change(&mut hostfile, content),
+                () = sleep(pause) => self.handle_input(ControllerInput::Tick),
+            }
+            self.flush_outboxes();
+            if Instant::now() >= journal_tick {
+                journal_tick = Instant::now() + JOURNAL_INTERVAL;
+                let notice = self.journal.as_mut().and_then(|journal| journal.tick());
+                notice.into_iter().for_each(|notice| match self.is_adopting {
+                    true => self.report.show_message(format!("launch: {notice}")),
+                    false => self.emit_notice(notice),
+                });
+            }
+        }
+    }
+
+    /// Starts to watch the job file and the hostfile. Watches neither during a takeover. After a
+    /// takeover, their present content counts as a change.
+    fn watch_files(&self, is_taken_over: bool) -> (JobFileWatch, HostfileWatch) {
+        let is_watching = !self.is_adopting;
+        let job_file = self.watched_job_file.clone().filter(|_| is_watching);
+        let hostfile = self.hostfile.clone().filter(|_| is_watching);
+        (
+            JobFileWatch::start(job_file, is_taken_over),
+            HostfileWatch::start(hostfile, &self.hosts, is_taken_over),
+        )
+    }
+
+    /// Starts the agents of all hosts, and begins the run.
+    fn start_first_agents(&mut self) {
+        let names: Vec<String> = self.hosts.iter().map(|h| h.name.clone()).collect();
+        let mut failed = Vec::new();
+        for (host, started) in self.transport.start_agents(&names).into_iter().enumerate() {
+            match started {
+                Ok(process) => self.register_agent(host, process),
+                Err(error) => failed.push((host, error)),
+            }
+        }
+        let now = self.clock.now();
+        let actions = match self.is_adopting {
+            true => self.core.send_attach_requests(now),
+            false => self.core.send_hellos(now),
+        };
+        actions.into_iter().for_each(|action| self.execute_action(action));
+        for (host, error) in failed {
+            self.handle_input(ControllerInput::AgentGone { host, end: AgentEnd::NotStarted(error) });
+        }
+    }
+
+    /// Starts the tasks that read from and write to a newly started agent, and stores the agent as
+    /// the current agent of the host.
+    pub(super) fn register_agent(&mut self, host: HostIndex, process: AgentProcess) {
+        let (outbox, outgoing) = Outbox::channel();
+        self.agents_started += 1;
+        let number = self.agents_started;
+        info!(target: "controller::transport", host, number, "started agent");
+        tokio::spawn(read_frames((host, number), process.output, self.messages.0.clone()));
+        tokio::spawn(write_frames(process.input, outgoing));
+        tokio::spawn(forward_stderr(process.stderr, self.lines.0.clone()));
+        let agent = SupervisedAgent {
+            number,
+            is_relay: self.is_adopting,
+            handle: process.handle,
+            outbox: Some(outbox),
+            ended: None,
+        };
+        self.agents.insert(host, agent);
+    }
+
+    /// Moves waiting messages into the queues of agents that were full, as far as the queues have
+    /// space now.
+    fn flush_outboxes(&mut self) {
+        let agents = &mut self.agents;
+        self.backlogged.retain(|host| {
+            let outbox = agents.get_mut(host).and_then(|a| a.outbox.as_mut());
+            outbox.is_some_and(|outbox| {
+                outbox.flush_overflow();
+                outbox.has_overflow()
+            })
+        });
+    }
+
+    /// Passes a message of an agent, or the end of the agent's stream, to the core. Ignores
+    /// messages of an agent that was replaced by a later agent of its host.
+    async fn handle_agent_message(
+        &mut self,
+        (host, number): AgentId,
+        message: Result<Option<FromAgent>, FrameError>,
+    ) {
+        // The host may have a later agent by now.
+        if self.agents.get(&host).is_none_or(|agent| agent.number != number) {
+            return;
+        }
+        match message {
+            Ok(Some(FromAgent::Released { token, silent_ms })) => {
+                self.end = Some(RunEnd::Replaced(ControllerReplacement { token, silent_ms }));
+            }
+            Ok(Some(message)) => {
+                if is_worker_start(&message) {
+                    self.count_started_worker();
+                }
+                self.handle_input(ControllerInput::Agent(host, message));
+            }
+            Ok(None) => self.handle_agent_end(host, None).await,
+            Err(error) => self.handle_agent_end(host, Some(error.into())).await,
+        }
+    }
+
+    /// Records that one more worker of the attempt runs. Once all workers of the attempt run,
+    /// notifies the process that started this controller, if the controller is detached.
+    fn count_started_worker(&mut self) {
+        self.not_started = self.not_started.saturating_sub(1);
+        if self.not_started == 0
+            && let Some(starter) = self.starter.take()
+        {
+            starter.notify_started();
+        }
+    }
+
+    /// Gives an input to the core and executes the resulting actions. Then processes each input
+    /// that these actions have produced in the same way.
+    pub(super) fn handle_input(&mut self, input: ControllerInput) {
+        let mut next = Some(input);
+        while let Some(input) = next {
+            debug_log::log_input(&input);
+            let now = self.clock.now();
+            let actions = self.core.handle_input(now, input);
+            actions.into_iter().for_each(|action| self.execute_action(action));
+            next = self.pending_inputs.pop_front();
+        }
+    }
+}
+
+/// Returns whether a message reports the start of a worker.
+fn is_worker_start(message: &FromAgent) -> bool {
+    match message {
+        FromAgent::Report { message, .. } => matches!(**message, FromAgent::Started { .. }),
+        message => matches!(message, FromAgent::Started { .. }),
+    }
+}
+
+/// Receives the next reports that the journal has stored. Waits forever without a journal.
+async fn receive_stored(stored: &mut Option<StoredReports>) -> Option<Vec<ReportId>> {
+    match stored {
+        Some(stored) => stored.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Sends each line that an agent writes to stderr to the channel `lines`. Ends when the stream ends
+/// or the channel is closed.
+async fn forward_stderr(mut stream: AgentOutput, lines: mpsc::Sender<String>) {
+    let mut buffer = [0; STDERR_CHUNK_BYTES];
+    while let Ok(n @ 1..) = stream.read(&mut buffer).await {
+        for line in String::from_utf8_lossy(&buffer[..n]).lines() {
+            if lines.send(line.to_owned()).await.is_err() {
+                return;
+            }
+        }
+    }
+}

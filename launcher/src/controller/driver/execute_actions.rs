@@ -1,0 +1,116 @@
+//! Executes the actions that the controller's core requests.
+use super::{ControllerDriver, RunEnd, debug_log};
+use crate::{
+    clock::read_unix_time,
+    connection::MessagePriority,
+    controller::{
+        core::{ControllerAction, HostIndex, UnstoredEvent},
+        report_id::{CONTROLLER_STREAM, ReportId},
+    },
+};
+use protocol::{
+    control::{PROTOCOL_VERSION, ToAgent},
+    event::Event,
+};
+use std::time::Duration;
+
+impl ControllerDriver {
+    /// Executes one action that the core has decided on. Some actions add an input to
+    /// `pending_inputs`.
+    pub(super) fn execute_action(&mut self, action: ControllerAction) {
+        debug_log::log_action(&action);
+        match action {
+            ControllerAction::Send(host, message) => self.send_to_agent(host, message),
+            ControllerAction::SendHello(host) => self.send_hello(host),
+            ControllerAction::SendAttach(host) => self.send_attach(host),
+            ControllerAction::SendMemo { hosts, memo } => self.send_memo(&hosts, *memo),
+            ControllerAction::RecordAgentNumber(number) => {
+                self.agents_started = self.agents_started.max(number);
+            }
+            ControllerAction::AdoptPlan(plan) => self.adopt_plan(*plan),
+            ControllerAction::TakeOverJournal(memo) => self.take_over_journal(*memo),
+            ControllerAction::RestoreEvent(event) => self.restore_event(&event),
+            ControllerAction::ReportTakeover { unattended } => self.report_takeover(unattended),
+            ControllerAction::AbandonTakeover(failure) => self.abandon_takeover(failure),
+            ControllerAction::EvictAgent(host) => self.evict_agent(host),
+            ControllerAction::RecordInventory(host, inventory) => {
+                self.inventories.insert_inventory(host, inventory)
+            }
+            ControllerAction::Prepare { attempt, restarts, hosts, resume } => {
+                self.prepare_attempt(attempt, restarts, &hosts, resume);
+            }
+            ControllerAction::StartWorkers { port } => self.start_workers(port),
+            ControllerAction::StartAgent(host) => self.start_agent(host),
+            ControllerAction::ReleaseAgent(host) => self.release_agent(host),
+            ControllerAction::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
+            ControllerAction::Event(event) => self.emit_event(event),
+            ControllerAction::WorkerEvent { report, age, event } => {
+                self.record_worker_event(report, age, event);
+            }
+            ControllerAction::Line { rank, stderr, text } => {
+                self.streamed_logs.append_line(rank, &text);
+                self.report.show_line(rank, stderr, text);
+            }
+            ControllerAction::Progress { rank, phase } => self.report.show_phase(rank, phase),
+            ControllerAction::KillAgent(host) => self.kill_agent(host),
+            ControllerAction::End(outcome) => self.end = Some(RunEnd::Ended(outcome)),
+        }
+    }
+
+    /// Queues a message to the agent of a host. Drops the message if the host has no agent or its
+    /// control stream is closed.
+    pub(super) fn send_to_agent(&mut self, host: HostIndex, message: ToAgent) {
+        if let Some(outbox) = self.agents.get_mut(&host).and_then(|a| a.outbox.as_mut()) {
+            outbox.send_message(MessagePriority::Critical, message);
+            if outbox.has_overflow() {
+                self.backlogged.insert(host);
+            }
+        }
+    }
+
+    /// Sends the hello to the agent of a host, with the terms on which the agent is to obey.
+    fn send_hello(&mut self, host: HostIndex) {
+        let (Some(target), Some(agent)) = (self.hosts.get(host), self.agents.get(&host)) else { return };
+        let terms = self.identity.build_terms(&target.name, agent.number);
+        self.send_to_agent(host, ToAgent::Hello { version: PROTOCOL_VERSION, terms: Some(Box::new(terms)) });
+    }
+
+    /// Lets the agent of a host end, and closes its control stream.
+    pub(super) fn release_agent(&mut self, host: HostIndex) {
+        self.send_to_agent(host, ToAgent::End);
+        if let Some(agent) = self.agents.get_mut(&host) {
+            agent.outbox = None;
+        }
+    }
+
+    /// Writes a notice to the journal and shows the notice to the user.
+    pub(super) fn emit_notice(&mut self, message: String) {
+        self.emit_event(Event::new_notice(None, message));
+    }
+
+    /// Writes an event of the controller to the journal and reports the event to the user.
+    pub(super) fn emit_event(&mut self, event: Event) {
+        let time = read_unix_time();
+        let report = self.events.add(&event, time);
+        if let Some(journal) = &mut self.journal {
+            journal.append_event(&event, time, Some(report));
+        }
+        self.report.show_event(event);
+    }
+
+    /// Writes an event of an earlier controller to the journal.
+    fn restore_event(&mut self, event: &UnstoredEvent) {
+        if let Some(journal) = &mut self.journal {
+            journal.append_event(&event.event, event.time, Some((CONTROLLER_STREAM, event.number)));
+        }
+    }
+
+    /// Writes an event of a worker to the journal and reports the event to the user. Without an
+    /// event, the report only counts as stored.
+    fn record_worker_event(&mut self, report: ReportId, age: Duration, event: Option<Event>) {
+        let Some(journal) = &mut self.journal else { return };
+        let Some(event) = event else { return journal.skip_report(report) };
+        journal.append_event(&event, read_unix_time() - age.as_secs_f64(), Some(report));
+        self.report.show_event(event);
+    }
+}

@@ -1,0 +1,162 @@
+//! The end of a run, and the end of a controller that another one has replaced.
+use super::{ControllerDriver, ControllerReplacement, takeover::find_exit_code};
+use crate::{
+    cluster::{self, Preemption},
+    controller::{
+        core::{AttachFailure, RunOutcome},
+        requeue::decide_requeue,
+    },
+    format::quote_shell_words,
+    report, runs,
+};
+use diagnostic::{Diagnostic, codes, quantity::format_duration};
+use nix::sys::signal::{SigHandler, Signal};
+use protocol::{event::Event, exit};
+use std::time::Duration;
+
+/// How long after the end of its grace time a preempted job is expected to be ended.
+const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
+/// How long the end of a run waits for the streamed logs, whose disk may stall.
+const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);
+
+impl ControllerDriver {
+    /// Reports the end of the run, completes the journal, requeues the batch job if that is due,
+    /// and returns the exit code of `launch`.
+    pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
+        let seconds = (self.earlier + self.clock.now()).as_secs_f64();
+        let exit_code = outcome.exit_code;
+        let preemption = if outcome.ended_by_batch_system { self.find_preemption() } else { None };
+        let is_undecided = preemption.is_some() && self.requeue.is_none();
+        let requeued =
+            self.requeue.take().filter(|job| match decide_requeue(job, &outcome, preemption.is_some()) {
+                Some(decision) => {
+                    self.emit_notice(decision.message);
+                    decision.requeue
+                }
+                None => false,
+            });
+        self.emit_event(Event::Done { exit_code, step: outcome.step, seconds });
+        // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
+        // pager or a disk.
+        for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT] {
+            // SAFETY: the default action runs no code of this program.
+            _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
+        }
+        self.complete_files(exit_code, seconds);
+        self.report.finish(report::RunSummary {
+            exit_code,
+            stopped: outcome.stopped,
+            killed: outcome.killed,
+            peers: outcome.peers,
+            run_dir: self.plan.run_dir,
+            resume: quote_shell_words(&self.command),
+            seconds,
+        });
+        // Requeuing is the last step, because the scheduler then ends this process, too.
+        if let Some(Err(error)) = requeued.map(|job| (job.requeue)(&job.id)) {
+            report_error(&error);
+        }
+        if let Some(preemption) = preemption.filter(|_| is_undecided) {
+            wait_for_preemption(&preemption);
+        }
+        exit_code
+    }
+
+    /// Finds the preemption of the batch job. Reports an error of the batch system to the user.
+    fn find_preemption(&mut self) -> Option<Preemption> {
+        cluster::find_preemption().unwrap_or_else(|error| {
+            self.report
+                .show_message(format!("launch: cannot find out whether the job is preempted: {error}"));
+            None
+        })
+    }
+
+    /// Waits until the journal and the streamed logs are complete. If the journal cannot be
+    /// completed, records the end of the run elsewhere.
+    fn complete_files(&mut self, exit_code: u8, seconds: f64) {
+        if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
+            let message =
+                "launch: the last output of other hosts is not stored, because the disk does not accept it";
+            self.report.show_message(message.to_owned());
+        }
+        let Some(journal) = self.journal.take() else { return };
+        let report = &mut self.report;
+        if !journal.close(|message| report.show_message(format!("launch: {message}"))) {
+            let recorded = match runs::record_end(&self.plan.run.0, exit_code, seconds) {
+                Ok(()) => "`launch ps` shows its end".to_owned(),
+                Err(error) => format!("its end is not recorded: {error}"),
+            };
+            let directory = self.plan.run_dir.display();
+            report.show_message(format!(
+                "launch: the journal of the run in {directory} is not complete; {recorded}"
+            ));
+        }
+    }
+
+    /// Ends this controller because it cannot take over the run. Returns the exit code of `launch`.
+    pub(super) fn abandon_run(self, failure: &AttachFailure) -> u8 {
+        report_error(&self.build_attach_error(failure));
+        find_exit_code(failure)
+    }
+
+    /// Ends this controller because the run continues without it. Neither agents nor the journal
+    /// are changed. Returns the exit code of `launch`.
+    pub(super) fn leave_run(self, replacement: &ControllerReplacement) -> u8 {
+        let timeout = Duration::from_millis(self.job.run.controller_timeout_ms);
+        report_error(&build_replacement_error(&self.plan.run.0, replacement, timeout));
+        exit::CLUSTER
+    }
+}
+
+/// Builds the error of a controller that no longer controls its run. `timeout` is the time for
+/// which workers continue without a controller.
+fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeout: Duration) -> Diagnostic {
+    let silence = replacement.silent_ms.map(|ms| format_duration(ms as f64 / 1000.0));
+    let reason = silence.map_or_else(String::new, |silence| format!(", which was silent for {silence}"));
+    let (message, help) = match replacement.token {
+        Some(_) => (
+            format!("another controller of run {run} has replaced this one{reason}"),
+            format!("`launch ps` shows the run; `launch logs {run}` shows its output"),
+        ),
+        None => (
+            format!("the hosts of run {run} continue without this controller{reason}"),
+            format!(
+                "run `launch attach {run}` to control the run again; without a controller, its workers \
+                 save and stop after {}",
+                format_duration(timeout.as_secs_f64())
+            ),
+        ),
+    };
+    let error = Diagnostic::error(codes::run::CONTROLLER_REPLACED, message).with_subject(run);
+    match replacement.silent_ms {
+        Some(silent_ms) => error.with_field("silent_ms", silent_ms).with_help(help),
+        None => error.with_help(help),
+    }
+}
+
+/// Blocks until the batch system ends this process. A job that ends before it is preempted would
+/// not be requeued, even if its partition requeues preempted jobs.
+fn wait_for_preemption(preemption: &Preemption) {
+    report::command_output::write_message(&format!(
+        "launch: {} is preempted; waiting until the batch system ends or requeues it\n",
+        preemption.label
+    ));
+    std::thread::sleep(preemption.time_left + PREEMPTION_MARGIN);
+}
+
+/// Prints an error to stderr.
+fn report_error(error: &Diagnostic) {
+    let is_colored = report::command_output::is_color_enabled();
+    report::command_output::write_message(&diagnostic::render(error, is_colored));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_lines_are_quoted_for_a_shell() {
+        let words = ["launch", "my job.yaml", "--set", "a=it's", ""].map(String::from);
+        assert_eq!(quote_shell_words(&words), r"launch 'my job.yaml' --set 'a=it'\''s' ''");
+    }
+}

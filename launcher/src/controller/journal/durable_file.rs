@@ -1,0 +1,235 @@
+//! [`DurableFile`]: a file that loses no bytes while its disk accepts no writes.
+use crate::{background_thread::RetryPauses, private_files::append_private_file};
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    thread,
+};
+
+/// A file to which bytes are appended.
+pub(super) trait AppendFile: Send {
+    /// Appends some of `bytes` and returns their number.
+    fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
+
+    /// Waits until the content is on the disk.
+    fn sync(&mut self) -> io::Result<()>;
+
+    /// Opens the file again, and truncates the file to `length` bytes. Returns the new length,
+    /// which is shorter if the file has lost bytes.
+    fn reopen(&mut self, length: u64) -> io::Result<u64>;
+}
+
+/// A file of the run directory that is open for appending.
+struct OpenFile {
+    path: PathBuf,
+    file: File,
+    /// The device and the inode of the file.
+    identity: (u64, u64),
+}
+
+impl OpenFile {
+    /// Opens a file for appending. Creates the file if it does not exist.
+    fn open(path: &Path) -> io::Result<OpenFile> {
+        let file = append_private_file(path)?;
+        let metadata = file.metadata()?;
+        Ok(OpenFile { path: path.to_owned(), file, identity: (metadata.dev(), metadata.ino()) })
+    }
+}
+
+impl AppendFile for OpenFile {
+    fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn reopen(&mut self, length: u64) -> io::Result<u64> {
+        // The descriptor may be stale after a restart of the file server. A file that has replaced
+        // this one belongs to another controller.
+        let reopened = OpenFile::open(&self.path)?;
+        if reopened.identity == self.identity {
+            self.file = reopened.file;
+        }
+        let length = length.min(self.file.metadata()?.len());
+        self.file.set_len(length)?;
+        Ok(length)
+    }
+}
+
+/// A callback that receives the first error of an operation, which is then repeated until it
+/// succeeds.
+pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
+
+/// A file whose writes are repeated until they succeed. Bytes that are not on the disk yet are also
+/// kept in memory, because a failed fsync may have lost them.
+pub(super) struct DurableFile {
+    file: Box<dyn AppendFile>,
+    /// The length of the part that is on the disk.
+    synced: u64,
+    /// The bytes after that part.
+    unsynced: Vec<u8>,
+}
+
+impl DurableFile {
+    /// Opens a file for appending. Creates the file if it does not exist.
+    pub(super) fn open(path: &Path) -> io::Result<DurableFile> {
+        let file = OpenFile::open(path)?;
+        let synced = file.file.metadata()?.len();
+        Ok(DurableFile::new(Box::new(file), synced))
+    }
+
+    /// Creates a durable file from an open file of `length` bytes.
+    pub(super) fn new(file: Box<dyn AppendFile>, length: u64) -> DurableFile {
+        DurableFile { file, synced: length, unsynced: Vec::new() }
+    }
+
+    /// Appends bytes. Blocks until the file system accepts them.
+    pub(super) fn append(&mut self, bytes: &[u8], report: ErrorReporter<'_>) {
+        let written = self.unsynced.len();
+        self.unsynced.extend_from_slice(bytes);
+        self.write_pending(written, false, report);
+    }
+
+    /// Blocks until all bytes are on the disk.
+    pub(super) fn sync(&mut self, report: ErrorReporter<'_>) {
+        if !self.unsynced.is_empty() {
+            let written = self.unsynced.len();
+            self.write_pending(written, true, report);
+            self.synced += self.unsynced.len() as u64;
+            self.unsynced.clear();
+        }
+    }
+
+    /// Writes the unsynced bytes from the position `written` on, and then syncs the file if `sync`
+    /// is set. Repeats both until they succeed. After an error, the file contains at least its
+    /// synced part, so everything after this part is written again.
+    fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
+        let mut pauses = RetryPauses::default();
+        loop {
+            match self.try_write(&mut written, sync) {
+                Ok(()) => return,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    if pauses.is_first() {
+                        report(&error);
+                    }
+                    thread::sleep(pauses.next_pause());
+                    if let Ok(length) = self.file.reopen(self.synced) {
+                        (self.synced, written) = (length, 0);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tries to write the unsynced bytes from the position `written` on, and then to sync the file
+    /// if `sync` is set. Advances `written` by the bytes that were written.
+    fn try_write(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
+        while *written < self.unsynced.len() {
+            match self.file.append(&self.unsynced[*written..])? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                n => *written += n,
+            }
+        }
+        if sync { self.file.sync() } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    /// A disk in memory that loses unsynced bytes when a sync fails.
+    #[derive(Clone, Default)]
+    struct FlakyDisk(Arc<Mutex<FlakyState>>);
+
+    #[derive(Default)]
+    struct FlakyState {
+        content: Vec<u8>,
+        synced: usize,
+        appends: u32,
+        syncs: u32,
+    }
+
+    impl AppendFile for FlakyDisk {
+        fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let mut state = self.0.lock().expect("not poisoned");
+            state.appends += 1;
+            if state.appends % 17 == 0 {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
+            let n = bytes.len().min(4);
+            state.content.extend(&bytes[..n]);
+            Ok(n)
+        }
+
+        fn sync(&mut self) -> io::Result<()> {
+            let mut state = self.0.lock().expect("not poisoned");
+            state.syncs += 1;
+            if state.syncs % 2 == 0 {
+                let synced = state.synced;
+                state.content.truncate(synced);
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
+            state.synced = state.content.len();
+            Ok(())
+        }
+
+        fn reopen(&mut self, length: u64) -> io::Result<u64> {
+            let mut state = self.0.lock().expect("not poisoned");
+            assert!(length as usize <= state.content.len(), "the synced part is never lost");
+            state.content.truncate(length as usize);
+            Ok(length)
+        }
+    }
+
+    #[test]
+    fn a_file_is_complete_after_failed_writes_and_syncs() {
+        let disk = FlakyDisk::default();
+        let mut file = DurableFile::new(Box::new(disk.clone()), 0);
+        let (mut expected, mut errors) = (String::new(), 0);
+        for n in 0..40 {
+            let line = format!("line {n}\n");
+            file.append(line.as_bytes(), &mut |_| errors += 1);
+            expected.push_str(&line);
+            if n % 4 == 3 {
+                file.sync(&mut |_| errors += 1);
+                let state = disk.0.lock().expect("not poisoned");
+                assert_eq!(String::from_utf8_lossy(&state.content[..state.synced]), expected);
+            }
+        }
+        assert!(errors > 2, "{errors}");
+    }
+
+    #[test]
+    fn an_existing_file_is_continued() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("a");
+        std::fs::write(&path, "one\n").expect("written");
+        let mut file = DurableFile::open(&path).expect("open");
+        let mut panic_on_error = |error: &io::Error| panic!("{error}");
+        file.append(b"two\n", &mut panic_on_error);
+        file.file.reopen(4).expect("reopened");
+        file.append(b"three\n", &mut panic_on_error);
+        file.sync(&mut panic_on_error);
+        assert_eq!(std::fs::read_to_string(&path).expect("read"), "one\nthree\n");
+    }
+
+    #[test]
+    fn a_file_that_has_replaced_the_open_one_stays_unchanged() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("a");
+        let mut file = DurableFile::open(&path).expect("open");
+        file.append(b"one\n", &mut |error| panic!("{error}"));
+        std::fs::write(dir.path().join("b"), "taken over\n").expect("written");
+        std::fs::rename(dir.path().join("b"), &path).expect("replaced");
+        file.file.reopen(0).expect("reopened");
+        file.append(b"two\n", &mut |error| panic!("{error}"));
+        assert_eq!(std::fs::read_to_string(&path).expect("read"), "taken over\n");
+    }
+}

@@ -1,0 +1,93 @@
+//! [`JournalFiles`]: the files of a run directory to which a journal appends.
+use super::durable_file::DurableFile;
+use crate::controller::{report_id::ReportId, tensorboard};
+use protocol::event::{Event, EventSchema};
+use std::{collections::BTreeMap, io, path::Path};
+
+/// The name of the file with all events.
+pub(super) const EVENTS_FILE: &str = "events.jsonl";
+/// The name of the file with the metrics.
+pub(super) const METRICS_FILE: &str = "metrics.jsonl";
+
+/// The open files of a journal. Only the thread of the journal uses them.
+pub(super) struct JournalFiles {
+    pub(super) events: DurableFile,
+    metrics: DurableFile,
+    pub(super) tensorboard: Option<DurableFile>,
+    /// The newest report of each stream that the files contain and that is not known to be on the
+    /// disk.
+    pub(super) unsynced: BTreeMap<u64, u64>,
+}
+
+impl std::fmt::Debug for JournalFiles {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("JournalFiles").field("unsynced", &self.unsynced).finish_non_exhaustive()
+    }
+}
+
+impl JournalFiles {
+    /// Opens the files of a run directory for appending. Creates them if they do not exist. Creates
+    /// a file for TensorBoard with this name.
+    pub(super) fn open(run_dir: &Path, tensorboard: Option<&str>) -> io::Result<JournalFiles> {
+        let open = |name: &str| DurableFile::open(&run_dir.join(name));
+        let tensorboard = tensorboard.map(open).transpose()?;
+        let (events, metrics) = (open(EVENTS_FILE)?, open(METRICS_FILE)?);
+        Ok(JournalFiles { events, metrics, tensorboard, unsynced: BTreeMap::new() })
+    }
+
+    /// Appends an event to the file of events and, if the event has metrics, to the files of
+    /// metrics. The time is in seconds since 1970. Blocks until the file system accepts the event.
+    pub(super) fn append(
+        &mut self,
+        event: &Event,
+        time: f64,
+        report: Option<ReportId>,
+        on_error: &mut dyn FnMut(&io::Error),
+    ) {
+        self.events.append(format_journal_line(event, time, report).as_bytes(), on_error);
+        if let Some(line) = format_metrics_line(event, time) {
+            self.metrics.append(line.as_bytes(), on_error);
+        }
+        if let Some(file) = &mut self.tensorboard
+            && let Some(record) = tensorboard::encode_event_record(event, time)
+        {
+            file.append(&record, on_error);
+        }
+        self.unsynced.extend(report);
+    }
+
+    /// Blocks until all files are on the disk. Returns the newest report of each stream that the
+    /// disk now contains, if it did not contain it before.
+    pub(super) fn sync(&mut self, on_error: &mut dyn FnMut(&io::Error)) -> Vec<ReportId> {
+        self.events.sync(on_error);
+        self.metrics.sync(on_error);
+        if let Some(file) = &mut self.tensorboard {
+            file.sync(on_error);
+        }
+        std::mem::take(&mut self.unsynced).into_iter().collect()
+    }
+}
+
+/// Formats an event as a line of the file of events.
+fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> String {
+    // An event has no value that JSON cannot represent.
+    let mut line = event.to_json_at(EventSchema::V2, time).unwrap_or_default();
+    if let (Some((stream, seq)), Some('}')) = (report, line.pop()) {
+        line.push_str(&format!(r#","report":[{stream},{seq}]}}"#));
+    } else {
+        line.push('}');
+    }
+    line.push('\n');
+    line
+}
+
+/// Formats an event as a line of the file of metrics. Returns `None` for an event without metrics.
+pub(super) fn format_metrics_line(event: &Event, time: f64) -> Option<String> {
+    let has_metrics = matches!(
+        event,
+        Event::Step { .. } | Event::Eval { .. } | Event::Sample { .. } | Event::Overflow { .. }
+    );
+    // Metrics have no schema number.
+    let line = has_metrics.then(|| event.to_json_at(EventSchema::V1, time))?;
+    line.ok().map(|line| line + "\n")
+}

@@ -1,0 +1,189 @@
+//! [`take_over_files`]: continues the files of a run directory after the loss of a controller, and
+//! [`JournalSummary`]: what the journal contains about the run.
+//!
+//! The files are copied, and the copies replace them. A suspended controller that continues writes
+//! to the replaced files, which have no name any more.
+use super::journal_files::{EVENTS_FILE, JournalFiles, METRICS_FILE, format_metrics_line};
+use crate::{
+    controller::report_id::{CONTROLLER_STREAM, ReportId},
+    private_files::{open_own_file, truncate_private_file},
+};
+use protocol::event::{Event, TimedEvent};
+use serde::Deserialize;
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, BufRead, BufReader, BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+/// The length of the longest line of a journal that is examined, in bytes. A longer line is not an
+/// event, and is not copied.
+const MAX_LINE_BYTES: u64 = 16 << 20;
+
+/// What a journal contains about its run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct JournalSummary {
+    /// The newest report of each stream.
+    newest: BTreeMap<u64, u64>,
+    /// The time of the first event, in seconds since 1970; `None` in an empty journal.
+    pub(crate) began_at: Option<f64>,
+    /// Whether the journal records the end of the run.
+    pub(crate) is_ended: bool,
+    /// The last optimizer step of the run.
+    pub(crate) step: Option<u64>,
+    /// Whether the run has completed an optimizer step.
+    pub(crate) has_stepped: bool,
+    /// The last optimizer step of the last attempt.
+    pub(crate) attempt_step: Option<u64>,
+    /// Whether the last attempt has completed a checkpoint.
+    pub(crate) attempt_saved: bool,
+    /// The directory of the newest checkpoint of the run.
+    pub(crate) checkpoint: Option<PathBuf>,
+    /// The number and the hosts of the last attempt; `None` if the journal does not record them.
+    pub(crate) placement: Option<(u32, Vec<String>)>,
+    /// The last event that states the size of the training.
+    pub(crate) ready: Option<Event>,
+    /// The number of the newest event of a controller that reports a failure; 0 without one.
+    pub(crate) last_failure: u64,
+}
+
+/// The fields of a line of the journal that are not part of the event.
+#[derive(Deserialize)]
+struct LineOrigin {
+    report: Option<ReportId>,
+}
+
+impl JournalSummary {
+    /// Reads the journal in a run directory. Blocks.
+    pub(crate) fn read(run_dir: &Path) -> io::Result<JournalSummary> {
+        let mut summary = JournalSummary::default();
+        for_each_line(&run_dir.join(EVENTS_FILE), |line| {
+            summary.add_line(line);
+            Ok(())
+        })?;
+        Ok(summary)
+    }
+
+    /// Returns whether the journal contains a report.
+    pub(crate) fn contains(&self, (stream, seq): ReportId) -> bool {
+        self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
+    }
+
+    /// Returns the number of the newest event of a controller; 0 without one.
+    pub(crate) fn newest_controller_event(&self) -> u64 {
+        self.newest.get(&CONTROLLER_STREAM).copied().unwrap_or(0)
+    }
+
+    /// Adds an event of a controller, which has this number.
+    pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
+        self.add_event(event, Some((CONTROLLER_STREAM, number)));
+    }
+
+    /// Adds a line of the journal. Returns its event, or `None` for a line that is not an event.
+    fn add_line(&mut self, line: &str) -> Option<TimedEvent> {
+        let timed = TimedEvent::from_json(line).ok()?;
+        let report = serde_json::from_str::<LineOrigin>(line).ok().and_then(|origin| origin.report);
+        self.began_at.get_or_insert(timed.time);
+        self.add_event(&timed.event, report);
+        Some(timed)
+    }
+
+    /// Adds an event to the summary. The event must follow the events that were added before.
+    pub(crate) fn add_event(&mut self, event: &Event, report: Option<ReportId>) {
+        self.newest.extend(report);
+        match event {
+            Event::Step { step, .. } => {
+                (self.step, self.attempt_step, self.has_stepped) = (Some(*step), Some(*step), true);
+            }
+            Event::Resume { step, .. } => (self.step, self.attempt_step) = (Some(*step), Some(*step)),
+            Event::Checkpoint { path, .. } => {
+                (self.checkpoint, self.attempt_saved) = (Some(path.clone()), true);
+            }
+            Event::Placement { attempt, hosts, .. } => {
+                self.placement = Some((*attempt, hosts.clone()));
+                (self.attempt_step, self.attempt_saved) = (None, false);
+            }
+            Event::Failure(_) | Event::Restart { .. } => {
+                self.last_failure = report.map_or(self.last_failure, |(_, number)| number);
+            }
+            Event::Ready { .. } => self.ready = Some(event.clone()),
+            Event::Done { .. } => self.is_ended = true,
+            _ => {}
+        }
+    }
+}
+
+/// Replaces the journal and the metrics in a run directory by copies, and opens the copies for
+/// appending. Opens a file for TensorBoard with this name. Omits a line that a crash has
+/// interrupted. Blocks.
+pub(super) fn take_over_files(
+    run_dir: &Path,
+    tensorboard: Option<&str>,
+) -> io::Result<(JournalFiles, JournalSummary)> {
+    let mut summary = JournalSummary::default();
+    let mut events = ReplacementFile::create(run_dir, EVENTS_FILE)?;
+    // Metrics follow from the events, so a line that only one of the files has is not lost.
+    let mut metrics = ReplacementFile::create(run_dir, METRICS_FILE)?;
+    for_each_line(&run_dir.join(EVENTS_FILE), |line| {
+        if let Some(timed) = summary.add_line(line) {
+            events.file.write_all(line.as_bytes())?;
+            if let Some(line) = format_metrics_line(&timed.event, timed.time) {
+                metrics.file.write_all(line.as_bytes())?;
+            }
+        }
+        Ok(())
+    })?;
+    metrics.replace()?;
+    events.replace()?;
+    Ok((JournalFiles::open(run_dir, tensorboard)?, summary))
+}
+
+/// Calls a function with each complete line of a file, with its line break. A missing file has no
+/// lines.
+fn for_each_line(path: &Path, mut handle: impl FnMut(&str) -> io::Result<()>) -> io::Result<()> {
+    let file = match open_own_file(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
+    while io::Read::take(&mut reader, MAX_LINE_BYTES).read_until(b'\n', &mut line)? > 0 {
+        if line.ends_with(b"\n")
+            && let Ok(text) = str::from_utf8(&line)
+        {
+            handle(text)?;
+        }
+        line.clear();
+    }
+    Ok(())
+}
+
+/// A new file that is to replace a file of the run directory.
+struct ReplacementFile {
+    file: BufWriter<File>,
+    temporary: PathBuf,
+    path: PathBuf,
+}
+
+impl ReplacementFile {
+    /// Creates the replacement of the file `name`.
+    fn create(directory: &Path, name: &str) -> io::Result<ReplacementFile> {
+        let temporary = directory.join(format!(".{name}.takeover"));
+        // A controller that was lost during its takeover may have left a file.
+        let file = BufWriter::new(truncate_private_file(&temporary)?);
+        Ok(ReplacementFile { file, temporary, path: directory.join(name) })
+    }
+
+    /// Durably replaces the file of the run directory by this file.
+    fn replace(self) -> io::Result<()> {
+        let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        fs::rename(&self.temporary, &self.path)?;
+        match self.path.parent() {
+            Some(directory) => File::open(directory)?.sync_all(),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! [`ReportId`]: identifies a line of the journal, so that a later controller neither loses nor
+//! repeats the line.
+
+/// The origin of a line of the journal: the number of a stream of reports, and the number of the
+/// report in the stream. Each agent has a stream. The controllers of a run share the stream
+/// [`CONTROLLER_STREAM`].
+pub(crate) type ReportId = (u64, u64);
+
+/// The number of the stream of events that no agent has reported.
+pub(crate) const CONTROLLER_STREAM: u64 = 0;

@@ -1,0 +1,121 @@
+//! Files and directories that only this user can read or write: how they are created, and how files
+//! are opened that another user of the machine may have put in their place.
+use std::{
+    fs::{DirBuilder, File, Metadata, OpenOptions},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    path::Path,
+};
+
+/// Permissions of a new file.
+pub(crate) const PRIVATE_FILE_MODE: u32 = 0o600;
+/// Permissions of a new directory.
+const PRIVATE_DIRECTORY_MODE: u32 = 0o700;
+
+/// Creates a directory in which only this user can list, read and write files. Does nothing if the
+/// directory exists. New parent directories get the permissions that follow from the umask, because
+/// users may share them.
+pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        std::fs::create_dir_all(parent)?;
+    }
+    match DirBuilder::new().mode(PRIVATE_DIRECTORY_MODE).create(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        other => other,
+    }
+}
+
+/// Opens a file for appending. Only this user can read a new file.
+pub(crate) fn append_private_file(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(PRIVATE_FILE_MODE).open(path)
+}
+
+/// Opens a file for writing and removes its content. Only this user can read a new file.
+pub(crate) fn truncate_private_file(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
+}
+
+/// Opens a regular file for reading. Never blocks on a pipe.
+pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
+    open_checked(path, 0, |_| true)
+}
+
+/// Opens a regular file for reading that belongs to this user and that other users cannot write.
+/// Never blocks on a pipe.
+pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
+    open_checked(path, 0, is_own)
+}
+
+/// Opens a file like [`open_own_file`]. Fails if the path is a symbolic link.
+pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
+    open_checked(path, libc::O_NOFOLLOW, is_own)
+}
+
+/// Returns whether a file belongs to this user, and is not writable for all users.
+fn is_own(metadata: &Metadata) -> bool {
+    metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o002 == 0
+}
+
+/// Opens a regular file for reading that passes a check.
+fn open_checked(path: &Path, flags: i32, is_accepted: fn(&Metadata) -> bool) -> io::Result<File> {
+    // Without O_NONBLOCK, the open of a pipe waits for a writer.
+    let flags = flags | libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    if !is_accepted(&metadata) {
+        return Err(io::Error::other("expected a regular file that only this user can write"));
+    }
+    Ok(file)
+}
+
+/// Returns the device and the inode of a file, which identify the file on this machine.
+pub(crate) fn identify_file(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::PermissionsExt, os::unix::fs::symlink};
+
+    #[test]
+    fn new_files_and_directories_are_private() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let run = dir.path().join("runs/job/run");
+        create_private_dir(&run).expect("created");
+        create_private_dir(&run).expect("exists");
+        append_private_file(&run.join("a")).expect("a file");
+        truncate_private_file(&run.join("b")).expect("a file");
+        let mode = |path: &Path| fs::metadata(path).expect("there").mode() & 0o777;
+        assert_eq!([mode(&run), mode(&run.join("a")), mode(&run.join("b"))], [0o700, 0o600, 0o600]);
+        assert_ne!(mode(&dir.path().join("runs")) & 0o055, 0, "other users may have runs there");
+        create_private_dir(&run.join("a")).expect_err("a file");
+    }
+
+    #[test]
+    fn pipes_directories_and_files_of_others_are_rejected() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| dir.path().join(name);
+        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        fs::write(path("own"), "x").expect("a file");
+        fs::write(path("open"), "x").expect("a file");
+        fs::set_permissions(path("open"), fs::Permissions::from_mode(0o666)).expect("changed");
+        symlink(path("own"), path("link")).expect("a link");
+        open_own_file(&path("own")).expect("own");
+        open_own_file(&path("link")).expect("a link to it");
+        open_own_file_without_links(&path("link")).expect_err("a link");
+        for name in ["pipe", "open", "."] {
+            open_own_file(&path(name)).expect_err(name);
+        }
+        open_regular_file(&path("open")).expect("regular");
+        open_regular_file(&path("pipe")).expect_err("a pipe");
+        // Only root can give a file to another user.
+        if nix::unistd::geteuid().is_root() {
+            std::os::unix::fs::chown(path("own"), Some(65_534), None).expect("given away");
+            open_own_file(&path("own")).expect_err("of another user");
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! [`Admission`]: decides which connections the rendezvous store accepts, and limits the warnings
+//! about the others.
+//!
+//! torch's protocol has no authentication. A client on this machine is admitted if its socket
+//! belongs to this user or to root. A client on another machine cannot prove its user, so it is
+//! admitted by the address of a host of the job.
+use super::socket_owner::{SocketDiagnostics, SocketOwner};
+use nix::ifaddrs::getifaddrs;
+use std::{
+    collections::{HashMap, HashSet},
+    fmt, io,
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+/// The time in which at most one warning about an address is printed.
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
+/// The largest number of addresses whose warnings are limited separately.
+const MAX_WARNED_PEERS: usize = 1024;
+
+/// The reason why a connection is admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AdmittedBy {
+    /// The client is on this machine, and its socket belongs to this user or to root.
+    User,
+    /// The client has the address of a host of the job.
+    Address,
+}
+
+impl fmt::Display for AdmittedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            AdmittedBy::User => "user",
+            AdmittedBy::Address => "address",
+        })
+    }
+}
+
+/// The reason why a connection is rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum AdmissionError {
+    #[error("its process belongs to another user (uid {uid})")]
+    OtherUser { uid: u32 },
+    #[error("it is not a host of this job")]
+    UnknownAddress,
+    #[error("it closed the connection before its user was known")]
+    Closed,
+}
+
+/// Decides which connections are accepted.
+pub(super) struct Admission {
+    /// The addresses of the hosts of the job.
+    allowed: HashSet<IpAddr>,
+    uid: u32,
+    /// Absent if the kernel or the container does not support sock_diag.
+    diagnostics: Option<SocketDiagnostics>,
+}
+
+impl Admission {
+    /// Creates the policy for clients of this user and at the `allowed` addresses.
+    pub(super) fn new(allowed: HashSet<IpAddr>) -> Self {
+        let diagnostics = SocketDiagnostics::open().ok();
+        Admission { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
+    }
+
+    /// Returns whether clients on this machine are identified by their user.
+    pub(super) fn identifies_users(&self) -> bool {
+        self.diagnostics.is_some()
+    }
+
+    /// Decides whether to accept the connection of `peer` to the address `local` of this machine.
+    pub(super) fn admit(
+        &mut self,
+        peer: SocketAddr,
+        local: SocketAddr,
+    ) -> Result<AdmittedBy, AdmissionError> {
+        let owner = match &mut self.diagnostics {
+            Some(diagnostics) => diagnostics.find_owner(peer, local),
+            None => Err(io::ErrorKind::Unsupported.into()),
+        };
+        let owner = match owner {
+            Ok(owner) => owner,
+            Err(_) => {
+                // Later clients are then admitted by address, too, and the caller warns once.
+                self.diagnostics = None;
+                return self.admit_by_address(peer.ip(), true);
+            }
+        };
+        match owner {
+            Some(SocketOwner { inode: 0, .. }) => Err(AdmissionError::Closed),
+            Some(SocketOwner { uid, .. }) if uid == self.uid || uid == 0 => Ok(AdmittedBy::User),
+            Some(SocketOwner { uid, .. }) => Err(AdmissionError::OtherUser { uid }),
+            // A client of this machine without a socket has sent data and closed it.
+            None if is_address_of_this_machine(peer.ip()) => Err(AdmissionError::Closed),
+            None => self.admit_by_address(peer.ip(), false),
+        }
+    }
+
+    /// Decides by the address of a client whether to accept the client's connection.
+    /// `is_loopback_allowed` admits every client that uses the loopback address.
+    fn admit_by_address(&self, ip: IpAddr, is_loopback_allowed: bool) -> Result<AdmittedBy, AdmissionError> {
+        let ip = ip.to_canonical();
+        match self.allowed.contains(&ip) || (is_loopback_allowed && ip.is_loopback()) {
+            true => Ok(AdmittedBy::Address),
+            false => Err(AdmissionError::UnknownAddress),
+        }
+    }
+}
+
+/// Returns whether an address belongs to this machine. Returns true if that is unknown.
+fn is_address_of_this_machine(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let Ok(interfaces) = getifaddrs() else { return true };
+    let addresses = interfaces.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+        v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+    });
+    ip.is_loopback() || addresses.into_iter().any(|address| address.to_canonical() == ip)
+}
+
+/// Limits the warnings about an address to one per [`WARNING_INTERVAL`].
+#[derive(Default)]
+pub(super) struct WarningLimit {
+    /// The time of the last warning about each address, and the number of warnings since then that
+    /// were not printed.
+    peers: HashMap<IpAddr, (Instant, u64)>,
+}
+
+impl WarningLimit {
+    /// Returns how many warnings about `peer` were not printed since the last one, or `None` if a
+    /// warning at the time `now` is not to be printed.
+    pub(super) fn count_omitted(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
+        if let Some((last, omitted)) = self.peers.get_mut(&peer) {
+            if now.saturating_duration_since(*last) < WARNING_INTERVAL {
+                *omitted += 1;
+                return None;
+            }
+            *last = now;
+            return Some(std::mem::take(omitted));
+        }
+        if self.peers.len() >= MAX_WARNED_PEERS {
+            self.peers.retain(|_, (last, _)| now.saturating_duration_since(*last) < WARNING_INTERVAL);
+        }
+        if self.peers.len() >= MAX_WARNED_PEERS {
+            return None;
+        }
+        self.peers.insert(peer, (now, 0));
+        Some(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+
+    #[test]
+    fn local_clients_are_admitted_by_user_and_others_by_address() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let local = listener.local_addr().unwrap();
+        let _client = TcpStream::connect(local).unwrap();
+        let (_accepted, peer) = listener.accept().unwrap();
+        let remote = IpAddr::from([192, 0, 2, 7]);
+        let mut admission = Admission::new(HashSet::from([remote, Ipv4Addr::LOCALHOST.into()]));
+        assert!(admission.identifies_users());
+        assert_eq!(admission.admit(peer, local), Ok(AdmittedBy::User));
+        assert_eq!(admission.admit((remote, 1).into(), local), Ok(AdmittedBy::Address));
+        let unknown = (IpAddr::from([192, 0, 2, 8]), 1).into();
+        assert_eq!(admission.admit(unknown, local), Err(AdmissionError::UnknownAddress));
+        // The address is allowed, but no process has this socket.
+        let absent = (Ipv4Addr::LOCALHOST, 1).into();
+        assert_eq!(admission.admit(absent, local), Err(AdmissionError::Closed));
+        admission.uid = 4_000_000_000;
+        let uid = nix::unistd::geteuid().as_raw();
+        let expected = if uid == 0 { Ok(AdmittedBy::User) } else { Err(AdmissionError::OtherUser { uid }) };
+        assert_eq!(admission.admit(peer, local), expected);
+    }
+
+    #[test]
+    fn without_sock_diag_clients_are_admitted_by_address() {
+        let mut admission = Admission::new(HashSet::from([IpAddr::from([192, 0, 2, 7])]));
+        admission.diagnostics = None;
+        assert!(!admission.identifies_users());
+        let local = (Ipv4Addr::LOCALHOST, 5).into();
+        for (ip, expected) in [
+            ("127.0.0.1", Ok(AdmittedBy::Address)),
+            ("::1", Ok(AdmittedBy::Address)),
+            ("192.0.2.7", Ok(AdmittedBy::Address)),
+            ("::ffff:192.0.2.7", Ok(AdmittedBy::Address)),
+            ("192.0.2.8", Err(AdmissionError::UnknownAddress)),
+            ("2001:db8::8", Err(AdmissionError::UnknownAddress)),
+        ] {
+            let peer = (ip.parse::<IpAddr>().unwrap(), 1).into();
+            assert_eq!(admission.admit(peer, local), expected, "{ip}");
+        }
+    }
+
+    #[test]
+    fn warnings_are_limited_per_address() {
+        let mut limit = WarningLimit::default();
+        let (began, peer) = (Instant::now(), IpAddr::from([192, 0, 2, 7]));
+        let at = |seconds| began + Duration::from_secs(seconds);
+        assert_eq!(limit.count_omitted(peer, at(0)), Some(0));
+        for second in 1..60 {
+            assert_eq!(limit.count_omitted(peer, at(second)), None);
+        }
+        assert_eq!(limit.count_omitted(IpAddr::from([192, 0, 2, 8]), at(30)), Some(0));
+        assert_eq!(limit.count_omitted(peer, at(60)), Some(59));
+        assert_eq!(limit.count_omitted(peer, at(121)), Some(0));
+        let addresses =
+            (0..2 * MAX_WARNED_PEERS as u32).map(|n| IpAddr::from((n + (10 << 24)).to_be_bytes()));
+        let printed = addresses.filter(|ip| limit.count_omitted(*ip, at(300)).is_some()).count();
+        assert_eq!(printed, MAX_WARNED_PEERS);
+        assert_eq!(limit.count_omitted(peer, at(361)), Some(0), "old addresses are forgotten");
+    }
+}

@@ -1,0 +1,79 @@
+//! [`open_controller`]: a handle of the process that is proved to be the controller of a run.
+use super::{
+    process_identity::ProcessHandle,
+    registry::{JOURNAL_FILE, RunRecord},
+};
+use crate::private_files::{identify_file, open_own_file};
+use std::{
+    fs, io, thread,
+    time::{Duration, Instant},
+};
+
+/// How long a controller may take to open the journal after it has written `run.json`.
+const PROOF_TIMEOUT: Duration = Duration::from_secs(2);
+/// The interval at which the open files of the process are checked.
+const PROOF_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// The largest number of open files of a process that are checked.
+const MAX_OPEN_FILES: usize = 1 << 17;
+
+/// Opens a handle of the controller of a run. Returns `None` if the controller has ended.
+///
+/// # Errors
+/// Fails if the process in the record does not have the run's journal open. Every user can write a
+/// `run.json` that names any process, but only the controller has the journal open.
+pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHandle>> {
+    let began = Instant::now();
+    loop {
+        let Some(handle) = record.controller.open_handle()? else { return Ok(None) };
+        let proof = find_open_journal(record);
+        match proof {
+            Ok(true) => return Ok(Some(handle)),
+            _ if began.elapsed() < PROOF_TIMEOUT => thread::sleep(PROOF_POLL_INTERVAL),
+            Ok(false) => return Err(io::Error::other("the process is not the controller of this run")),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Returns whether the process in the record has the run's journal open.
+fn find_open_journal(record: &RunRecord) -> io::Result<bool> {
+    let journal = open_own_file(&record.run_dir.join(JOURNAL_FILE))?.metadata()?;
+    let files = fs::read_dir(format!("/proc/{}/fd", record.controller.pid))?;
+    // The link to an open file is followed without opening the file again.
+    let is_journal = |entry: io::Result<fs::DirEntry>| {
+        let metadata = entry.and_then(|entry| fs::metadata(entry.path()));
+        metadata.is_ok_and(|metadata| identify_file(&metadata) == identify_file(&journal))
+    };
+    Ok(files.take(MAX_OPEN_FILES).any(is_journal))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runs::process_identity::ProcessIdentity;
+
+    #[test]
+    fn only_a_process_with_the_journal_open_is_the_controller() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = ProcessIdentity::current().expect("this process");
+        let mut record = RunRecord {
+            version: 1,
+            run: "r".into(),
+            name: "n".into(),
+            run_dir: dir.path().into(),
+            world: 1,
+            began_ms: 5,
+            command: vec![],
+            controller_timeout_ms: None,
+            controller: this.clone(),
+        };
+        open_controller(&record).expect_err("there is no journal");
+        fs::write(dir.path().join(JOURNAL_FILE), "").expect("a journal");
+        let error = open_controller(&record).expect_err("the journal is not open");
+        assert_eq!(error.to_string(), "the process is not the controller of this run");
+        let _open = fs::File::open(dir.path().join(JOURNAL_FILE)).expect("open");
+        assert!(open_controller(&record).expect("proved").is_some());
+        record.controller = this.with_other_start();
+        assert!(open_controller(&record).expect("no error").is_none(), "the controller has ended");
+    }
+}

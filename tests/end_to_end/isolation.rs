@@ -1,0 +1,206 @@
+//! Tests what a run hides from other users of the machine and from the terminal, with the real
+//! executable: secrets, private files, planted run records and unprintable characters.
+use crate::support::{JobDirectory, list_files_below, output_to_text};
+use serde_json::json;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Output, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+/// The longest wait for a condition.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// The secrets, each of which the job gets in another way.
+const SECRETS: [&str; 6] = [
+    "sesame-in-file-71",
+    "sesame-of-job-72",
+    "sesame-env-73",
+    "sesame-passed-74",
+    "sesame-set-75",
+    "sesame-map-76",
+];
+
+/// A job that gets secrets from itself, from a file, from a variable and by a pattern.
+const JOB: &str = "\
+name: secrets
+run:
+  command: [sh, -c, 'env > got; : > started; while [ ! -e done ]; do sleep 0.05; done; exit 3']
+  pass_env: ['PASSED_*']
+  env: {LITERAL_TOKEN: sesame-of-job-72, A: {from_file: token.txt}, B: {from_env: LAUNCH_TEST_KEY}}
+";
+
+/// The files of the user that contain the secrets.
+const FILES_WITH_SECRETS: [&str; 3] = ["got", "job.yaml", "token.txt"];
+
+/// Waits until `condition` returns true. Panics after [`WAIT_LIMIT`].
+#[track_caller]
+fn wait_until(name: &str, mut condition: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < WAIT_LIMIT, "timeout: {name}");
+        sleep(Duration::from_millis(10));
+    }
+}
+
+/// Panics if `text` contains a secret.
+#[track_caller]
+fn assert_no_secret(place: &str, text: &[u8]) {
+    let text = String::from_utf8_lossy(text);
+    for secret in SECRETS {
+        assert!(!text.contains(secret), "{place} contains {secret}: {text}");
+    }
+}
+
+/// Panics if a list of processes shows a secret.
+#[track_caller]
+fn assert_no_secret_in_processes() {
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        // A process may end meanwhile.
+        let arguments = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        assert_no_secret(&entry.path().display().to_string(), &arguments);
+    }
+}
+
+#[test]
+fn secrets_that_are_given_in_six_ways_appear_nowhere_else() {
+    for detached in [false, true] {
+        let job_dir = JobDirectory::new();
+        fs::write(job_dir.path("job.yaml"), JOB).unwrap();
+        fs::write(job_dir.path("token.txt"), SECRETS[0]).unwrap();
+        let overrides =
+            [format!("run.env.HF_TOKEN={}", SECRETS[4]), format!("run.env.db_password={}", SECRETS[5])];
+        let launch = |args: &[&str]| {
+            let mut command = job_dir.launch_command(args);
+            let variables =
+                [("LAUNCH_TEST_KEY", SECRETS[2]), ("PASSED_A", SECRETS[3]), ("LAUNCH_LOG", "trace")];
+            command.envs(variables);
+            command
+        };
+        let mut args = vec!["run", "--json", "--set", &overrides[0], "--set", &overrides[1]];
+        args.extend(detached.then_some("--detach"));
+        args.push("job.yaml");
+        let child = launch(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until("the program runs", || job_dir.path("started").exists());
+        assert_no_secret_in_processes();
+        fs::write(job_dir.path("done"), "").unwrap();
+        let output = child.wait_with_output().unwrap();
+        let end = |file: &String| file.ends_with("events.jsonl");
+        let journal = || list_files_below(&job_dir.path("runs")).into_iter().find(end).unwrap();
+        wait_until("the run ends", || {
+            fs::read_to_string(job_dir.path("runs").join(journal())).unwrap().contains("\"done\"")
+        });
+        assert_no_secret("the output", output_to_text(&output).as_bytes());
+        let got = fs::read_to_string(job_dir.path("got")).unwrap();
+        assert!(SECRETS.iter().all(|secret| got.contains(secret)), "{got}");
+        for args in [
+            &["ps", "--json"][..],
+            &["events", "--json"],
+            &["events"],
+            &["logs"],
+            &["plan", "job.yaml", "--set", &overrides[0], "--json"],
+            &["plan", "job.yaml", "--set", &overrides[0]],
+            &["plan", "job.yaml", "--set", &overrides[0], "--set", "run.env.HF_TOKEN.x=1"],
+            &["run", "--dry-run", "job.yaml", "--set", &overrides[0]],
+        ] {
+            assert_no_secret(
+                &format!("{args:?}"),
+                output_to_text(&launch(args).output().unwrap()).as_bytes(),
+            );
+        }
+        for file in list_files_below(&job_dir.path("")) {
+            if !FILES_WITH_SECRETS.contains(&file.as_str()) {
+                assert_no_secret(&file, &fs::read(job_dir.path(&file)).unwrap());
+            }
+        }
+        assert_private(&find_run_dir(&job_dir));
+    }
+}
+
+/// Returns the only run directory of the job `secrets`.
+fn find_run_dir(job_dir: &JobDirectory) -> std::path::PathBuf {
+    fs::read_dir(job_dir.path("runs/secrets")).unwrap().next().unwrap().unwrap().path()
+}
+
+/// Panics if other users can list the directory, or read a file below it.
+#[track_caller]
+fn assert_private(directory: &Path) {
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(directory), 0o700);
+    for file in list_files_below(directory) {
+        assert_eq!(mode(&directory.join(&file)), 0o600, "{file}");
+    }
+}
+
+/// A `run.json` below the current directory may come from an archive, and name any process.
+#[test]
+fn stop_signals_no_process_that_a_planted_record_names() {
+    let job_dir = JobDirectory::new();
+    let mut victim = Command::new("sleep").arg("1000").spawn().unwrap();
+    let stat = fs::read_to_string(format!("/proc/{}/stat", victim.id())).unwrap();
+    let started: u64 = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
+    let read = |path: &str| fs::read_to_string(path).unwrap().trim().to_owned();
+    let run_dir = job_dir.path("runs/job/planted");
+    fs::create_dir_all(&run_dir).unwrap();
+    let record = json!({
+        "version": 1, "run": "planted", "name": "job", "run_dir": run_dir, "world": 1, "began_ms": 1, "command": [],
+        "by": {
+            "host": read("/proc/sys/kernel/hostname"), "boot": read("/proc/sys/kernel/random/boot_id"),
+            "pid": victim.id(), "started": started,
+        },
+    });
+    fs::write(run_dir.join("run.json"), record.to_string()).unwrap();
+    fs::write(run_dir.join("events.jsonl"), "").unwrap();
+    let listed = output_to_text(&job_dir.run_launch(&["ps"]));
+    assert!(listed.contains("planted"), "{listed}");
+    for args in [&["stop", "planted"][..], &["stop", "--now", "planted"], &["stop"]] {
+        let output = job_dir.run_launch(args);
+        let text = output_to_text(&output);
+        assert!(
+            !output.status.success() && text.contains("not the controller of this run"),
+            "{args:?}: {text}"
+        );
+    }
+    assert_eq!(victim.try_wait().unwrap(), None, "the process runs");
+    victim.kill().unwrap();
+    victim.wait().unwrap();
+}
+
+#[test]
+fn names_of_files_and_jobs_do_not_control_the_terminal() {
+    let job_dir = JobDirectory::new();
+    let name = "a\u{1b}]0;t\u{7}\u{202e}\u{9b}2J";
+    let (job, directory) = (format!("{name}.yaml"), job_dir.path(name));
+    fs::write(job_dir.path(&job), format!("run: {{command: [true]}}\n'{name}': 1\n")).unwrap();
+    fs::create_dir(&directory).unwrap();
+    fs::write(directory.join("pytorch_model.bin"), "x").unwrap();
+    let assert_printable = |args: &[&str], output: &Output| {
+        let text = output_to_text(output);
+        let found = text.chars().find(|c| matches!(c, '\u{1b}' | '\u{7}' | '\u{202e}' | '\u{9b}'));
+        assert_eq!(found, None, "{args:?}: {text:?}");
+        assert!(!text.is_empty(), "{args:?}");
+    };
+    for args in [
+        &["plan", &job][..],
+        &["plan", "--json", &job],
+        &["run", &job],
+        &["run", "--json", &job],
+        &["plan", name],
+        &["stop", name],
+        &["logs", name],
+        &["ckpt", "inspect", name],
+        &["ckpt", "verify", name],
+        &["ckpt", "verify", "--json", name],
+        &["ckpt", "inspect", "--json", name],
+        &["import", "accelerate", name],
+        &["run", "--json", "--", name],
+        &["run", "--", "sh", "-c", &format!("exit 3 # {name}")],
+        &["ps"],
+        &["ps", "--json"],
+    ] {
+        assert_printable(args, &job_dir.run_launch(args));
+    }
+}

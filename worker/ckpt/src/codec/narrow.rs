@@ -1,0 +1,44 @@
+//! [`NarrowingBuffers`]: converts F32 values to 16-bit dtypes.
+use crate::tensor::Dtype;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Buffers for the conversion of values to 16-bit dtypes, which the caller reuses.
+#[derive(Default)]
+pub(crate) struct NarrowingBuffers {
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
+}
+
+impl NarrowingBuffers {
+    /// Converts values to BF16 or F16 as torch does, rounding to nearest with ties to even. Returns
+    /// the converted bytes. For other dtypes returns the bytes of the F32 values.
+    pub(crate) fn convert_values<'a>(&'a mut self, dtype: Dtype, values: &'a [f32]) -> &'a [u8] {
+        match dtype {
+            Dtype::BF16 => {
+                self.bf16.resize(values.len(), bf16::ZERO);
+                self.bf16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.bf16)
+            }
+            Dtype::F16 => {
+                self.f16.resize(values.len(), f16::ZERO);
+                self.f16.convert_from_f32_slice(values);
+                bytemuck::cast_slice(&self.f16)
+            }
+            _ => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+/// Finds the index of the first finite value in `wide` that is infinite in `narrow`, the bytes of
+/// the values after the conversion to `dtype`. Returns `None` if there is no such value, or the
+/// dtype does not have 16 bits.
+pub(crate) fn find_overflow(dtype: Dtype, wide: &[f32], narrow: &[u8]) -> Option<usize> {
+    let infinity = match dtype {
+        Dtype::BF16 => bf16::INFINITY.to_bits(),
+        Dtype::F16 => f16::INFINITY.to_bits(),
+        _ => return None,
+    };
+    let narrow: &[u16] = bytemuck::cast_slice(narrow);
+    wide.iter().zip(narrow).position(|(w, n)| n & 0x7fff == infinity && w.is_finite())
+}

@@ -1,0 +1,89 @@
+//! [`JsonSeal`]: the BLAKE3 hash at the beginning of a JSON file, which covers the whole file with
+//! zeros in place of the hash. The hash detects every flipped bit, but is not a signature.
+use crate::hash::Hash;
+use std::ops::Range;
+
+/// Number of hex digits of the hash.
+const DIGITS: usize = 64;
+
+/// The place of the hash in a JSON text.
+pub(crate) struct JsonSeal {
+    /// The text before the hash, with which the file must begin.
+    start: &'static str,
+}
+
+/// Why a sealed text is rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SealError {
+    /// The text is too short for a hash.
+    Truncated,
+    /// The text does not begin with the hash, or does not match it.
+    Mismatch,
+}
+
+impl JsonSeal {
+    /// The seal of a text without spaces.
+    pub(crate) const COMPACT: JsonSeal = JsonSeal { start: "{\"blake3\":\"" };
+    /// The seal of an indented text.
+    pub(crate) const INDENTED: JsonSeal = JsonSeal { start: "{\n  \"blake3\": \"" };
+
+    /// Returns a hash of zeros, which the text must contain before it is sealed.
+    pub(crate) fn empty_hash() -> String {
+        "0".repeat(DIGITS)
+    }
+
+    /// Returns the byte range of the hash.
+    fn digits(&self) -> Range<usize> {
+        self.start.len()..self.start.len() + DIGITS
+    }
+
+    /// Returns true if the text begins with a hash, which may be wrong.
+    pub(crate) fn has_hash(&self, text: &[u8]) -> bool {
+        text.starts_with(self.start.as_bytes()) && text.len() > self.digits().end
+    }
+
+    /// Computes the hash of the text and writes the hash into the text. Does nothing if the text is
+    /// too short.
+    pub(crate) fn seal(&self, text: &mut [u8]) {
+        if text.get_mut(self.digits()).map(|hex| hex.fill(b'0')).is_some() {
+            let hash = Hash::digest(text).to_hex();
+            text[self.digits()].copy_from_slice(hash.as_bytes());
+        }
+    }
+
+    /// Verifies the hash of the text, and replaces the hash by zeros. Returns the hash.
+    pub(crate) fn unseal(&self, text: &mut [u8]) -> Result<String, SealError> {
+        let stored = text.get(self.digits()).ok_or(SealError::Truncated)?.to_owned();
+        text[self.digits()].fill(b'0');
+        let hash = Hash::digest(text).to_hex();
+        match text.starts_with(self.start.as_bytes()) && hash.as_bytes() == stored {
+            true => Ok(hash),
+            false => Err(SealError::Mismatch),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flipped_bit_of_a_sealed_text_is_detected() {
+        for (seal, start, end) in [
+            (JsonSeal::COMPACT, "{\"blake3\":\"", "\"}"),
+            (JsonSeal::INDENTED, "{\n  \"blake3\": \"", "\"\n}\n"),
+        ] {
+            let mut text = format!("{start}{}{end}", JsonSeal::empty_hash()).into_bytes();
+            assert!(seal.has_hash(&text));
+            seal.seal(&mut text);
+            for bit in 0..text.len() * 8 {
+                let mut flipped = text.clone();
+                flipped[bit / 8] ^= 1 << (bit % 8);
+                assert_eq!(seal.unseal(&mut flipped), Err(SealError::Mismatch), "bit {bit}");
+            }
+            let hash = seal.unseal(&mut text.clone()).expect("sealed");
+            assert_eq!(text[start.len()..start.len() + 64], *hash.as_bytes());
+            assert_eq!(seal.unseal(&mut text[..20].to_vec()), Err(SealError::Truncated));
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! [`OutputRecord`]: the JSON file in which a gather or a conversion lists the files that it wrote,
+//! with the BLAKE3 hash of each file. Other programs ignore the file.
+use crate::codec::disk::{self, Directory, FILES_MAX, ReadBuffers, hash_file};
+use crate::codec::json::{deserialize_list, parse_object};
+use crate::codec::sealed_json::JsonSeal;
+use crate::error::{CkptError, DamageReason, Result};
+use crate::format_constants::CONVERT_RECORD_FILE;
+use crate::hash::Hash;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// Limit on the size of a record, in bytes.
+const RECORD_MAX: u64 = 256 << 20;
+/// The version of records that this program writes. Version 1 had only names.
+const VERSION: u32 = 2;
+/// Maximum depth of the subdirectories in which a copy is searched for new files.
+const DEPTH_MAX: u32 = 4;
+
+/// The kind of a record, by which an operation recognizes a directory that it wrote.
+pub(crate) struct OutputMarker {
+    /// Name of the file.
+    pub(crate) file: &'static str,
+    /// Value of the key `format` in the file.
+    format: &'static str,
+    /// The command that wrote the directory, as messages show it.
+    pub(crate) operation: &'static str,
+}
+
+/// The record of gathered weights.
+pub(crate) const GATHER_MARKER: OutputMarker = OutputMarker {
+    file: "gathered.json",
+    format: "launch gathered weights",
+    operation: "`launch ckpt gather`",
+};
+/// The record of a conversion.
+pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
+    file: CONVERT_RECORD_FILE,
+    format: "launch converted checkpoint",
+    operation: "`launch ckpt convert`",
+};
+
+/// The list of files that an operation wrote to a directory.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct OutputRecord {
+    /// The hash of the record, with zeros in place of the hash. Empty in version 1.
+    #[serde(default)]
+    blake3: String,
+    format: String,
+    #[serde(default)]
+    version: u32,
+    #[serde(default)]
+    program: String,
+    /// Number of completed steps of the source, if known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) step: Option<u64>,
+    /// Number of tokens that the source was trained on, if known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tokens: Option<u64>,
+    /// Dtype of gathered weights, as torch names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) dtype: Option<String>,
+    #[serde(deserialize_with = "deserialize_list::<_, _, FILES_MAX>")]
+    pub(crate) files: Vec<RecordedFile>,
+}
+
+/// A file in a record.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct RecordedFile {
+    /// Path in the directory, with `/` between names. In version 1, the name of a file or
+    /// directory.
+    pub(crate) name: String,
+    /// The size in bytes and the hash of the file. `None` if the record does not have the hash.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub(crate) content: Option<RecordedContent>,
+}
+
+/// The size and the hash of a file in a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct RecordedContent {
+    pub(crate) bytes: u64,
+    pub(crate) blake3: Hash,
+}
+
+impl RecordedContent {
+    /// Computes the size and the hash of a file with the content `text`.
+    pub(crate) fn from_text(text: &[u8]) -> RecordedContent {
+        RecordedContent { bytes: text.len() as u64, blake3: Hash::digest(text) }
+    }
+
+    /// Computes the size and the hash of the file `name` in `directory`.
+    pub(crate) fn of_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
+        hash_file(directory, name, scratch).map(|(bytes, blake3)| RecordedContent { bytes, blake3 })
+    }
+}
+
+impl<'de> Deserialize<'de> for RecordedFile {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        d.deserialize_any(RecordedFileVisitor)
+    }
+}
+
+/// Reads a file of a record: an object, or only a name as in version 1.
+struct RecordedFileVisitor;
+
+impl<'de> Visitor<'de> for RecordedFileVisitor {
+    type Value = RecordedFile;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a file name, or an object with `name`, `bytes` and `blake3`")
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> std::result::Result<RecordedFile, E> {
+        Ok(RecordedFile { name: name.to_owned(), content: None })
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<RecordedFile, A::Error> {
+        #[derive(Deserialize)]
+        struct Fields {
+            name: String,
+            bytes: Option<u64>,
+            blake3: Option<Hash>,
+        }
+        let file = Fields::deserialize(MapAccessDeserializer::new(map))?;
+        let content = file.bytes.zip(file.blake3).map(|(bytes, blake3)| RecordedContent { bytes, blake3 });
+        Ok(RecordedFile { name: file.name, content })
+    }
+}
+
+impl OutputMarker {
+    /// Makes a record of this kind.
+    pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
+        let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
+        OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
+    }
+
+    /// Reads the record of this kind in `directory`. Returns `None` if there is no record, or
+    /// another program wrote a file of this name.
+    ///
+    /// # Errors
+    /// Fails if the record is damaged or exceeds a limit.
+    pub(crate) fn read_record(&self, directory: &Directory) -> Result<Option<OutputRecord>> {
+        if directory.file_size(self.file)?.is_none() {
+            return Ok(None);
+        }
+        let mut text = directory.read_file(self.file, RECORD_MAX)?;
+        let parsed = self.parse_record(&mut text);
+        parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, reason))
+    }
+
+    /// Parses the text of a record, and verifies its hash. Returns `None` for a record of another
+    /// kind.
+    pub(crate) fn parse_record(
+        &self,
+        text: &mut [u8],
+    ) -> std::result::Result<Option<OutputRecord>, DamageReason> {
+        let is_sealed = JsonSeal::INDENTED.has_hash(text);
+        if is_sealed && JsonSeal::INDENTED.unseal(text).is_err() {
+            return Err(DamageReason::HashMismatch);
+        }
+        let record: OutputRecord = parse_object(text)?;
+        match record.version {
+            _ if record.format != self.format => Ok(None),
+            0 | 1 => Ok(Some(record)),
+            VERSION if is_sealed => Ok(Some(record)),
+            VERSION => Err(DamageReason::HashMismatch),
+            version => Err(format!("the record has version {version}, newer than {VERSION}").into()),
+        }
+    }
+
+    /// Writes the record to the directory `dir`, with the files sorted by name.
+    ///
+    /// # Errors
+    /// Fails if `dir` has a file of this name, or I/O fails.
+    pub(crate) fn write_record(&self, dir: &Path, mut record: OutputRecord) -> Result<()> {
+        record.files.sort_by(|a, b| a.name.cmp(&b.name));
+        (record.version, record.blake3) = (VERSION, JsonSeal::empty_hash());
+        let mut text = serde_json::to_vec_pretty(&record).map_err(CkptError::invalid_save)?;
+        text.push(b'\n');
+        JsonSeal::INDENTED.seal(&mut text);
+        disk::write_file(dir.join(self.file), &text).map(drop)
+    }
+}
+
+impl OutputRecord {
+    /// Lists the names of the directory's entries that contain the files of the record.
+    pub(crate) fn list_entries(&self) -> BTreeSet<&str> {
+        self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
+    }
+}
+
+/// Updates the records in `copy`, a copy of the directory `original` in which files were replaced,
+/// added and removed. The hashes of `restored` files are kept, since their content must be the
+/// recorded one. Does nothing for records that are damaged or have no hashes.
+///
+/// # Errors
+/// Fails if a file of `copy` cannot be read, or a record cannot be written.
+pub(crate) fn update_records(copy: &Path, original: &Path, restored: &BTreeSet<String>) -> Result<()> {
+    for marker in [GATHER_MARKER, CONVERT_MARKER] {
+        let directory = Directory::open(copy)?;
+        let Ok(Some(record)) = marker.read_record(&directory) else { continue };
+        if record.version < VERSION {
+            continue;
+        }
+        let before = Directory::open(original)?;
+        let files = list_updated_files(&directory, &before, &record, restored)?;
+        if files != record.files {
+            disk::unlink(&copy.join(marker.file))?;
+            marker.write_record(copy, OutputRecord { files, ..record })?;
+        }
+    }
+    Ok(())
+}
+
+/// Lists the files of a copy for its record: those of `record` that still exist, and new ones.
+fn list_updated_files(
+    copy: &Directory,
+    original: &Directory,
+    record: &OutputRecord,
+    restored: &BTreeSet<String>,
+) -> Result<Vec<RecordedFile>> {
+    let scratch = ReadBuffers::default();
+    let mut files: BTreeMap<String, RecordedFile> = BTreeMap::new();
+    for file in &record.files {
+        let name = &file.name;
+        let mut file = file.clone();
+        match (copy.has_entry(name)?, original.has_entry(name)?) {
+            (false, true) => continue,
+            (true, existed) if file.content.is_some() && !restored.contains(name) => {
+                if !existed || !is_same_content(copy, original, name, &scratch)? {
+                    file.content = Some(RecordedContent::of_file(copy, name, &scratch)?);
+                }
+            }
+            // a file that is missing in both directories is damage
+            _ => {}
+        }
+        files.insert(name.clone(), file);
+    }
+    for (path, ..) in disk::list_file_states(copy.path(), DEPTH_MAX)? {
+        let name = path.strip_prefix(copy.path()).ok().and_then(Path::to_str);
+        let Some(name) = name.filter(|n| ![GATHER_MARKER.file, CONVERT_MARKER.file].contains(n)) else {
+            continue;
+        };
+        if !files.contains_key(name) && !original.has_entry(name)? {
+            let content = Some(RecordedContent::of_file(copy, name, &scratch)?);
+            files.insert(name.to_owned(), RecordedFile { name: name.to_owned(), content });
+        }
+    }
+    Ok(files.into_values().collect())
+}
+
+/// Returns true if the file `name` is the same file in both directories, or has equal content.
+fn is_same_content(a: &Directory, b: &Directory, name: &str, scratch: &ReadBuffers) -> Result<bool> {
+    let identify = |directory: &Directory| {
+        let metadata = directory.path().join(name).symlink_metadata().ok()?;
+        Some((metadata.dev(), metadata.ino()))
+    };
+    if identify(a).is_some_and(|found| identify(b) == Some(found)) {
+        return Ok(true);
+    }
+    Ok(hash_file(a, name, scratch)? == hash_file(b, name, scratch)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes a record with a file that has a hash, and a file that has none.
+    fn make_record() -> OutputRecord {
+        let content = Some(RecordedContent::from_text(b"text"));
+        let files = [("b/c", content), ("a", None)]
+            .map(|(name, content)| RecordedFile { name: name.into(), content });
+        OutputRecord {
+            step: Some(7),
+            dtype: Some("bfloat16".into()),
+            ..GATHER_MARKER.make_record(files.into())
+        }
+    }
+
+    #[test]
+    fn a_written_record_is_read_and_every_changed_byte_is_detected() {
+        let dir = tempfile::tempdir().expect("a directory");
+        GATHER_MARKER.write_record(dir.path(), make_record()).expect("written");
+        let directory = Directory::open(dir.path()).expect("exists");
+        let record = GATHER_MARKER.read_record(&directory).expect("sound").expect("exists");
+        assert_eq!((record.step, record.tokens, record.version), (Some(7), None, VERSION));
+        assert_eq!(record.list_entries().into_iter().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(record.files, make_record().files.into_iter().rev().collect::<Vec<_>>());
+        assert!(CONVERT_MARKER.read_record(&directory).expect("no file").is_none());
+        let text = std::fs::read(dir.path().join(GATHER_MARKER.file)).expect("there");
+        for at in 0..text.len() {
+            for bit in 0..8 {
+                let mut flipped = text.clone();
+                flipped[at] ^= 1 << bit;
+                let found = GATHER_MARKER.parse_record(&mut flipped);
+                assert!(!matches!(found, Ok(Some(_))), "bit {bit} of byte {at}: {found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_record_of_names_is_read_and_invalid_records_are_rejected() {
+        let parse = |text: &str| GATHER_MARKER.parse_record(&mut text.as_bytes().to_vec());
+        let old =
+            parse(r#"{"format": "launch gathered weights", "program": "launch 0.1", "files": ["a", "b"]}"#);
+        let old = old.expect("valid").expect("of this kind");
+        assert_eq!(
+            old.files.iter().map(|f| (f.name.as_str(), f.content)).collect::<Vec<_>>(),
+            [("a", None), ("b", None)]
+        );
+        assert_eq!(parse(r#"{"format": "another", "files": []}"#), Ok(None));
+        for (text, reason) in [
+            (r#"{"format": "launch gathered weights", "version": 2, "files": []}"#, "BLAKE3"),
+            (r#"{"format": "launch gathered weights", "version": 3, "files": []}"#, "newer than 2"),
+            (r#"{"format": "launch gathered weights", "files": [1]}"#, "a file name"),
+            (r#"{"format": "launch gathered weights", "files": [[["a"]]]}"#, "a file name"),
+            (r#"{"format": "launch gathered weights"}"#, "missing field"),
+            ("[]", "not an object"),
+        ] {
+            let found = parse(text).expect_err(text).to_string();
+            assert!(found.contains(reason), "{text}: {found}");
+        }
+    }
+
+    #[test]
+    fn a_copy_gets_hashes_of_new_files_and_keeps_those_of_damaged_ones() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (original, copy) = (dir.path().join("original"), dir.path().join("copy"));
+        let names = ["linked", "damaged", "replaced", "removed", "restored"];
+        for directory in [&original, &copy] {
+            std::fs::create_dir(directory).expect("made");
+            names.iter().for_each(|n| std::fs::write(directory.join(n), n).expect("written"));
+        }
+        let content = |n: &str| Some(RecordedContent::from_text(n.as_bytes()));
+        let file = |n: &str, content| RecordedFile { name: n.into(), content };
+        let mut files: Vec<RecordedFile> = names.iter().map(|n| file(n, content(n))).collect();
+        files.push(file("lost", content("lost")));
+        files.push(file("no hash", None));
+        CONVERT_MARKER.write_record(&copy, CONVERT_MARKER.make_record(files)).expect("written");
+        std::fs::remove_file(copy.join("removed")).expect("removed");
+        for directory in [&original, &copy] {
+            std::fs::write(directory.join("damaged"), "DAMAGED").expect("written");
+        }
+        for name in ["replaced", "restored", "new"] {
+            std::fs::write(copy.join(name), "NEW").expect("written");
+        }
+        update_records(&copy, &original, &["restored".to_owned()].into()).expect("updated");
+        let record = CONVERT_MARKER.read_record(&Directory::open(&copy).expect("exists"));
+        let expected = [
+            file("damaged", content("damaged")),
+            file("linked", content("linked")),
+            file("lost", content("lost")),
+            file("new", content("NEW")),
+            file("no hash", None),
+            file("replaced", content("NEW")),
+            file("restored", content("restored")),
+        ];
+        assert_eq!(record.expect("sound").expect("exists").files, expected);
+    }
+}

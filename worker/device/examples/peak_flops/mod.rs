@@ -1,0 +1,99 @@
+//! Measures the peak rate of multiply-adds, to which benchmarks compare matmuls.
+use std::{
+    hint::black_box,
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Number of multiply-adds that each chain computes in one measurement.
+const FMAS_PER_CHAIN: usize = 20_000;
+
+/// Function that computes independent chains of multiply-adds on registers and returns their sum.
+type Chains = fn(f32) -> f32;
+
+/// Measures multiply-adds on `threads` threads for the duration `time`, and returns the best rate
+/// in FLOP/s, summed over all threads. `instruction_set` begins with the name of the instruction
+/// set that is measured, as [`device::Cpu::describe`] returns it.
+pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> f64 {
+    let (run_chains, flops) = select_chains(instruction_set);
+    let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
+    let measure = || {
+        barrier.wait();
+        let mut best = f64::INFINITY;
+        while Instant::now() < end {
+            let begin = Instant::now();
+            black_box(run_chains(black_box(0.5)));
+            best = best.min(begin.elapsed().as_secs_f64());
+        }
+        best
+    };
+    let best = thread::scope(|scope| {
+        let measured: Vec<_> = (0..threads).map(|_| scope.spawn(measure)).collect();
+        measured.into_iter().map(|thread| thread.join().expect("measured")).fold(f64::INFINITY, f64::min)
+    });
+    (threads * flops) as f64 / best
+}
+
+/// Returns the function for an instruction set, and the number of floating-point operations of one
+/// call.
+fn select_chains(instruction_set: &str) -> (Chains, usize) {
+    #[cfg(target_arch = "x86_64")]
+    if instruction_set.starts_with("avx512") {
+        // SAFETY: the backend detected the instructions.
+        return (|x| unsafe { x86::run_avx512_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX512_CHAINS * 16);
+    } else if instruction_set.starts_with("avx2") {
+        // SAFETY: the backend detected the instructions.
+        return (|x| unsafe { x86::run_avx2_chains(x) }, 2 * FMAS_PER_CHAIN * x86::AVX2_CHAINS * 8);
+    }
+    let _ = instruction_set;
+    (run_portable_chains, 2 * FMAS_PER_CHAIN * PORTABLE_CHAINS)
+}
+
+/// Number of independent chains of the portable function: enough to hide the latency.
+const PORTABLE_CHAINS: usize = 64;
+
+/// Computes the chains with the baseline instructions of the compilation target.
+fn run_portable_chains(x: f32) -> f32 {
+    let mut acc: [f32; PORTABLE_CHAINS] = std::array::from_fn(|i| i as f32);
+    for _ in 0..FMAS_PER_CHAIN {
+        acc.iter_mut().for_each(|acc| *acc = *acc * x + x);
+    }
+    acc.iter().sum()
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::FMAS_PER_CHAIN;
+    use std::arch::x86_64::*;
+
+    /// Numbers of independent chains: enough to hide the latency, and few enough for the registers.
+    pub(super) const AVX512_CHAINS: usize = 12;
+    pub(super) const AVX2_CHAINS: usize = 12;
+
+    /// Computes the chains on zmm registers.
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn run_avx512_chains(x: f32) -> f32 {
+        let factor = _mm512_set1_ps(x);
+        let mut acc = [factor; AVX512_CHAINS];
+        for _ in 0..FMAS_PER_CHAIN {
+            for acc in &mut acc {
+                *acc = _mm512_fmadd_ps(*acc, factor, factor);
+            }
+        }
+        acc.iter().map(|acc| _mm512_reduce_add_ps(*acc)).sum()
+    }
+
+    /// Computes the chains on ymm registers.
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn run_avx2_chains(x: f32) -> f32 {
+        let factor = _mm256_set1_ps(x);
+        let mut acc = [factor; AVX2_CHAINS];
+        for _ in 0..FMAS_PER_CHAIN {
+            for acc in &mut acc {
+                *acc = _mm256_fmadd_ps(*acc, factor, factor);
+            }
+        }
+        acc.iter().map(|acc| _mm256_cvtss_f32(*acc)).sum()
+    }
+}

@@ -1,0 +1,78 @@
+//! [`cuda_library!`]: the functions of a library of CUDA, with methods that check their status.
+use std::ffi::{CStr, c_char, c_int};
+
+/// A status code of a library; 0 is success.
+pub(in crate::cuda) type Status = c_int;
+
+/// Defines a struct with the functions of a library like
+/// [`dynamic_library!`](crate::dynamic_library). Each function that returns a status code also
+/// becomes a method that returns a `Result`.
+///
+/// The invoking module must define `describe_status`, which returns the library's own message for a
+/// status code that is an error.
+macro_rules! cuda_library {
+    (@method fn $function:ident($($argument:ident: $type:ty),*) -> $result:ty) => {};
+    (@method fn $function:ident($($argument:ident: $type:ty),*)) => {
+        /// Calls the library's function of this name. Fails with the library's message.
+        #[allow(dead_code, reason = "some functions are called without this method")]
+        #[allow(non_snake_case, reason = "the name of the library's function")]
+        pub(in crate::cuda) unsafe fn $function(&self, $($argument: $type),*) -> Result<(), CudaError> {
+            // SAFETY: promised by the caller.
+            let status = unsafe { (self.$function)($($argument),*) };
+            self.check_status(stringify!($function), status)
+        }
+    };
+    (
+        $(#[$attribute:meta])*
+        $library:ident: $($sys:ident)::+, $status:ident, $kind:ident, $required:literal;
+        $(fn $function:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?;)*
+    ) => {
+        $crate::dynamic_library! {
+            $(#[$attribute])*
+            pub(in crate::cuda) struct $library: $($sys)::+, $status;
+            $(fn $function($($argument: $type),*) $(-> $result)?;)*
+        }
+
+        impl $library {
+            /// Opens the library and looks up its functions. Returns the path of the library, too.
+            pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Result<(Self, PathBuf), CudaError> {
+                let OpenLibrary { library, path } = paths.open(CudaLibrary::$kind)?;
+                match Self::resolve(library) {
+                    Ok(functions) => Ok((functions, path)),
+                    Err(missing) => Err(CudaError::LibraryTooOld {
+                        library: CudaLibrary::$kind,
+                        path,
+                        found: format!("a version without {}", missing.0),
+                        required: concat!($required, " or newer").to_owned(),
+                    }),
+                }
+            }
+
+            /// Converts a status code of `function` to a result. The error contains the library's
+            /// own message, and the function's name without a version suffix.
+            pub(in crate::cuda) fn check_status(&self, function: &str, status: Status) -> Result<(), CudaError> {
+                if status == 0 {
+                    return Ok(());
+                }
+                let function = function.trim_end_matches("_v2").to_owned();
+                Err(CudaError::Call { function, status, message: self.describe_status(status) })
+            }
+
+            $(cuda_library!(@method fn $function($($argument: $type),*) $(-> $result)?);)*
+        }
+    };
+}
+pub(super) use cuda_library;
+
+/// Copies a text of a library. Returns `unknown error` if there is none.
+///
+/// # Safety
+///
+/// `text` must be null or a C string.
+pub(super) unsafe fn read_text(text: *const c_char) -> String {
+    if text.is_null() {
+        return "unknown error".to_owned();
+    }
+    // SAFETY: promised by the caller.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}

@@ -1,0 +1,89 @@
+//! [`DriverApi`]: the functions of the CUDA driver.
+use super::super::error::CudaError;
+use super::super::library::CudaLibrary;
+use super::super::library_search::{LibrarySearchPaths, OpenLibrary};
+use super::cuda_library::{Status, cuda_library, read_text};
+use cudarc::driver::sys::*;
+use std::{
+    ffi::{c_char, c_int, c_uint, c_void},
+    path::PathBuf,
+    ptr,
+};
+
+/// An address in GPU memory.
+pub(in crate::cuda) type Address = CUdeviceptr;
+
+cuda_library! {
+    /// The CUDA driver API, from `libcuda.so.1`.
+    DriverApi: cudarc::driver::sys, CUresult, Driver, "CUDA 12";
+    fn cuInit(flags: c_uint);
+    fn cuDriverGetVersion(version: *mut c_int);
+    fn cuGetErrorName(status: Status, name: *mut *const c_char);
+    fn cuGetErrorString(status: Status, text: *mut *const c_char);
+    fn cuDeviceGetCount(count: *mut c_int);
+    fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    fn cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    fn cuCtxSetCurrent(context: CUcontext);
+    fn cuDeviceGetDefaultMemPool(pool: *mut CUmemoryPool, device: CUdevice);
+    fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
+    fn cuMemPoolTrimTo(pool: CUmemoryPool, kept_bytes: usize);
+    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
+    fn cuStreamDestroy_v2(stream: CUstream);
+    fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    fn cuEventCreate(event: *mut CUevent, flags: c_uint);
+    fn cuEventDestroy_v2(event: CUevent);
+    fn cuEventRecord(event: CUevent, stream: CUstream);
+    fn cuEventSynchronize(event: CUevent);
+    fn cuEventQuery(event: CUevent);
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
+    fn cuStreamSynchronize(stream: CUstream);
+    fn cuMemAllocAsync(address: *mut Address, bytes: usize, stream: CUstream);
+    fn cuMemFreeAsync(address: Address, stream: CUstream);
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, bytes: usize, stream: CUstream);
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: Address, bytes: usize, stream: CUstream);
+    fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: CUstream);
+    fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
+    fn cuMemFreeHost(memory: *mut c_void);
+    fn cuMemsetD8Async(to: Address, value: u8, bytes: usize, stream: CUstream);
+    fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    fn cuLaunchKernel(
+        function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+        block_z: c_uint, shared_bytes: c_uint, stream: CUstream, arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    );
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+    fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64);
+    fn cuStreamGetCaptureInfo_v2(
+        stream: CUstream, capture_status: *mut CUstreamCaptureStatus, id: *mut cuuint64_t, graph: *mut CUgraph,
+        dependencies: *mut *const CUgraphNode, dependency_count: *mut usize,
+    );
+    fn cuGraphExecKernelNodeSetParams_v2(
+        executable: CUgraphExec, node: CUgraphNode, parameters: *const CUDA_KERNEL_NODE_PARAMS,
+    );
+    fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream);
+    fn cuGraphExecDestroy(executable: CUgraphExec);
+    fn cuGraphDestroy(graph: CUgraph);
+}
+
+impl DriverApi {
+    /// Returns the driver's name and text of a status code.
+    fn describe_status(&self, status: Status) -> String {
+        let (mut name, mut text) = (ptr::null(), ptr::null());
+        // SAFETY: writes one pointer each, to a static string or null.
+        unsafe {
+            (self.cuGetErrorName)(status, &mut name);
+            (self.cuGetErrorString)(status, &mut text);
+            format!("{}, {}", read_text(name), read_text(text))
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Turns CUDA graphs on or off, measures whether they are faster, and returns notices of the
+//! backend after a step.
+use super::backend::Cuda;
+use super::cudnn::CudnnAttention;
+use super::error::CudaError;
+use super::graphs::{GraphAutotuner, GraphStats, GraphTuningDecision};
+use crate::storage::BackendNotice;
+use diagnostic::{Diagnostic, codes::device::CUDA_GRAPHS_DISABLED};
+use std::{
+    sync::{MutexGuard, PoisonError},
+    time::Duration,
+};
+
+impl Cuda {
+    /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
+    /// meanwhile.
+    pub fn set_graphs_enabled(&self, on: bool) {
+        self.gpu.attempt(|| self.gpu.set_graphs_enabled(on));
+    }
+
+    /// Starts to measure whether CUDA graphs are faster. The next steps run without graphs, the
+    /// following steps with graphs.
+    pub fn start_graph_autotuning(&self) {
+        *self.lock_graph_tuner() = Some(GraphAutotuner::default());
+    }
+
+    /// Returns counts of graph launches and of calls that were issued one by one, so far.
+    pub fn graph_stats(&self) -> GraphStats {
+        self.gpu.graphs.lock().stats()
+    }
+
+    /// Locks the graph autotuner. It is `None` if nothing is measured.
+    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
+        self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Implements [`crate::Storage::record_step_duration`]. Returns the next notice of the graph
+    /// autotuner or of cuDNN.
+    pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
+        let mut tuner = self.lock_graph_tuner();
+        if let Some(error) = self.gpu.graphs.lock().take_disable_reason() {
+            *tuner = None;
+            let message = "CUDA graphs are off and training continues without them";
+            let mut warning = Diagnostic::warning(CUDA_GRAPHS_DISABLED, message).with_cause(&error);
+            if let CudaError::Call { function, .. } = error {
+                warning = warning.with_field("function", function);
+            }
+            return Some(BackendNotice::Degraded(warning));
+        }
+        if let Some(notice) = self.cudnn.get().and_then(CudnnAttention::take_notice) {
+            return Some(notice);
+        }
+        let calls = self.gpu.graphs.count_calls();
+        match tuner.as_mut()?.record_step(duration, calls) {
+            GraphTuningDecision::Continue => None,
+            GraphTuningDecision::NotNeeded { seconds_per_call } => {
+                *tuner = None;
+                Some(BackendNotice::GraphsNotNeeded { seconds_per_call })
+            }
+            GraphTuningDecision::EnableGraphs => {
+                self.set_graphs_enabled(true);
+                None
+            }
+            GraphTuningDecision::Measured { step_seconds_without, step_seconds_with } => {
+                *tuner = None;
+                let enabled = step_seconds_with < step_seconds_without;
+                self.set_graphs_enabled(enabled);
+                Some(BackendNotice::GraphsMeasured { enabled, step_seconds_with, step_seconds_without })
+            }
+        }
+    }
+}

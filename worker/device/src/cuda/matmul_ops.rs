@@ -1,0 +1,128 @@
+//! Implementation of [`MatmulOps`] and [`GroupedMatmulOps`] on a GPU.
+use super::backend::Cuda;
+use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
+use crate::ops::{GroupedMatmulOps, MatmulOps, RowGroup, VectorOps, WriteMode, expect_lens};
+
+impl MatmulOps for Cuda {
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode) {
+        expect_lens("matmul_forward", [("y", y.len(), m * n), ("x", x.len(), m * k), ("w", w.len(), n * k)]);
+        let (a, b) = (MatmulOperand::from_rows(x, k), MatmulOperand::from_transposed(w, k));
+        matmul(self, MatmulOperand::from_rows(y.as_view(), n), a, b, [m, n, k], write);
+    }
+
+    fn matmul_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    ) {
+        let lens = [("dx", dx.len(), m * k), ("dy", dy.len(), m * n), ("w", w.len(), n * k)];
+        expect_lens("matmul_backward_input", lens);
+        let (a, b) = (MatmulOperand::from_rows(dy, n), MatmulOperand::from_rows(w, k));
+        matmul(self, MatmulOperand::from_rows(dx.as_view(), k), a, b, [m, k, n], write);
+    }
+
+    fn matmul_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    ) {
+        let lens = [("dw", dw.len(), n * k), ("dy", dy.len(), m * n), ("x", x.len(), m * k)];
+        expect_lens("matmul_backward_weight", lens);
+        let (a, b) = (MatmulOperand::from_transposed(dy, n), MatmulOperand::from_rows(x, k));
+        matmul(self, MatmulOperand::from_rows(dw.as_view(), k), a, b, [n, k, m], write);
+    }
+
+    fn matmul_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        m: usize,
+        n: usize,
+        k: usize,
+    ) {
+        let Some(bias) = bias else { return self.matmul_forward(y, x, w, m, n, k, WriteMode::Overwrite) };
+        let lens = [("y", y.len(), m * n), ("x", x.len(), m * k), ("w", w.len(), n * k)];
+        expect_lens("matmul_bias_forward", lens);
+        let (a, b) = (MatmulOperand::from_rows(x, k), MatmulOperand::from_transposed(w, k));
+        matmul_with_bias(self, y, a, b, bias, [m, n, k]);
+    }
+
+    fn conv1d_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: View,
+        m: usize,
+        inp: usize,
+        out: usize,
+    ) {
+        let lens = [("y", y.len(), m * out), ("x", x.len(), m * inp), ("w", w.len(), inp * out)];
+        expect_lens("conv1d_bias_forward", lens);
+        let (a, b) = (MatmulOperand::from_rows(x, inp), MatmulOperand::from_rows(w, out));
+        matmul_with_bias(self, y, a, b, bias, [m, out, inp]);
+    }
+
+    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+        if (x.dtype(), buf.dtype()) != (Dtype::F32, Dtype::Bf16) {
+            return x;
+        }
+        let n = x.len();
+        self.cast(buf.view_mut().slice(0..n), x);
+        buf.view().slice(0..n)
+    }
+}
+
+impl GroupedMatmulOps for Cuda {
+    fn grouped_forward(&self, mut y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize) {
+        for g in groups {
+            let (y, x, w) = (y.slice_mut(g.elements(n)), x.slice(g.elements(k)), w.slice(g.matrix(n * k)));
+            self.matmul_forward(y, x, w, g.rows.len(), n, k, WriteMode::Overwrite);
+        }
+    }
+
+    fn grouped_backward_input(
+        &self,
+        mut dx: ViewMut,
+        dy: View,
+        w: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        for g in groups {
+            let (dx, dy) = (dx.slice_mut(g.elements(k)), dy.slice(g.elements(n)));
+            let w = w.slice(g.matrix(n * k));
+            self.matmul_backward_input(dx, dy, w, g.rows.len(), n, k, WriteMode::Overwrite);
+        }
+    }
+
+    fn grouped_backward_weight(
+        &self,
+        mut dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    ) {
+        for g in groups {
+            let (dy, x) = (dy.slice(g.elements(n)), x.slice(g.elements(k)));
+            let dw = dw.slice_mut(g.matrix(n * k));
+            self.matmul_backward_weight(dw, dy, x, g.rows.len(), n, k, WriteMode::Overwrite);
+        }
+    }
+}

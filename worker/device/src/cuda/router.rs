@@ -1,0 +1,64 @@
+//! The router of a layer with experts on a GPU.
+use super::backend::{Cuda, Work};
+use super::compile::EXPERT_ROWS;
+use super::launch::{KernelArg, LaunchConfig};
+use super::tensor_arg::{TensorArg, f32_gpu_address};
+use crate::buffer::{View, ViewMut};
+use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
+
+/// Maximum number of experts of a router. A warp of the router kernel holds the scores of all
+/// experts in registers.
+const MAX_EXPERTS: usize = 1024;
+
+impl RouterOps for Cuda {
+    /// Blocks until the chosen experts are on the host.
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen_experts: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    ) {
+        let matrices = [("logits", logits.len()), ("probs", probs.len())];
+        let lists = [("weights", weights.len()), ("chosen_experts", chosen_experts.len())];
+        shape.check_arguments("router_forward", &matrices, &lists, lse.len());
+        let [probs, weights, lse] = [probs, weights, lse].map(|v| f32_gpu_address(v.as_view()));
+        let indices = self.alloc_scratch(size_of_val(chosen_experts));
+        let RouterShape { experts, experts_per_token: per_token, normalize_weights, .. } = shape;
+        let (logits, normalize) = (TensorArg::from(logits), i64::from(normalize_weights));
+        let arguments: [&dyn KernelArg; 8] =
+            [&probs, &weights, &lse, &indices.address(), &logits, &experts, &per_token, &normalize];
+        self.launch(EXPERT_ROWS, c"router_forward", assign_warp_to_each_row(shape), &arguments);
+        let chosen = bytemuck::cast_slice_mut(chosen_experts);
+        self.gpu.attempt(|| self.gpu.download_blocking(chosen, indices.address()));
+    }
+
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        inputs: RouterBackwardInputs,
+        shape: RouterShape,
+    ) {
+        inputs.check_arguments(dlogits.len(), dweights.len(), shape);
+        let chosen = self.upload_input("chosen", inputs.chosen_experts);
+        let balance = self.upload_input("balance", inputs.balance_grad);
+        let [dweights, probs, lse] = [dweights, inputs.probs, inputs.lse].map(f32_gpu_address);
+        let RouterShape { experts, experts_per_token: per_token, normalize_weights, .. } = shape;
+        let (dlogits, normalize) = (TensorArg::from(&dlogits), i64::from(normalize_weights));
+        let twice_z = 2.0 * inputs.z_loss_coef;
+        let arguments: [&dyn KernelArg; 10] = [
+            &dlogits, &dweights, &probs, &lse, &chosen, &balance, &experts, &per_token, &normalize, &twice_z,
+        ];
+        self.launch(EXPERT_ROWS, c"router_backward", assign_warp_to_each_row(shape), &arguments);
+    }
+}
+
+/// Returns the work of a router kernel: one warp per row. Panics if the GPU does not support the
+/// number of experts.
+fn assign_warp_to_each_row(RouterShape { m, experts, .. }: RouterShape) -> Work {
+    assert!(experts <= MAX_EXPERTS, "router: {experts} experts exceed the GPU's maximum of {MAX_EXPERTS}");
+    Work::Config(LaunchConfig { grid: [m as u32, 1, 1], block: [32, 1, 1], shared: 0 })
+}

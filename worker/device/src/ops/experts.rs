@@ -1,0 +1,122 @@
+//! Experts: the router that selects them, and ops on the rows that are sent to them.
+use super::arguments::{WriteMode, expect_len};
+use crate::buffer::{View, ViewMut};
+
+/// The router of a layer with experts.
+pub trait RouterOps {
+    /// Selects the experts of each token from the router's `logits[m, experts]`.
+    ///
+    /// - `probs[m, experts]` receives the softmax of each row of `logits`.
+    /// - `lse[m]` receives the log-sum-exp of each row of `logits`.
+    /// - `chosen_experts[m, experts_per_token]` receives the experts with the largest probabilities
+    ///   in descending order; of equal ones the lower index comes first.
+    /// - `weights[m, experts_per_token]` receives the factors of the chosen experts' outputs. These
+    ///   are the experts' probabilities, divided by their sum over the token's chosen experts if
+    ///   [`RouterShape::normalize_weights`] is set.
+    fn router_forward(
+        &self,
+        probs: ViewMut,
+        weights: ViewMut,
+        lse: ViewMut,
+        chosen_experts: &mut [u32],
+        logits: View,
+        shape: RouterShape,
+    );
+    /// Computes the gradient of the router's logits and overwrites `dlogits` with it. `dweights` is
+    /// the gradient of the output `weights` of [`RouterOps::router_forward`]. The selection of
+    /// experts itself has no gradient.
+    fn router_backward(
+        &self,
+        dlogits: ViewMut,
+        dweights: View,
+        inputs: RouterBackwardInputs,
+        shape: RouterShape,
+    );
+}
+
+/// Shape of a router. A router selects the experts of each token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterShape {
+    /// Number of tokens. The logits of each token are one row.
+    pub m: usize,
+    /// Number of experts of the layer.
+    pub experts: usize,
+    /// Number of experts to which each token is sent, at least 1.
+    pub experts_per_token: usize,
+    /// True if the probabilities of a token's selected experts are divided by their sum.
+    pub normalize_weights: bool,
+}
+
+impl RouterShape {
+    /// Panics if the number of experts per token is invalid, or if the length of an argument of
+    /// the op `op` does not fit the shape. `matrices` have a row of experts for each token, and
+    /// `lists` a row of selected experts.
+    pub(crate) fn check_arguments(
+        &self,
+        op: &str,
+        matrices: &[(&str, usize)],
+        lists: &[(&str, usize)],
+        lse: usize,
+    ) {
+        let RouterShape { m, experts, experts_per_token, .. } = *self;
+        assert!(
+            (1..=experts).contains(&experts_per_token),
+            "{op}: experts_per_token is {experts_per_token}, not in 1..={experts}"
+        );
+        matrices.iter().for_each(|(name, len)| expect_len(op, name, *len, m * experts));
+        lists.iter().for_each(|(name, len)| expect_len(op, name, *len, m * experts_per_token));
+        expect_len(op, "lse", lse, m);
+    }
+}
+
+/// Inputs of [`RouterOps::router_backward`] in addition to the gradient of the chosen experts'
+/// weights.
+#[derive(Clone, Copy)]
+pub struct RouterBackwardInputs<'a> {
+    /// Probabilities that the forward pass computed, `[m, experts]`.
+    pub probs: View<'a>,
+    /// Log-sum-exp of each row's logits from the forward pass, `[m]`.
+    pub lse: View<'a>,
+    /// Experts that the forward pass selected, `[m, experts_per_token]`.
+    pub chosen_experts: &'a [u32],
+    /// Gradient of the load-balancing loss with respect to the probabilities, `[experts]`. All rows
+    /// of `probs` have this gradient.
+    pub balance_grad: &'a [f32],
+    /// Coefficient of the z-loss Σ lse², whose gradient is added.
+    pub z_loss_coef: f32,
+}
+
+impl RouterBackwardInputs<'_> {
+    /// Panics if the length of an argument of the router's backward pass does not fit the shape.
+    /// `dlogits` and `dweights` are lengths.
+    pub(crate) fn check_arguments(&self, dlogits: usize, dweights: usize, shape: RouterShape) {
+        let op = "router_backward";
+        let matrices = [("dlogits", dlogits), ("probs", self.probs.len())];
+        let lists = [("dweights", dweights), ("chosen_experts", self.chosen_experts.len())];
+        shape.check_arguments(op, &matrices, &lists, self.lse.len());
+        expect_len(op, "balance_grad", self.balance_grad.len(), shape.experts);
+    }
+}
+
+/// Ops on rows that are sent to experts and return.
+pub trait RowOps {
+    /// Gathers rows: `y[i, d] = x[rows[i], d]`.
+    fn gather_rows(&self, y: ViewMut, x: View, rows: &[u32], d: usize);
+    /// Computes weighted sums of rows: `y[m, d] (=|+=) Σ_k weights[m, k] · x[row_indices[m, k],
+    /// d]`, in the order of `k`. If `weights` is `None`, every weight is 1.
+    fn combine_rows(
+        &self,
+        y: ViewMut,
+        x: View,
+        weights: Option<View>,
+        row_indices: &[u32],
+        m: usize,
+        d: usize,
+        write: WriteMode,
+    );
+    /// Computes the dot product of each pair of rows: `out[m] = Σ_i a[m, i] · b[m, i]`, where
+    /// `i < d`.
+    fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize);
+    /// Multiplies each row by its factor: `x[m, d] *= factors[m]`.
+    fn scale_rows(&self, x: ViewMut, factors: View, d: usize);
+}

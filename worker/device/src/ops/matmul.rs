@@ -1,0 +1,165 @@
+//! Matmuls: of linear and Conv1D layers, in fp8, and of groups of rows.
+use super::arguments::{WriteMode, expect_lens};
+use crate::buffer::{Buf, View, ViewMut};
+use crate::fp8::Fp8Format;
+use std::ops::Range;
+
+/// Matmuls of linear layers and of GPT-2's Conv1D layers, which store their weight as `w[in, out]`.
+pub trait MatmulOps {
+    /// Computes a linear layer without bias: `y[m,n] (=|+=) x[m,k] · w[n,k]ᵀ`.
+    fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode);
+    /// Computes the gradient of a linear layer's input: `dx[m,k] (=|+=) dy[m,n] · w[n,k]`.
+    fn matmul_backward_input(
+        &self,
+        dx: ViewMut,
+        dy: View,
+        w: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    );
+    /// Computes the gradient of a linear layer's weight: `dw[n,k] (=|+=) dy[m,n]ᵀ · x[m,k]`.
+    fn matmul_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    );
+    /// Computes a linear layer: `y[m,n] = x[m,k] · w[n,k]ᵀ + bias[n]`. Without `bias`, only the
+    /// matmul is computed. A CPU rounds the result once, after the bias was added.
+    fn matmul_bias_forward(
+        &self,
+        y: ViewMut,
+        x: View,
+        w: View,
+        bias: Option<View>,
+        m: usize,
+        n: usize,
+        k: usize,
+    );
+    /// Computes a Conv1D layer without bias: `y[m,out] = x[m,inp] · w[inp,out]`.
+    fn conv1d_forward(&self, y: ViewMut, x: View, w: View, m: usize, inp: usize, out: usize) {
+        self.matmul_backward_input(y, x, w, m, inp, out, WriteMode::Overwrite);
+    }
+    /// Computes a Conv1D layer: `y[m,out] = x[m,inp] · w[inp,out] + bias[out]`, rounded once after
+    /// the bias was added.
+    fn conv1d_bias_forward(&self, y: ViewMut, x: View, w: View, bias: View, m: usize, inp: usize, out: usize);
+    /// Computes the gradient of a Conv1D layer's input: `dx[m,inp] = dy[m,out] · w[inp,out]ᵀ`.
+    fn conv1d_backward_input(&self, dx: ViewMut, dy: View, w: View, m: usize, inp: usize, out: usize) {
+        self.matmul_forward(dx, dy, w, m, inp, out, WriteMode::Overwrite);
+    }
+    /// Computes the gradient of a Conv1D layer's weight: `dw[inp,out] = x[m,inp]ᵀ · dy[m,out]`.
+    fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
+        self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
+    }
+    /// Converts `x` to the element type in which this backend multiplies it. Returns `x` itself if
+    /// the type is right already. Otherwise returns a copy in `buf`, rounded to the type of `buf`,
+    /// which must have the length of `x`. Converting a gradient before several matmuls rounds it
+    /// only once.
+    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+        let _ = buf;
+        x
+    }
+}
+
+/// Matmuls in fp8.
+pub trait Fp8Ops {
+    /// Computes an fp8 matmul: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
+    ///
+    /// Each operand is divided by its scale and rounded to its format. The scale is
+    /// [`Fp8Format::compute_scale`] of the largest finite magnitude of the operand. The terms are
+    /// summed in `f32`, and the sum is multiplied by both scales. An element of `c` is NaN if a NaN
+    /// is among its terms. E4M3 has no infinity, so an infinite element of an E4M3 operand counts
+    /// as NaN.
+    ///
+    /// Panics unless `n` is a multiple of [`FP8_COLUMN_MULTIPLE`] and at most one operand is E5M2.
+    fn fp8_matmul(
+        &self,
+        c: ViewMut,
+        a: Fp8Operand,
+        b: Fp8Operand,
+        m: usize,
+        n: usize,
+        k: usize,
+        write: WriteMode,
+    );
+}
+
+/// Operand of an fp8 matmul. The op divides the operand by a scale and rounds it to fp8.
+#[derive(Clone, Copy)]
+pub struct Fp8Operand<'a> {
+    /// The matrix's elements, of any type.
+    pub x: View<'a>,
+    /// The format to which the op rounds the elements.
+    pub format: Fp8Format,
+    /// True if the matrix is stored transposed.
+    pub transposed: bool,
+}
+
+/// Divisor of the number of columns of every fp8 matmul's result, because cuBLASLt requires result
+/// rows whose size is a multiple of 16 bytes.
+pub const FP8_COLUMN_MULTIPLE: usize = 16;
+
+impl Fp8Operand<'_> {
+    /// Panics unless the matmul `c[m,n] = a[m,k] · b[k,n]` of these operands meets the requirements
+    /// of [`Fp8Ops::fp8_matmul`]. `c` is the length of the result.
+    #[track_caller]
+    pub(crate) fn check_matmul(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
+        let op = "fp8_matmul";
+        assert!(
+            n.is_multiple_of(FP8_COLUMN_MULTIPLE),
+            "{op}: n is {n}, not a multiple of {FP8_COLUMN_MULTIPLE}"
+        );
+        assert!((a.format, b.format) != (Fp8Format::E5M2, Fp8Format::E5M2), "{op}: both operands are E5M2");
+        expect_lens(op, [("c", c, m * n), ("a", a.x.len(), m * k), ("b", b.x.len(), k * n)]);
+    }
+}
+
+/// Grouped matmuls: each group of rows is multiplied by a separate matrix.
+pub trait GroupedMatmulOps {
+    /// Computes a grouped matmul. For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the
+    /// matrix begins at element `matrix_offset` of `w`. Empty groups cost nothing.
+    fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize);
+    /// Computes the gradient of a grouped matmul's input. For each group: `dx[rows, k] = dy[rows,
+    /// n] · w[n, k]`.
+    fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[RowGroup], n: usize, k: usize);
+    /// Computes the gradient of a grouped matmul's weights. For each group: `dw[n, k] = dy[rows,
+    /// n]ᵀ · x[rows, k]`, which is zero for an empty group. Elements of `dw` outside the groups'
+    /// matrices are not written.
+    fn grouped_backward_weight(
+        &self,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        groups: &[RowGroup],
+        n: usize,
+        k: usize,
+    );
+}
+
+/// Consecutive rows that a grouped matmul multiplies by one matrix: the tokens of one expert and
+/// the expert's weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowGroup {
+    /// The group's rows. Groups are sorted by their rows and do not overlap.
+    pub rows: std::ops::Range<usize>,
+    /// Index of the matrix's first element in the vector of all groups' matrices.
+    pub matrix_offset: usize,
+}
+
+impl RowGroup {
+    /// Returns the range of the elements of the group's rows, which have `width` elements each.
+    pub(crate) fn elements(&self, width: usize) -> Range<usize> {
+        self.rows.start * width..self.rows.end * width
+    }
+
+    /// Returns the range of the elements of the group's matrix, which has `len` elements.
+    pub(crate) fn matrix(&self, len: usize) -> Range<usize> {
+        self.matrix_offset..self.matrix_offset + len
+    }
+}

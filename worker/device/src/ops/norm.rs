@@ -1,0 +1,153 @@
+//! RMSNorm, LayerNorm and bias.
+use super::arguments::{WriteMode, expect_lens};
+use crate::buffer::{View, ViewMut};
+
+/// RMSNorm of rows (Zhang and Sennrich, 2019).
+pub trait RmsNormOps {
+    /// Computes RMSNorm (Zhang and Sennrich, 2019) of each row: `y[m,d] = x·rstd·w`, where
+    /// `rstd[m] = 1/√(mean(x²) + eps)`.
+    fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32);
+    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`RmsNormOps::rmsnorm_forward`] of the
+    /// rounded sum.
+    fn add_rmsnorm_forward(
+        &self,
+        y: ViewMut,
+        rstd: ViewMut,
+        x: ViewMut,
+        delta: View,
+        w: View,
+        m: usize,
+        d: usize,
+        eps: f32,
+    );
+    /// Computes the gradients of RMSNorm. With x̂ = x·rstd and g = dy·w:
+    /// `dx[m,d] (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw[d] += Σ_m dy·x̂`.
+    fn rmsnorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        rstd: View,
+        m: usize,
+        d: usize,
+        write: WriteMode,
+    );
+}
+
+/// RMSNorm of the heads inside wider rows, as Qwen3 applies it to queries and keys.
+pub trait HeadNormOps {
+    /// Computes RMSNorm of each head separately, in place on `x[rows, stride]`, with one weight
+    /// `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows, heads·head_dim]`
+    /// and the reciprocal root mean square of each head in `rstd[rows, heads]`.
+    fn rmsnorm_heads_forward(
+        &self,
+        x: ViewMut,
+        raw: ViewMut,
+        rstd: ViewMut,
+        w: View,
+        layout: HeadLayout,
+        eps: f32,
+    );
+    /// Computes the gradients of [`HeadNormOps::rmsnorm_heads_forward`]. Replaces the gradient of
+    /// the normalized heads in `dx[rows, stride]` by the gradient of `raw`, and adds `dw[head_dim]
+    /// += Σ dy·x̂` over all rows and heads.
+    fn rmsnorm_heads_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        raw: View,
+        rstd: View,
+        w: View,
+        layout: HeadLayout,
+    );
+}
+
+/// Layout of consecutive heads inside the rows of a wider matrix, such as the query heads inside
+/// the rows of qkv.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadLayout {
+    /// Number of rows of the matrix.
+    pub rows: usize,
+    /// Column of the first head's first element.
+    pub first_column: usize,
+    /// Number of heads, which follow one another without gaps.
+    pub heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements of a row of the matrix.
+    pub stride: usize,
+}
+
+impl HeadLayout {
+    /// Returns the number of elements of all heads of one row.
+    pub fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Panics if the heads do not fit the rows, or if a length does not fit the layout: of the
+    /// matrix `x`, the heads before the norm (`raw`), their statistics (`rstd`) and the weight.
+    pub(crate) fn check_norm_lengths(&self, op: &str, x: usize, raw: usize, rstd: usize, w: usize) {
+        let HeadLayout { rows, first_column, heads, head_dim, stride } = *self;
+        assert!(head_dim > 0, "{op}: head_dim is 0");
+        assert!(
+            first_column + self.width() <= stride,
+            "{op}: {heads} heads from element {first_column} on do not fit rows of {stride}"
+        );
+        expect_lens(op, [("x", x, rows * stride), ("raw", raw, rows * self.width())]);
+        expect_lens(op, [("rstd", rstd, rows * heads), ("w", w, head_dim)]);
+    }
+}
+
+/// LayerNorm of rows (Ba et al., 2016).
+pub trait LayerNormOps {
+    /// Computes LayerNorm of each row: `y[m,d] = (x − mean)·rstd·w + b`, where
+    /// `rstd = 1/√(mean((x − mean)²) + eps)`. Stores mean and rstd of each row in `stats[m,2]`.
+    fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize);
+    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`LayerNormOps::layernorm_forward`] of
+    /// the rounded sum.
+    fn add_layernorm_forward(
+        &self,
+        y: ViewMut,
+        stats: ViewMut,
+        x: ViewMut,
+        delta: View,
+        norm: LayerNormParams,
+        m: usize,
+    );
+    /// Computes the gradients of LayerNorm. With x̂ = (x − mean)·rstd and g = dy·w:
+    /// `dx[m,d] (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw[d] += Σ_m dy·x̂`, and
+    /// `db[d] += Σ_m dy`.
+    fn layernorm_backward(
+        &self,
+        dx: ViewMut,
+        dw: ViewMut,
+        db: ViewMut,
+        dy: View,
+        x: View,
+        w: View,
+        stats: View,
+        m: usize,
+        write: WriteMode,
+    );
+}
+
+/// Parameters of a LayerNorm over rows of `d` elements.
+#[derive(Clone, Copy)]
+pub struct LayerNormParams<'a> {
+    /// Weight of each column, `[d]`.
+    pub w: View<'a>,
+    /// Bias of each column, `[d]`.
+    pub b: View<'a>,
+    /// Number that is added to the variance before the square root.
+    pub eps: f32,
+}
+
+/// A bias: a vector that is added to every row.
+pub trait BiasOps {
+    /// Adds a bias to every row: `y[m,n] += bias[n]`.
+    fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize);
+    /// Adds the gradient of a bias: `dbias[n] += Σ_m dy[m,n]`.
+    fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize);
+}

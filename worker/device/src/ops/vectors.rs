@@ -1,0 +1,112 @@
+//! Elementwise ops, dropout, rounding and sums of squares.
+use crate::buffer::{Dtype, View, ViewMut};
+
+/// Ops on vectors, and the transposition of matrices.
+pub trait VectorOps {
+    /// Converts elements to the type of `y`: `y = x`. If `y` has fewer bits, elements are rounded
+    /// to nearest, ties to even.
+    fn cast(&self, y: ViewMut, x: View);
+    /// Rounds `f32` to bf16 stochastically, so that the expected value of `y` is `x`. Values that
+    /// bf16 can represent stay unchanged, including infinities and NaN. Finite values stay finite.
+    fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding);
+    /// Adds elementwise: `y += x`.
+    fn add(&self, y: ViewMut, x: View);
+    /// Multiplies every element by a number: `y *= s`.
+    fn scale(&self, y: ViewMut, s: f32);
+    /// Adds a number to every element: `y += s`.
+    fn add_scalar(&self, y: ViewMut, s: f32);
+    /// Computes `y = a·y + b·x`. Both products and the sum are rounded.
+    fn axpby(&self, y: ViewMut, a: f32, x: View, b: f32);
+    /// Limits elements smoothly to ±`cap`: `y = cap·tanh(y / cap)`.
+    fn softcap(&self, y: ViewMut, cap: f32);
+    /// Transposes a matrix: `y[columns, rows] = x[rows, columns]ᵀ`.
+    fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
+    /// Applies dropout in place: sets dropped elements to 0 and multiplies the others by
+    /// `1 / (1 − probability)`.
+    fn dropout(&self, x: ViewMut, dropout: &SampleDropout);
+    /// Returns the sum of the squares of all elements, computed in `f64`.
+    fn sum_squares(&self, x: View) -> f64;
+    /// Computes the sum of squares of each block of [`NORM_BLOCK_LEN`] consecutive elements of `x`,
+    /// and overwrites `out` with the sums, one per block. The last block may be shorter. The
+    /// elements of a block are summed in `f64`, in one fixed order.
+    fn sum_squares_by_block(&self, out: &mut [f64], x: View);
+    /// Returns the sums of [`VectorOps::sum_squares_by_block`] for several vectors, concatenated.
+    fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
+        let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
+        let mut sums = vec![0.0; vectors.iter().map(count).sum()];
+        let mut rest = &mut sums[..];
+        for x in vectors {
+            let (out, after) = rest.split_at_mut(count(x));
+            self.sum_squares_by_block(out, *x);
+            rest = after;
+        }
+        sums
+    }
+}
+
+/// Number of consecutive elements whose squares form one partial sum of the gradient norm. Sharding
+/// does not change these blocks, and therefore does not change the norm.
+pub const NORM_BLOCK_LEN: usize = 4096;
+
+/// Dropout of a vector that consists of consecutive samples of equal length.
+///
+/// Element `i` of a sample takes word `i mod 4` of the Philox block `⌊i / 4⌋` at the step 0
+/// ([`crate::philox::compute_random_words`]). The element is dropped if the word is below
+/// `⌊probability·2³²⌋`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampleDropout {
+    /// Key of the Philox generator.
+    pub key: [u32; 2],
+    /// Probability of dropping an element, at least 0 and below 1.
+    pub probability: f64,
+    /// Elements of a sample.
+    pub sample_len: usize,
+    /// Number of the vector's first sample in the random stream.
+    pub first_sample: u64,
+}
+
+impl SampleDropout {
+    /// Returns the threshold below which a random word drops its element.
+    pub(crate) fn drop_threshold(&self) -> u64 {
+        (self.probability * 4_294_967_296.0) as u64
+    }
+
+    /// Returns the factor `1 / (1 − probability)` of the elements that are kept.
+    pub(crate) fn keep_scale(&self) -> f32 {
+        (1.0 / (1.0 - self.probability)) as f32
+    }
+}
+
+/// Random numbers of stochastic rounding for a range of a tensor. A value between two neighbouring
+/// bf16 numbers becomes the number with the larger magnitude with a probability of `(|value| −
+/// |lower|) / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of the two
+/// numbers.
+///
+/// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the Philox block `⌊i /
+/// 4⌋` at the sample 0 and the step `step` ([`crate::philox::compute_random_words`]). The result
+/// therefore does not depend on how the tensor is divided into ranges.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StochasticRounding {
+    /// Key of the Philox generator.
+    pub key: [u32; 2],
+    /// Index of the range's first element in its tensor.
+    pub first_element: u64,
+    /// Number of the optimizer step.
+    pub step: u64,
+}
+
+impl StochasticRounding {
+    /// Panics if the result is not bf16, or if elements or the step exceed the counter of the
+    /// random generator: 2⁴⁵ elements and 2⁴² steps.
+    #[track_caller]
+    pub(crate) fn check(&self, y: &ViewMut) {
+        let (op, dtype) = ("round_stochastically", y.dtype());
+        let end = self.first_element.saturating_add(y.len() as u64);
+        assert!(dtype == Dtype::Bf16, "{op}: the result is {dtype:?}, not Bf16");
+        assert!(
+            end <= 1 << 45 && self.step < 1 << 42,
+            "{op}: element {end} at step {} is beyond the range of the random generator",
+            self.step
+        );
+    }
+}

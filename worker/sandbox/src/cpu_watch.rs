@@ -1,0 +1,87 @@
+//! [`limit_cpu_time`]: limits the CPU time that one thread spends on a part of a request.
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+/// Interval at which the CPU time of limited work is checked.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Work that runs on a thread with a limit of CPU time.
+struct LimitedWork {
+    id: u64,
+    /// The clock of the thread's CPU time.
+    clock: libc::clockid_t,
+    /// The reading of the clock at which the limit is exceeded.
+    deadline: Duration,
+    limit: Duration,
+}
+
+/// The limited work that runs now.
+static RUNNING: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
+
+/// Runs `work` on this thread with a limit of CPU time. If the work needs more CPU time than
+/// `limit`, the sandbox process ends with
+/// [`SandboxError::OutOfCpuTime`](crate::SandboxError::OutOfCpuTime). Outside of a sandbox process,
+/// the limit has no effect.
+pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
+    let _registered = Registration::new(limit);
+    work()
+}
+
+/// Removes limited work from [`RUNNING`] on drop, also after a panic.
+struct Registration(u64);
+
+impl Registration {
+    /// Registers work of this thread.
+    fn new(limit: Duration) -> Self {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let clock = find_thread_clock();
+        let work = LimitedWork { id, clock, deadline: read_clock(clock) + limit, limit };
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).push(work);
+        Registration(id)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = running.iter().position(|work| work.id == self.0) {
+            running.swap_remove(at);
+        }
+    }
+}
+
+/// Blocks until some work needs more CPU time than its limit, and passes the limit to `report`
+/// while the work is still registered. `report` must end the process.
+pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
+    loop {
+        thread::sleep(CHECK_INTERVAL);
+        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(work) = running.iter().find(|work| read_clock(work.clock) > work.deadline) {
+            report(work.limit);
+        }
+    }
+}
+
+/// Returns the clock of the CPU time of this thread.
+fn find_thread_clock() -> libc::clockid_t {
+    let mut clock = libc::CLOCK_THREAD_CPUTIME_ID;
+    // SAFETY: the thread is this thread, and `clock` is valid for the write. After a failure
+    // `clock` is unchanged.
+    _ = unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &mut clock) };
+    clock
+}
+
+/// Reads a clock of CPU time. Returns zero if the thread of the clock has ended.
+fn read_clock(clock: libc::clockid_t) -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for the write. After a failure `time` is unchanged.
+    _ = unsafe { libc::clock_gettime(clock, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}

@@ -1,0 +1,84 @@
+//! [`SandboxError`]: why a sandbox process gave no result.
+use std::{io, time::Duration};
+
+/// The reason why a sandbox process gave no result.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// The process did not start.
+    #[error("the sandbox process did not start")]
+    NotStarted(#[source] io::Error),
+    /// The work needs more memory than the limit.
+    #[error("the work needs more than {} MiB of memory", .limit_bytes >> 20)]
+    OutOfMemory {
+        /// Memory that the process may use, in bytes.
+        limit_bytes: u64,
+    },
+    /// The work needs more CPU time than the limit.
+    #[error("the work needs more than {limit_s} s of CPU time")]
+    OutOfCpuTime {
+        /// CPU time of the request, seconds.
+        limit_s: u64,
+    },
+    /// The process did not answer, and did not use its CPU time.
+    #[error("the sandbox process did not answer for {} s", .limit.as_secs())]
+    TimedOut {
+        /// The longest wait.
+        limit: Duration,
+    },
+    /// The result has more bytes than the limit.
+    #[error("the result has {bytes} bytes, more than {limit_bytes}")]
+    ReplyTooLong {
+        /// Size of the result.
+        bytes: u64,
+        /// Largest result.
+        limit_bytes: u64,
+    },
+    /// The stack of the process overflowed, or the process accessed invalid memory.
+    #[error("the values or expressions are nested too deeply for a stack of {} MiB", .stack_bytes >> 20)]
+    StackOverflow {
+        /// Stack of a thread, in bytes.
+        stack_bytes: u64,
+    },
+    /// The library panicked.
+    #[error("the library failed: {message}")]
+    Panicked {
+        /// The message and the place of the panic.
+        message: String,
+    },
+    /// The process ended for another reason.
+    #[error("the sandbox process ended: {0}")]
+    Ended(String),
+    /// The process sent bytes that are no reply.
+    #[error("the sandbox process sent an invalid reply")]
+    InvalidReply,
+}
+
+/// The failure of a request.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct SandboxFailure {
+    /// The last step of the request that the handler reported, or 0.
+    pub step: u64,
+    /// The reason of the failure.
+    #[source]
+    pub error: SandboxError,
+}
+
+impl SandboxError {
+    /// Returns the name and the value of the limit that the work exceeded, for a diagnostic.
+    pub fn exceeded_limit(&self) -> Option<(&'static str, u64)> {
+        match *self {
+            SandboxError::OutOfMemory { limit_bytes } => Some(("memory_limit_bytes", limit_bytes)),
+            SandboxError::OutOfCpuTime { limit_s } => Some(("cpu_limit_s", limit_s)),
+            SandboxError::TimedOut { limit } => Some(("wait_limit_s", limit.as_secs())),
+            SandboxError::ReplyTooLong { limit_bytes, .. } => Some(("result_limit_bytes", limit_bytes)),
+            SandboxError::StackOverflow { stack_bytes } => Some(("stack_limit_bytes", stack_bytes)),
+            _ => None,
+        }
+    }
+
+    /// Returns the failure of a request in this step.
+    pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
+        SandboxFailure { step, error: self }
+    }
+}

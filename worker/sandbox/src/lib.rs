@@ -1,0 +1,27 @@
+//! Crate `sandbox`: a process of the same executable, in which libraries interpret files of other
+//! people within limits.
+//!
+//! The process has a limit of memory, of CPU time per request and of bytes per reply. It opens no
+//! file, has no network, starts no process, and gets no environment variables. Requests, replies
+//! and open files pass through one socket. [`SandboxProcess`] is the caller's side, and [`serve`]
+//! is the process. A panic, a crash or an exceeded limit of the process is a [`SandboxError`] of
+//! the caller. docs/design/sandbox.md describes the design.
+mod confinement;
+mod cpu_watch;
+mod error;
+mod frame;
+mod limits;
+mod sandbox_process;
+mod server;
+mod system_calls;
+
+pub use confinement::Confinement;
+pub use cpu_watch::limit_cpu_time;
+pub use error::{SandboxError, SandboxFailure};
+pub use frame::{FrameDecoder, decode_frames};
+pub use limits::{RequestLimits, STACK_BYTES, SandboxSettings};
+pub use sandbox_process::{SandboxCommand, SandboxProcess};
+pub use server::{ReportStep, RequestHandler, serve, take_panic_message};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+//! [`ShardWrite`]: writing this rank's shard of a checkpoint, on the calling thread or on a
+//! background thread.
+use crate::{
+    checkpoint::mapping::OwnedRange,
+    error::{Result, build_thread_start_error},
+};
+use ckpt::{CkptError, PieceElements, ShardReport, TensorPiece, TensorRole};
+use device::{
+    Buf, Dtype, Ops, View,
+    storage::{DeviceError, Download, extract_panic_message},
+};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    thread::JoinHandle,
+};
+
+/// The writing of this rank's shard: finished, or running on a background thread.
+pub(super) enum ShardWrite {
+    Done(ShardResult),
+    Background(BackgroundWrite),
+}
+
+/// The report about a shard that was written, or the error of writing it.
+pub(super) type ShardResult = std::result::Result<ShardReport, CkptError>;
+
+/// A background thread that writes this rank's shard.
+pub(super) struct BackgroundWrite {
+    /// Returns the staging memory together with the result, which is `None` after a cancellation.
+    thread: JoinHandle<std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>>,
+    progress: Arc<WriteProgress>,
+}
+
+/// The progress of a [`BackgroundWrite`].
+struct WriteProgress {
+    /// The size of the shard's elements in bytes.
+    total_bytes: u64,
+    written_bytes: AtomicU64,
+    is_cancelled: AtomicBool,
+}
+
+impl BackgroundWrite {
+    /// Starts to write the values that `copies` downloads to the staging directory `directory`.
+    pub(super) fn start(
+        copies: Download,
+        labels: Vec<RangeLabel>,
+        total_bytes: u64,
+        directory: PathBuf,
+        (rank, world): (u32, u32),
+    ) -> Result<Self> {
+        let (written_bytes, is_cancelled) = (AtomicU64::new(0), AtomicBool::new(false));
+        let progress = Arc::new(WriteProgress { total_bytes, written_bytes, is_cancelled });
+        let reported = progress.clone();
+        let write = move || {
+            let buffers = copies.wait()?;
+            let pieces: Vec<TensorPiece> =
+                labels.iter().zip(&buffers).map(|(label, values)| label.with_values(values.view())).collect();
+            let written = ckpt::write_shard_until(&directory, rank, world, &pieces, |bytes| {
+                reported.written_bytes.store(bytes, Relaxed);
+                match reported.is_cancelled.load(Relaxed) {
+                    true => ControlFlow::Break(()),
+                    false => ControlFlow::Continue(()),
+                }
+            });
+            Ok((written.transpose(), buffers))
+        };
+        Ok(BackgroundWrite { thread: spawn_thread("checkpoint", write)?, progress })
+    }
+
+    /// Returns whether the thread is still writing.
+    pub(super) fn is_running(&self) -> bool {
+        !self.thread.is_finished()
+    }
+
+    /// Returns whether less than half of the shard is written.
+    pub(super) fn is_mostly_unwritten(&self) -> bool {
+        self.is_running() && self.progress.written_bytes.load(Relaxed) < self.progress.total_bytes / 2
+    }
+
+    /// Makes the thread end soon, without a complete shard.
+    pub(super) fn cancel(&self) {
+        self.progress.is_cancelled.store(true, Relaxed);
+    }
+
+    /// Waits for the thread. Returns the result, which is `None` after a cancellation, and the
+    /// staging memory.
+    pub(super) fn finish(self) -> std::result::Result<(Option<ShardResult>, Vec<Buf>), ThreadFailure> {
+        join_thread(self.thread)
+    }
+}
+
+/// The description of an owned range of a tensor, without its values.
+pub(super) struct RangeLabel {
+    name: String,
+    role: TensorRole,
+    start_element: u64,
+}
+
+impl RangeLabel {
+    pub(super) fn new(o: &OwnedRange) -> Self {
+        RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
+    }
+
+    /// Builds the piece for [`ckpt::write_shard`] from this label and the values of its range.
+    fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
+        let data = match data.dtype() {
+            Dtype::F32 => PieceElements::F32(data.host()),
+            Dtype::Bf16 => PieceElements::Bf16(data.half_bits()),
+            Dtype::F16 => unreachable!("with fp16, checkpoints hold fp32 master weights"),
+        };
+        TensorPiece { name: &self.name, role: self.role, start_element: self.start_element, data }
+    }
+}
+
+/// Starts a thread with this name. If this fails, the error names the thread.
+pub(super) fn spawn_thread<T: Send + 'static>(
+    name: &str,
+    f: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
+}
+
+/// The failure of a thread that copies device memory or writes it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ThreadFailure {
+    /// The device rejected an operation.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The thread panicked.
+    #[error("{message}")]
+    Panic {
+        /// The message of the panic.
+        message: String,
+    },
+}
+
+/// Waits for a thread and returns its result.
+pub(super) fn join_thread<T>(
+    thread: JoinHandle<std::result::Result<T, DeviceError>>,
+) -> std::result::Result<T, ThreadFailure> {
+    match thread.join() {
+        Ok(result) => Ok(result?),
+        Err(panic) => Err(ThreadFailure::Panic { message: extract_panic_message(panic.as_ref()) }),
+    }
+}
+
+/// Writes a shard on the calling thread, directly from host memory or through a host copy of device
+/// memory.
+pub(super) fn write_in_foreground(
+    ops: &dyn Ops,
+    path: &Path,
+    rank: u32,
+    world: u32,
+    labels: &[RangeLabel],
+    values: &[View],
+) -> std::result::Result<ShardResult, DeviceError> {
+    let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
+    let copies: Vec<Buf> = values.iter().map(host_copy).collect();
+    ops.status()?; // invalid values must not be saved
+    let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
+        label.with_values(if values.is_on_host() { *values } else { copy.view() })
+    });
+    let pieces: Vec<TensorPiece> = pieces.collect();
+    Ok(ckpt::write_shard(path, rank, world, &pieces))
+}

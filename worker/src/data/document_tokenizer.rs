@@ -1,0 +1,349 @@
+//! [`DocumentTokenizer`]: tokenizes documents in the sandbox process, and writes their tokens to a
+//! token cache.
+//!
+//! Documents are sent in batches. The process interprets one batch while this process reads the
+//! next one and writes the tokens of the previous one. If the process fails, it is started again
+//! and gets the documents of the batch one by one, so that the error names the record. Tokens of
+//! the embedded tokenizer are the bytes of text, so text needs no process.
+use super::{
+    byte_tokenizer,
+    document_reader::{DocumentPart, RecordReadOptions},
+    error::{CacheOperation, DataError, RecordPosition, RecordRange, Step},
+    interpreter::{
+        Document, DocumentOptions, DocumentResult, InterpreterFailure, OpenParquetReply, RECORDS_PER_REPLY,
+        REQUEST_TEXT_BYTES, Request, RequestStream, RowsReply, documents_limits, rows_limits,
+    },
+    split::SplitFilter,
+    token_cache::TokenCacheWriter,
+    tokenizer::{TextTokenizer, to_data_error},
+};
+use jobspec::LossTargets;
+use sandbox::SandboxError;
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Number of requests that are sent before the first reply: one that the sandbox process
+/// interprets, and one that waits.
+const REQUESTS_SENT: usize = 2;
+/// Longest time for the search for the document that made a batch fail, in which documents are
+/// interpreted one by one.
+const SEARCH_TIME: Duration = Duration::from_secs(5);
+
+/// Tokenizes documents in order and writes their tokens to a token cache.
+pub(crate) struct DocumentTokenizer<'a> {
+    tokenizer: &'a TextTokenizer,
+    options: RecordReadOptions<'a>,
+    filter: SplitFilter,
+    stream: RequestStream<'a>,
+    /// The batch that is not sent yet.
+    batch: Batch,
+    /// The batches whose results were not received yet.
+    sent: VecDeque<Batch>,
+    writer: TokenCacheWriter,
+    /// Path of the token cache.
+    cache_path: &'a Path,
+}
+
+/// Parts of documents that are sent together.
+#[derive(Default)]
+struct Batch {
+    parts: Vec<BatchPart>,
+    bytes: usize,
+}
+
+/// A part of a document, with the place where it was read.
+struct BatchPart {
+    part: DocumentPart,
+    path: Arc<Path>,
+    position: Option<RecordPosition>,
+}
+
+impl BatchPart {
+    /// Returns the document to interpret, or `None` for the end of a document.
+    fn as_document(&self) -> Option<Document<'_>> {
+        match &self.part {
+            DocumentPart::Text(text) => Some(Document::Text(text)),
+            DocumentPart::ChatLine(line) => Some(Document::ChatLine(line)),
+            DocumentPart::End => None,
+        }
+    }
+}
+
+impl<'a> DocumentTokenizer<'a> {
+    /// Creates a tokenizer of documents that writes to `writer`. `cache_path` is for error
+    /// messages.
+    pub(crate) fn new(
+        tokenizer: &'a TextTokenizer,
+        options: RecordReadOptions<'a>,
+        filter: SplitFilter,
+        writer: TokenCacheWriter,
+        cache_path: &'a Path,
+    ) -> Self {
+        let stream = tokenizer.interpreter().open_stream();
+        let (batch, sent) = (Batch::default(), VecDeque::new());
+        DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
+    }
+
+    /// Adds a part of a document. After an error, the documents whose tokens are not written are
+    /// dropped.
+    pub(crate) fn push(
+        &mut self,
+        part: DocumentPart,
+        path: &Arc<Path>,
+        position: Option<RecordPosition>,
+    ) -> Result<(), DataError> {
+        let text = match &part {
+            DocumentPart::Text(text) | DocumentPart::ChatLine(text) => text.len(),
+            DocumentPart::End => 0,
+        };
+        match &part {
+            DocumentPart::Text(text) if self.tokenizer.is_embedded() => {
+                let tokens: Vec<u32> = byte_tokenizer::encode(text).collect();
+                return self.write_tokens(&tokens);
+            }
+            DocumentPart::End if self.tokenizer.is_embedded() => return self.end_document(),
+            _ => {}
+        }
+        self.batch.bytes += size_of::<BatchPart>() + text;
+        self.batch.parts.push(BatchPart { part, path: Arc::clone(path), position });
+        if self.batch.bytes < REQUEST_TEXT_BYTES {
+            return Ok(());
+        }
+        let sent = self.send_batch();
+        sent.inspect_err(|_| self.drop_documents())
+    }
+
+    /// Writes the tokens of all documents that were added. After an error, the documents whose
+    /// tokens are not written are dropped.
+    pub(crate) fn flush(&mut self) -> Result<(), DataError> {
+        let mut flushed = self.send_batch();
+        while flushed.is_ok() && !self.sent.is_empty() {
+            flushed = self.receive_batch();
+        }
+        flushed.inspect_err(|_| self.drop_documents())
+    }
+
+    fn drop_documents(&mut self) {
+        self.batch = Batch::default();
+        self.sent.clear();
+    }
+
+    /// Returns the writer. All documents must have been written.
+    pub(crate) fn into_writer(self) -> TokenCacheWriter {
+        self.writer
+    }
+
+    /// Sends the current batch. Receives the results of an older batch if too many are pending.
+    fn send_batch(&mut self) -> Result<(), DataError> {
+        let batch = std::mem::take(&mut self.batch);
+        if batch.parts.is_empty() {
+            return Ok(());
+        }
+        while self.sent.len() >= REQUESTS_SENT {
+            self.receive_batch()?;
+        }
+        self.send(batch)
+    }
+
+    /// Sends a batch.
+    fn send(&mut self, batch: Batch) -> Result<(), DataError> {
+        let documents: Vec<Document> = batch.parts.iter().filter_map(BatchPart::as_document).collect();
+        let sizes = documents.iter().map(|document| document.as_str().len());
+        let limits = documents_limits(sizes, self.tokenizer.interpreter().threads());
+        let request = Request::Documents { documents, options: self.document_options() };
+        let sent = self.stream.send(&request, None, &limits);
+        drop(request);
+        self.sent.push_back(batch);
+        sent.or_else(|failure| self.recover(failure))
+    }
+
+    /// Receives the results of the oldest batch, and writes its tokens.
+    fn receive_batch(&mut self) -> Result<(), DataError> {
+        let results = match self.stream.receive::<Vec<DocumentResult>>() {
+            Ok(results) => results,
+            Err(failure) => return self.recover(failure),
+        };
+        let Some(batch) = self.sent.pop_front() else { return Ok(()) };
+        self.write_batch(&batch, results)
+    }
+
+    /// Interprets the oldest batch again after the sandbox process failed on this batch, and sends
+    /// the other batches again.
+    fn recover(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
+        let sent = std::mem::take(&mut self.sent);
+        let mut batches = sent.into_iter();
+        let Some(batch) = batches.next() else { return Ok(()) };
+        let results = self.interpret_one_by_one(&batch, failure)?;
+        self.write_batch(&batch, results)?;
+        batches.try_for_each(|batch| self.send(batch))
+    }
+
+    /// Interprets the documents of a batch one by one after the sandbox process failed on the
+    /// batch. Returns the results if no document fails alone.
+    fn interpret_one_by_one(
+        &mut self,
+        batch: &Batch,
+        failure: InterpreterFailure,
+    ) -> Result<Vec<DocumentResult>, DataError> {
+        let deadline = Instant::now() + SEARCH_TIME;
+        let documents = batch.parts.iter().filter_map(|part| Some((part, part.as_document()?)));
+        let (mut results, mut first) = (Vec::new(), None);
+        for (part, document) in documents {
+            first = first.or(Some(part));
+            let is_of_machine = matches!(failure.error, SandboxError::NotStarted(_));
+            if is_of_machine || Instant::now() > deadline {
+                break;
+            }
+            match self.stream.interpret_document(document, self.document_options()) {
+                Ok(result) => results.push(result),
+                Err(failure) => return Err(self.to_record_error(failure, part, true)),
+            }
+        }
+        match first {
+            Some(part) if results.len() < count_documents(batch) => {
+                Err(self.to_record_error(failure, part, false))
+            }
+            _ => Ok(results),
+        }
+    }
+
+    /// Returns the error of a record during whose interpretation the sandbox process failed.
+    fn to_record_error(&self, failure: InterpreterFailure, part: &BatchPart, is_exact: bool) -> DataError {
+        let first_step = match part.part {
+            DocumentPart::ChatLine(_) => Step::RenderChats,
+            DocumentPart::Text(_) | DocumentPart::End => Step::Tokenize,
+        };
+        let records = part.position.map(|first| RecordRange { first, is_exact });
+        let rules = self.find_rules(failure.step.unwrap_or(first_step));
+        to_data_error(failure, first_step, &part.path, records, rules)
+    }
+
+    /// Returns the path of the tokenizer or of the chat template that a step of interpretation
+    /// uses.
+    fn find_rules(&self, step: Step) -> Option<&Path> {
+        match step {
+            Step::RenderChats => self.options.chat_template.map(|template| template.path()),
+            Step::Tokenize => self.tokenizer.path(),
+            _ => None,
+        }
+    }
+
+    fn document_options(&self) -> DocumentOptions<'a> {
+        DocumentOptions {
+            field: self.options.field,
+            loss_on: self.options.chat_template.map_or(LossTargets::All, |template| template.loss_on()),
+            filter: self.filter,
+            tokenize: true,
+        }
+    }
+
+    /// Writes the tokens of a batch.
+    fn write_batch(&mut self, batch: &Batch, results: Vec<DocumentResult>) -> Result<(), DataError> {
+        if let Some(part) = batch.parts.first().filter(|_| results.len() != count_documents(batch)) {
+            return Err(self.to_record_error(SandboxError::InvalidReply.into(), part, false));
+        }
+        let mut results = results.into_iter();
+        for part in &batch.parts {
+            let result = if part.as_document().is_some() { results.next() } else { None };
+            let Some(result) = result else {
+                self.end_document()?;
+                continue;
+            };
+            let is_chat = matches!(part.part, DocumentPart::ChatLine(_));
+            self.write_result(result, &part.path, part.position, is_chat)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the tokens of one result. `is_whole` states that the document ends after them.
+    fn write_result(
+        &mut self,
+        result: DocumentResult,
+        path: &Path,
+        position: Option<RecordPosition>,
+        is_whole: bool,
+    ) -> Result<(), DataError> {
+        match (result, position) {
+            (DocumentResult::Tokens(tokens), _) => {
+                self.write_tokens(&tokens.0)?;
+                if is_whole { self.end_document() } else { Ok(()) }
+            }
+            (DocumentResult::Skipped | DocumentResult::Valid, _) => Ok(()),
+            (DocumentResult::Invalid(problem), Some(position)) => {
+                Err(DataError::invalid_record(path, position, problem))
+            }
+            (DocumentResult::Invalid(problem), None) => {
+                let message = problem.to_string();
+                Err(DataError::RecordNotTokenized { path: path.to_path_buf(), position, message })
+            }
+            (DocumentResult::TokenizerFailed(message), _) => {
+                Err(DataError::RecordNotTokenized { path: path.to_path_buf(), position, message })
+            }
+        }
+    }
+
+    fn write_tokens(&mut self, tokens: &[u32]) -> Result<(), DataError> {
+        let written = self.writer.push_tokens(tokens);
+        written.map_err(|source| self.unwritable_cache_error(source))
+    }
+
+    fn end_document(&mut self) -> Result<(), DataError> {
+        let written = self.writer.end_document();
+        written.map_err(|source| self.unwritable_cache_error(source))
+    }
+
+    fn unwritable_cache_error(&self, source: io::Error) -> DataError {
+        DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
+    }
+
+    /// Tokenizes all rows of a Parquet file and writes their tokens. All documents that were added
+    /// before must have been written.
+    pub(crate) fn tokenize_rows(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
+        let limits = rows_limits(self.tokenizer.interpreter().threads());
+        let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
+        let read = Request::ReadRows { rows: RECORDS_PER_REPLY, options: self.document_options() };
+        let mut first_row = 1;
+        let open = self.stream.send(&Request::OpenParquet { field, is_chat }, Some(file), &limits);
+        let opened = open.and_then(|()| self.stream.receive::<OpenParquetReply>());
+        opened
+            .map_err(|failure| self.to_rows_error(failure, path, first_row))?
+            .map_err(|problem| DataError::InvalidParquet { path: path.to_path_buf(), problem })?;
+        // One more reply than needed arrives, and is empty.
+        let (mut pending, mut at_end) = (0, false);
+        while pending > 0 || !at_end {
+            while !at_end && pending < REQUESTS_SENT {
+                let sent = self.stream.send(&read, None, &limits);
+                sent.map_err(|failure| self.to_rows_error(failure, path, first_row))?;
+                pending += 1;
+            }
+            let reply = self.stream.receive::<RowsReply>();
+            let reply = reply.map_err(|failure| self.to_rows_error(failure, path, first_row))?;
+            pending -= 1;
+            at_end |= reply.at_end;
+            for result in reply.rows {
+                self.write_result(result, path, Some(RecordPosition::Row(first_row)), true)?;
+                first_row += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a Parquet file on which the sandbox process failed, at or after the row
+    /// `first_row`.
+    fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
+        let range = RecordRange { first: RecordPosition::Row(first_row), is_exact: false };
+        let rules = failure.step.and_then(|step| self.find_rules(step));
+        to_data_error(failure, Step::ReadRows, path, Some(range), rules)
+    }
+}
+
+/// Returns the number of documents of a batch, without the ends of documents.
+fn count_documents(batch: &Batch) -> usize {
+    batch.parts.iter().filter(|part| part.as_document().is_some()).count()
+}

@@ -1,0 +1,129 @@
+//! [`InterpretationError`]: the error of a file that a library could not interpret, or not within
+//! limits.
+use super::{
+    keys::{CHAT_TEMPLATE_KEY, FILES_KEY, TOKENIZER_KEY},
+    problems::RecordPosition,
+};
+use diagnostic::{Diagnostic, codes::data as codes};
+use sandbox::SandboxError;
+use std::{fmt, path::PathBuf};
+
+/// The kind of work that a sandbox process did when it failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Load a tokenizer.
+    LoadTokenizer = 1,
+    /// Compile a chat template.
+    CompileTemplate = 2,
+    /// Decode a Parquet file.
+    ReadRows = 3,
+    /// Render chats as text.
+    RenderChats = 4,
+    /// Convert text to tokens.
+    Tokenize = 5,
+    /// Convert tokens to text.
+    DecodeTokens = 6,
+}
+
+impl Step {
+    /// Returns the step with this number.
+    pub(crate) fn from_number(number: u64) -> Option<Self> {
+        const STEPS: [Step; 6] = [
+            Step::LoadTokenizer,
+            Step::CompileTemplate,
+            Step::ReadRows,
+            Step::RenderChats,
+            Step::Tokenize,
+            Step::DecodeTokens,
+        ];
+        STEPS.into_iter().find(|step| *step as u64 == number)
+    }
+
+    /// Returns the work as a verb with its object, to which the path of a file is appended.
+    fn describe(self) -> &'static str {
+        match self {
+            Step::LoadTokenizer => "load the tokenizer",
+            Step::CompileTemplate => "compile the chat template",
+            Step::ReadRows => "decode",
+            Step::RenderChats => "render the chat",
+            Step::Tokenize => "tokenize",
+            Step::DecodeTokens => "decode tokens with the tokenizer",
+        }
+    }
+
+    /// Returns the key of job.yaml that names the file that this work uses: the tokenizer, the chat
+    /// template or the data.
+    fn key(self) -> &'static str {
+        match self {
+            Step::LoadTokenizer | Step::Tokenize | Step::DecodeTokens => TOKENIZER_KEY,
+            Step::CompileTemplate | Step::RenderChats => CHAT_TEMPLATE_KEY,
+            Step::ReadRows => FILES_KEY,
+        }
+    }
+}
+
+/// The record that a library interpreted, or the first of several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecordRange {
+    /// The record, or the first of several.
+    pub first: RecordPosition,
+    /// Whether the failure belongs to exactly this record.
+    pub is_exact: bool,
+}
+
+/// The error of a file that a library could not interpret, or not within the limits of the sandbox
+/// process.
+#[derive(Debug)]
+pub struct InterpretationError {
+    /// The work of the library.
+    pub step: Step,
+    /// The file that was interpreted.
+    pub path: PathBuf,
+    /// The record of the file. Absent for a file without records.
+    pub records: Option<RecordRange>,
+    /// The tokenizer or chat template with which a record was interpreted.
+    pub rules: Option<PathBuf>,
+    /// The error of the sandbox process.
+    pub error: SandboxError,
+}
+
+impl InterpretationError {
+    /// Converts the error to a diagnostic with this message.
+    pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
+        let diagnostic = match self.error.exceeded_limit() {
+            Some((name, value)) => Diagnostic::error(codes::DATA_LIMIT_EXCEEDED, message)
+                .with_field(name, value)
+                .with_help("check that the file comes from a source that you trust"),
+            None => Diagnostic::error(codes::SANDBOX_FAILED, message),
+        };
+        let mut diagnostic =
+            diagnostic.with_subject(self.step.key()).with_field("path", self.path.display().to_string());
+        if let Some(range) = self.records {
+            let (name, number) = range.first.diagnostic_field();
+            diagnostic = diagnostic.with_field(name, number).with_field("is_exact", range.is_exact);
+        }
+        match &self.rules {
+            Some(rules) => diagnostic.with_field("rules_path", rules.display().to_string()),
+            None => diagnostic,
+        }
+    }
+}
+
+impl fmt::Display for InterpretationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot {} {}", self.step.describe(), self.path.display())?;
+        if let Some(RecordRange { first, is_exact }) = self.records {
+            let (name, _) = first.diagnostic_field();
+            match is_exact {
+                true => write!(f, ":{first}")?,
+                false => write!(f, " from {name} {first} on")?,
+            }
+        }
+        if let Some(rules) = &self.rules {
+            write!(f, " with {}", rules.display())?;
+        }
+        write!(f, ": {}", self.error)
+    }
+}
+
+impl std::error::Error for InterpretationError {}

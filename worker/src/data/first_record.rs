@@ -1,0 +1,107 @@
+//! [`has_record`]: checks the first record of a data file.
+use super::{
+    document_reader::{DataFileFormat, RecordReadOptions, open_data_file, read_first_text_piece},
+    error::{DataError, RecordPosition, RecordRange, Step},
+    interpreter::{
+        Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
+        Request, RowsReply, rows_limits,
+    },
+    json_lines::{parse_text_record, read_json_lines},
+    split::SplitFilter,
+    tokenizer::to_data_error,
+};
+use jobspec::LossTargets;
+use sandbox::SandboxError;
+use std::{fs::File, path::Path};
+
+/// Returns whether a data file has a record, or any text if it is a text file. Reads only the first
+/// record or piece, and fails if this record or piece is invalid.
+pub(crate) fn has_record(
+    path: &Path,
+    options: RecordReadOptions,
+    interpreter: &Interpreter,
+) -> Result<bool, DataError> {
+    let mut data = open_data_file(path, options)?;
+    match data.format {
+        DataFileFormat::Text => read_first_text_piece(&mut data.file, path),
+        DataFileFormat::JsonLines => has_line(&mut data.file, path, options, interpreter),
+        DataFileFormat::Parquet => has_row(&data.file, path, options, interpreter),
+    }
+}
+
+/// Returns whether a JSON lines file has a record. Fails if the first record is invalid.
+fn has_line(
+    file: &mut File,
+    path: &Path,
+    options: RecordReadOptions,
+    interpreter: &Interpreter,
+) -> Result<bool, DataError> {
+    let mut found = false;
+    read_json_lines(file, path, 1, &mut |line, text| {
+        found = true;
+        let position = RecordPosition::Line(line);
+        let Some(template) = options.chat_template else {
+            let parsed = parse_text_record(text, options.field);
+            return parsed.map(drop).map_err(|problem| DataError::invalid_record(path, position, problem));
+        };
+        let result = interpreter.interpret_document(Document::ChatLine(text), check_options(options));
+        let range = RecordRange { first: position, is_exact: true };
+        let failed =
+            |failure| to_data_error(failure, Step::RenderChats, path, Some(range), Some(template.path()));
+        check_result(result.map_err(failed)?, path, position)
+    })?;
+    Ok(found)
+}
+
+/// Returns whether a Parquet file has a row. Fails if the file or its first row is invalid.
+fn has_row(
+    file: &File,
+    path: &Path,
+    options: RecordReadOptions,
+    interpreter: &Interpreter,
+) -> Result<bool, DataError> {
+    let position = RecordPosition::Row(1);
+    let range = RecordRange { first: position, is_exact: true };
+    let rules = options.chat_template.map(|template| template.path());
+    let failed = |failure: InterpreterFailure| {
+        let rules = rules.filter(|_| failure.step == Some(Step::RenderChats));
+        to_data_error(failure, Step::ReadRows, path, Some(range), rules)
+    };
+    let mut stream = interpreter.open_stream();
+    let limits = rows_limits(interpreter.threads());
+    let is_chat = options.chat_template.is_some();
+    let open = Request::OpenParquet { field: options.field, is_chat };
+    let read = Request::ReadRows { rows: 1, options: check_options(options) };
+    stream.send(&open, Some(file), &limits).map_err(failed)?;
+    stream.send(&read, None, &limits).map_err(failed)?;
+    let opened: OpenParquetReply = stream.receive().map_err(failed)?;
+    opened.map_err(|problem| DataError::InvalidParquet { path: path.to_path_buf(), problem })?;
+    let mut reply: RowsReply = stream.receive().map_err(failed)?;
+    match reply.rows.pop() {
+        None => Ok(false),
+        Some(result) => check_result(result, path, position).map(|()| true),
+    }
+}
+
+/// Returns the options with which a record is checked, but not tokenized.
+fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
+    DocumentOptions {
+        field: options.field,
+        loss_on: options.chat_template.map_or(LossTargets::All, |template| template.loss_on()),
+        filter: SplitFilter::All,
+        tokenize: false,
+    }
+}
+
+/// Fails with the error of a checked record if the record is not valid.
+fn check_result(result: DocumentResult, path: &Path, position: RecordPosition) -> Result<(), DataError> {
+    match result {
+        DocumentResult::Valid | DocumentResult::Skipped => Ok(()),
+        DocumentResult::Invalid(problem) => Err(DataError::invalid_record(path, position, problem)),
+        DocumentResult::Tokens(_) | DocumentResult::TokenizerFailed(_) => {
+            let range = RecordRange { first: position, is_exact: true };
+            let failure = SandboxError::InvalidReply.into();
+            Err(to_data_error(failure, Step::RenderChats, path, Some(range), None))
+        }
+    }
+}

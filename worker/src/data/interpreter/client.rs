@@ -1,0 +1,264 @@
+//! [`Interpreter`]: the caller's side of the sandbox process that interprets data.
+use super::{
+    limits::{documents_limits, input_limits, largest_memory_bytes},
+    message::{
+        CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
+        LoadTokenizerReply, Request, TokenList, TokenizerFile,
+    },
+};
+use crate::data::{error::Step, json_lines::MAX_LINE_BYTES};
+use sandbox::{
+    Confinement, RequestLimits, SandboxCommand, SandboxError, SandboxFailure, SandboxProcess, SandboxSettings,
+};
+use serde::{Serialize, de::DeserializeOwned};
+use std::{
+    fs::File,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// The first argument of `launch` that makes the process a sandbox process.
+pub const SANDBOX_ROLE: &str = "sandbox";
+
+/// The reason why the sandbox process did not answer a request.
+#[derive(Debug)]
+pub(crate) struct InterpreterFailure {
+    /// The work during which the process failed. Absent if the process did not start to work.
+    pub(crate) step: Option<Step>,
+    /// The error of the process.
+    pub(crate) error: SandboxError,
+}
+
+impl From<SandboxFailure> for InterpreterFailure {
+    fn from(failure: SandboxFailure) -> Self {
+        InterpreterFailure { step: Step::from_number(failure.step), error: failure.error }
+    }
+}
+
+impl From<SandboxError> for InterpreterFailure {
+    fn from(error: SandboxError) -> Self {
+        InterpreterFailure { step: None, error }
+    }
+}
+
+/// The source of a chat template, with the name and text of its special tokens.
+#[derive(Clone, Debug)]
+pub(crate) struct TemplateSource {
+    pub(crate) source: String,
+    pub(crate) special_tokens: Vec<(String, String)>,
+}
+
+/// The sandbox process that interprets data. The process starts at the first request, and again
+/// after a failure, with the same tokenizer and template.
+pub(crate) struct Interpreter {
+    threads: usize,
+    state: Mutex<InterpreterState>,
+}
+
+#[derive(Default)]
+struct InterpreterState {
+    process: Option<SandboxProcess>,
+    /// The confinement of the last process.
+    confinement: Option<Confinement>,
+    tokenizer: Option<Arc<[TokenizerFile]>>,
+    template: Option<TemplateSource>,
+}
+
+impl Interpreter {
+    /// Creates an interpreter whose process has this many threads. Starts no process.
+    pub(crate) fn new(threads: usize) -> Arc<Self> {
+        Arc::new(Interpreter { threads: threads.max(1), state: Mutex::default() })
+    }
+
+    /// Loads a tokenizer, which replaces the previous one.
+    pub(crate) fn load_tokenizer(
+        &self,
+        files: &Arc<[TokenizerFile]>,
+    ) -> Result<LoadTokenizerReply, InterpreterFailure> {
+        let mut stream = self.open_stream();
+        let (request, limits) = build_load_request(files);
+        let reply: LoadTokenizerReply = stream.call(&request, &limits)?;
+        stream.state.tokenizer = reply.is_ok().then(|| Arc::clone(files));
+        Ok(reply)
+    }
+
+    /// Compiles a chat template, which replaces the previous one.
+    pub(crate) fn compile_template(
+        &self,
+        template: TemplateSource,
+    ) -> Result<CompileTemplateReply, InterpreterFailure> {
+        let mut stream = self.open_stream();
+        let (request, limits) = build_compile_request(&template);
+        let reply: CompileTemplateReply = stream.call(&request, &limits)?;
+        stream.state.template = reply.is_ok().then_some(template);
+        Ok(reply)
+    }
+
+    /// Interprets one document.
+    pub(crate) fn interpret_document(
+        &self,
+        document: Document,
+        options: DocumentOptions,
+    ) -> Result<DocumentResult, InterpreterFailure> {
+        self.open_stream().interpret_document(document, options)
+    }
+
+    /// Converts tokens to text.
+    pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
+        let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
+        self.open_stream().call(&request, &input_limits(size_of_val(tokens)))
+    }
+
+    /// Returns the facilities of the kernel that confine the process. Returns `None` if no process
+    /// was started yet.
+    pub(crate) fn confinement(&self) -> Option<Confinement> {
+        self.lock().confinement
+    }
+
+    /// Ends the process, if one runs. The next request starts another one.
+    pub(crate) fn end_process(&self) {
+        self.lock().process = None;
+    }
+
+    /// Returns the number of threads of the process.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Opens a stream of requests. Blocks while another thread has one.
+    pub(crate) fn open_stream(&self) -> RequestStream<'_> {
+        RequestStream { threads: self.threads, state: self.lock() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, InterpreterState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns the request that loads a tokenizer, and its limits.
+fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
+    let limits = input_limits(files.iter().map(|(_, text)| text.len()).sum());
+    (Request::LoadTokenizer { files: borrow_pairs(files) }, limits)
+}
+
+/// Returns the request that compiles a chat template, and its limits.
+fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimits) {
+    let special_tokens = borrow_pairs(&template.special_tokens);
+    let request = Request::CompileTemplate { source: &template.source, special_tokens };
+    (request, input_limits(template.source.len()))
+}
+
+fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
+    pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
+}
+
+/// A stream of requests to the sandbox process. Replies arrive in the order of the requests.
+pub(crate) struct RequestStream<'a> {
+    threads: usize,
+    state: MutexGuard<'a, InterpreterState>,
+}
+
+impl RequestStream<'_> {
+    /// Sends a request, and `file` with it. Starts the process if none runs.
+    pub(crate) fn send(
+        &mut self,
+        request: &Request,
+        file: Option<&File>,
+        limits: &RequestLimits,
+    ) -> Result<(), InterpreterFailure> {
+        let body = encode_request(request)?;
+        if self.state.process.is_none() {
+            let process = self.state.start_process(self.threads)?;
+            self.state.confinement = Some(process.confinement());
+            self.state.process = Some(process);
+        }
+        let Some(process) = &mut self.state.process else { return Ok(()) };
+        process.send(&body, file, limits);
+        Ok(())
+    }
+
+    /// Receives the reply to the oldest request. After an error, the process and the replies to the
+    /// other requests are lost.
+    pub(crate) fn receive<R: DeserializeOwned>(&mut self) -> Result<R, InterpreterFailure> {
+        let process = self.state.process.as_mut().ok_or(SandboxError::InvalidReply)?;
+        let reply = process.receive().map_err(InterpreterFailure::from);
+        let reply = reply
+            .and_then(|reply| rmp_serde::from_slice(&reply).map_err(|_| SandboxError::InvalidReply.into()));
+        reply.inspect_err(|_| self.state.process = None)
+    }
+
+    /// Sends a request and receives its reply. No other request may be pending.
+    pub(crate) fn call<R: DeserializeOwned>(
+        &mut self,
+        request: &Request,
+        limits: &RequestLimits,
+    ) -> Result<R, InterpreterFailure> {
+        self.send(request, None, limits)?;
+        self.receive()
+    }
+
+    /// Interprets one document. No other request may be pending.
+    pub(crate) fn interpret_document(
+        &mut self,
+        document: Document,
+        options: DocumentOptions,
+    ) -> Result<DocumentResult, InterpreterFailure> {
+        let limits = documents_limits([document.as_str().len()].into_iter(), self.threads);
+        let request = Request::Documents { documents: vec![document], options };
+        let mut results: Vec<DocumentResult> = self.call(&request, &limits)?;
+        match (results.pop(), results.is_empty()) {
+            (Some(result), true) => Ok(result),
+            _ => Err(SandboxError::InvalidReply.into()),
+        }
+    }
+}
+
+impl Drop for RequestStream<'_> {
+    fn drop(&mut self) {
+        // The next stream must not receive the replies to the requests of this one.
+        if self.state.process.as_ref().is_some_and(|process| process.pending() > 0) {
+            self.state.process = None;
+        }
+    }
+}
+
+impl InterpreterState {
+    /// Starts a process, and loads the tokenizer and the template again.
+    fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
+        let settings =
+            SandboxSettings { threads: threads as u32, memory_bytes: largest_memory_bytes(MAX_LINE_BYTES) };
+        let mut process = SandboxProcess::start(&build_sandbox_command(), &settings)?;
+        let tokenizer = self.tokenizer.as_ref().map(|files| build_load_request(files));
+        let template = self.template.as_ref().map(build_compile_request);
+        for (request, limits) in tokenizer.into_iter().chain(template) {
+            process.send(&encode_request(&request)?, None, &limits);
+            process.receive()?;
+        }
+        Ok(process)
+    }
+}
+
+fn encode_request(request: &impl Serialize) -> Result<Vec<u8>, SandboxError> {
+    rmp_serde::to_vec(request).map_err(|_| SandboxError::InvalidReply)
+}
+
+/// Returns the command that starts this executable as a sandbox process.
+#[cfg(not(test))]
+fn build_sandbox_command() -> SandboxCommand {
+    SandboxCommand {
+        program: "/proc/self/exe".into(),
+        name: "launch".into(),
+        arguments: vec![SANDBOX_ROLE.into()],
+        variables: Vec::new(),
+    }
+}
+
+/// Returns the command that starts the tests' executable as a sandbox process.
+#[cfg(test)]
+pub(super) fn build_sandbox_command() -> SandboxCommand {
+    SandboxCommand {
+        program: "/proc/self/exe".into(),
+        name: "launch".into(),
+        arguments: ["data::interpreter::tests::run_sandbox", "--exact", "--nocapture"].map(Into::into).into(),
+        variables: vec![(super::tests::IS_SANDBOX.into(), "1".into())],
+    }
+}

@@ -1,0 +1,296 @@
+//! The sandbox process: interprets tokenizers, chat templates and Parquet files.
+use super::{
+    limits::{REQUEST_TEXT_BYTES, document_cpu_time},
+    message::{
+        CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
+        LoadTokenizerReply, OpenParquetReply, Request, RowsReply, TokenList,
+    },
+    parquet_rows::{ParquetRows, RowRecord},
+    template::CompiledTemplate,
+    tokenizer_library::LibraryTokenizer,
+};
+use crate::data::{
+    byte_tokenizer,
+    error::{ChatProblem, ParquetProblem, RecordProblem, Step, TemplateFailure, TokenizerProblem},
+    json_lines::parse_chat_record,
+    loss_masked_text::LossMaskedText,
+    record::ChatRecord,
+    tokenizer_files::TOKENIZER_FILE,
+};
+use jobspec::LossTargets;
+use rayon::prelude::*;
+use sandbox::{ReportStep, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message};
+use serde::Serialize;
+use std::{
+    borrow::Cow,
+    fs::File,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+/// Creates the handler of a sandbox process, and starts its threads.
+pub(crate) fn create_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
+    // Without the pool, rayon starts a pool with other stacks at its first use.
+    _ = threads.stack_size(STACK_BYTES).build_global();
+    Box::new(DataHandler { rules: Rules::default(), rows: None })
+}
+
+/// The state of the sandbox process.
+struct DataHandler {
+    rules: Rules,
+    rows: Option<ParquetRows>,
+}
+
+/// The tokenizer and the chat template with which documents are interpreted on all threads.
+#[derive(Default)]
+struct Rules {
+    /// The loaded tokenizer. Without one, tokens are bytes.
+    tokenizer: Option<LibraryTokenizer>,
+    template: Option<CompiledTemplate>,
+}
+
+impl RequestHandler for DataHandler {
+    fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8> {
+        // The caller reports an empty reply as an invalid one.
+        let Ok(request) = rmp_serde::from_slice::<Request>(request) else { return Vec::new() };
+        let mut begin = |step: Step| report_step(step as u64);
+        match request {
+            Request::LoadTokenizer { files } => {
+                begin(Step::LoadTokenizer);
+                encode_reply(&self.rules.load_tokenizer(&files))
+            }
+            Request::CompileTemplate { source, special_tokens } => {
+                begin(Step::CompileTemplate);
+                encode_reply(&self.rules.compile_template(source, &special_tokens))
+            }
+            Request::Documents { documents, options } => {
+                encode_reply(&self.rules.interpret_documents(&documents, &options, &mut begin))
+            }
+            Request::OpenParquet { field, is_chat } => {
+                begin(Step::ReadRows);
+                encode_reply(&self.open_parquet(file, field, is_chat))
+            }
+            Request::ReadRows { rows, options } => {
+                encode_reply(&self.interpret_rows(rows, &options, &mut begin))
+            }
+            Request::DecodeTokens { tokens } => {
+                begin(Step::DecodeTokens);
+                encode_reply(&self.rules.decode_tokens(&tokens.0))
+            }
+        }
+    }
+}
+
+/// Encodes a reply. An empty reply means that the value cannot be encoded.
+fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
+    rmp_serde::to_vec(reply).unwrap_or_default()
+}
+
+/// Runs code of a library, with a limit of CPU time for input of this size. A panic becomes the
+/// message that `convert` gets.
+fn run_library<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
+    let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_time(bytes), work)));
+    result.unwrap_or_else(|_| convert(describe_panic()))
+}
+
+/// Returns the message for the last panic of a library.
+fn describe_panic() -> String {
+    format!("the library panicked: {}", take_panic_message())
+}
+
+/// A document before tokenizing: its text, or the result of a document that is not tokenized.
+enum PreparedDocument<'a> {
+    Text(Cow<'a, str>),
+    Masked(LossMaskedText),
+    Done(DocumentResult),
+}
+
+impl DataHandler {
+    fn open_parquet(&mut self, file: Option<File>, field: &str, is_chat: bool) -> OpenParquetReply {
+        let Some(file) = file else { return Err(ParquetProblem::Undecodable("no file".to_owned())) };
+        let opened = catch_unwind(|| ParquetRows::open(file, field, is_chat));
+        self.rows = Some(opened.unwrap_or(Err(ParquetProblem::DecoderPanicked))?);
+        Ok(())
+    }
+
+    /// Reads the next rows of the open Parquet file, and renders and tokenizes them on all threads.
+    fn interpret_rows(
+        &mut self,
+        limit: u64,
+        options: &DocumentOptions,
+        begin: &mut dyn FnMut(Step),
+    ) -> RowsReply {
+        begin(Step::ReadRows);
+        let Some(rows) = &mut self.rows else { return RowsReply { rows: Vec::new(), at_end: true } };
+        let (records, at_end) =
+            limit_cpu_time(document_cpu_time(REQUEST_TEXT_BYTES), || read_rows(rows, limit));
+        if records.iter().any(|record| matches!(record, Ok(RowRecord::Chat(..)))) {
+            begin(Step::RenderChats);
+        }
+        let rules = &self.rules;
+        let prepare = |record| match record {
+            Err(problem) => PreparedDocument::Done(DocumentResult::Invalid(problem)),
+            Ok(RowRecord::Text(text)) if text.is_empty() || !options.filter.accepts_piece(&text) => {
+                PreparedDocument::Done(DocumentResult::Skipped)
+            }
+            Ok(RowRecord::Text(text)) => PreparedDocument::Text(text.into()),
+            Ok(RowRecord::Chat(chat, bytes)) => {
+                run_library(bytes, reject_template_panic, || rules.render_chat(Ok(chat), options))
+            }
+        };
+        let prepared = records.into_par_iter().map(prepare).collect();
+        RowsReply { rows: rules.tokenize(prepared, options, begin), at_end }
+    }
+}
+
+impl Rules {
+    fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
+        let loaded = catch_unwind(|| LibraryTokenizer::load(files));
+        let (tokenizer, reply) = loaded.unwrap_or_else(|_| {
+            let problem = TokenizerProblem::InvalidTokenizerJson(describe_panic());
+            (None, Err((TOKENIZER_FILE.to_owned(), problem)))
+        });
+        self.tokenizer = tokenizer;
+        reply
+    }
+
+    fn compile_template(&mut self, source: &str, special_tokens: &[(&str, &str)]) -> CompileTemplateReply {
+        let compiled = catch_unwind(|| CompiledTemplate::new(source, special_tokens));
+        let panicked = |_| Err(describe_template_panic(describe_panic()));
+        let compiled = compiled.unwrap_or_else(panicked);
+        self.template = Some(compiled?);
+        Ok(())
+    }
+
+    fn decode_tokens(&self, tokens: &[u32]) -> DecodeTokensReply {
+        let Some(tokenizer) = &self.tokenizer else {
+            return DecodeTokensReply::Text(byte_tokenizer::decode(tokens));
+        };
+        run_library(size_of_val(tokens), DecodeTokensReply::Failed, || match tokenizer.decode(tokens) {
+            Ok(text) => DecodeTokensReply::Text(text),
+            Err(error) => DecodeTokensReply::Failed(error.to_string()),
+        })
+    }
+
+    /// Renders and tokenizes documents on all threads.
+    fn interpret_documents<'a>(
+        &self,
+        documents: &[Document<'a>],
+        options: &DocumentOptions,
+        begin: &mut dyn FnMut(Step),
+    ) -> Vec<DocumentResult> {
+        if documents.iter().any(|document| matches!(document, Document::ChatLine(_))) {
+            begin(Step::RenderChats);
+        }
+        let prepare = |document: &Document<'a>| match *document {
+            Document::Text(text) => PreparedDocument::Text(text.into()),
+            Document::ChatLine(line) => {
+                let render = || self.render_chat(parse_chat_record(line, options.field), options);
+                run_library(line.len(), reject_template_panic, render)
+            }
+        };
+        let prepared: Vec<PreparedDocument> = documents.par_iter().map(prepare).collect();
+        self.tokenize(prepared, options, begin)
+    }
+
+    /// Renders a chat with the loaded template.
+    fn render_chat(
+        &self,
+        chat: Result<ChatRecord, RecordProblem>,
+        options: &DocumentOptions,
+    ) -> PreparedDocument<'static> {
+        let rendered = chat.and_then(|chat| match &self.template {
+            Some(template) => Ok(template.render_chat(&chat, options.loss_on)?),
+            None => Err(RecordProblem::UnexpectedChat),
+        });
+        match rendered {
+            Err(problem) => PreparedDocument::Done(DocumentResult::Invalid(problem)),
+            Ok(masked) if masked.text.is_empty() || !options.filter.accepts_piece(&masked.text) => {
+                PreparedDocument::Done(DocumentResult::Skipped)
+            }
+            Ok(masked) if options.loss_on == LossTargets::Assistant => PreparedDocument::Masked(masked),
+            Ok(masked) => PreparedDocument::Text(masked.text.into()),
+        }
+    }
+
+    /// Tokenizes documents on all threads, if `options` request tokens.
+    fn tokenize(
+        &self,
+        documents: Vec<PreparedDocument>,
+        options: &DocumentOptions,
+        begin: &mut dyn FnMut(Step),
+    ) -> Vec<DocumentResult> {
+        if options.tokenize {
+            begin(Step::Tokenize);
+        }
+        let tokenize = |document: PreparedDocument| match document {
+            PreparedDocument::Done(result) => result,
+            _ if !options.tokenize => DocumentResult::Valid,
+            PreparedDocument::Text(text) => self.tokenize_text(&text),
+            PreparedDocument::Masked(masked) => self.tokenize_masked(&masked),
+        };
+        documents.into_par_iter().map(tokenize).collect()
+    }
+
+    fn tokenize_text(&self, text: &str) -> DocumentResult {
+        let Some(tokenizer) = &self.tokenizer else {
+            return DocumentResult::Tokens(TokenList(byte_tokenizer::encode(text).collect()));
+        };
+        run_library(text.len(), DocumentResult::TokenizerFailed, || to_result(tokenizer.encode(text)))
+    }
+
+    fn tokenize_masked(&self, masked: &LossMaskedText) -> DocumentResult {
+        let mut mask = masked.create_mask();
+        let Some(tokenizer) = &self.tokenizer else {
+            let bytes = byte_tokenizer::encode(&masked.text).enumerate();
+            return DocumentResult::Tokens(TokenList(
+                bytes.map(|(i, token)| mask(token, i, i + 1)).collect(),
+            ));
+        };
+        run_library(masked.text.len(), DocumentResult::TokenizerFailed, || {
+            to_result(tokenizer.encode_masked(masked, mask))
+        })
+    }
+}
+
+/// Reads rows until they have enough text, `limit` rows are read, or a row cannot be used, which is
+/// then the last one. Returns the rows, and whether there are no further rows to read.
+fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
+    let (mut records, mut bytes) = (Vec::new(), 0);
+    while bytes < REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
+        let row = catch_unwind(AssertUnwindSafe(|| rows.next()));
+        let row = row.unwrap_or_else(|_| Some(Err(RecordProblem::RowUnreadable(describe_panic()))));
+        let Some(row) = row else { return (records, true) };
+        bytes += size_of::<RowRecord>()
+            + match &row {
+                Ok(RowRecord::Text(text)) => text.len(),
+                Ok(RowRecord::Chat(_, bytes)) => *bytes,
+                Err(_) => 0,
+            };
+        let is_last = row.is_err();
+        records.push(row);
+        if is_last {
+            return (records, true);
+        }
+    }
+    (records, false)
+}
+
+/// Converts the tokens or the error of the tokenizer to a result.
+fn to_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
+    match tokens {
+        Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
+        Err(error) => DocumentResult::TokenizerFailed(error.to_string()),
+    }
+}
+
+/// Returns the failure of a template whose library panicked.
+fn describe_template_panic(message: String) -> TemplateFailure {
+    TemplateFailure { is_endless: false, detail: message, line: None }
+}
+
+/// Returns the result of a chat for which the template library panicked.
+fn reject_template_panic(message: String) -> PreparedDocument<'static> {
+    let problem = ChatProblem::Template(describe_template_panic(message));
+    PreparedDocument::Done(DocumentResult::Invalid(problem.into()))
+}

@@ -1,0 +1,74 @@
+//! The limits of requests to the sandbox process.
+use sandbox::RequestLimits;
+use std::time::Duration;
+
+/// Memory of the sandbox process for a tokenizer, a template and short documents, in bytes. The
+/// largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers of the
+/// tests reach a lower limit sooner.
+const MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
+/// Size of the documents that [`MEMORY_BYTES`] suffices for, in bytes.
+const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
+/// Memory in bytes for each byte of text that is tokenized at the same time. Measured: 170 bytes.
+const MEMORY_PER_TEXT_BYTE: u64 = 192;
+/// CPU time for one document or another small piece of work. The tests wait for a shorter time.
+const CPU_TIME: Duration = Duration::from_millis(if cfg!(test) { 1500 } else { 3000 });
+/// CPU time per MiB of text. Measured: 1 s for tokenizing.
+const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
+/// CPU time per MiB of a tokenizer's files. Measured: 0.05 s.
+const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
+/// CPU time for all documents of a request together, in addition to [`CPU_TIME_PER_MIB`].
+const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
+/// Size of a reply without tokens, in bytes. Replies may contain a chat template.
+const REPLY_BYTES: u64 = 4 << 20;
+/// Size of a reply per byte of text, in bytes. A token has 4 bytes, and few tokenizers produce more
+/// tokens than the text has bytes.
+const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
+/// Size of the text of a request for documents, in bytes. Only a single document may be longer.
+pub(crate) const REQUEST_TEXT_BYTES: usize = 4 << 20;
+/// Largest number of records of a reply to a request for rows.
+pub(crate) const RECORDS_PER_REPLY: u64 = 1 << 16;
+
+/// Returns the CPU time for one document of this size.
+pub(super) fn document_cpu_time(bytes: usize) -> Duration {
+    CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
+}
+
+/// Returns the CPU time for input of this size.
+fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
+    Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
+}
+
+/// Returns the limits of a request that loads files of this size, or converts this many bytes.
+pub(super) fn input_limits(bytes: usize) -> RequestLimits {
+    RequestLimits {
+        cpu: CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
+        memory_bytes: MEMORY_BYTES,
+        reply_bytes: REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes as u64,
+    }
+}
+
+/// Returns the limits of a request for documents with these sizes in bytes, of which up to
+/// `threads` are interpreted at the same time.
+pub(crate) fn documents_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
+    let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    let bytes: u64 = sizes.iter().sum();
+    let at_once: u64 = sizes.iter().take(threads).sum();
+    let cpu = if sizes.len() == 1 { CPU_TIME } else { CPU_TIME_PER_REQUEST };
+    RequestLimits {
+        cpu: cpu + scale_cpu_time(CPU_TIME_PER_MIB, bytes),
+        memory_bytes: MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
+        reply_bytes: REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,
+    }
+}
+
+/// Returns the limits of a request for rows of a Parquet file, whose size is not known.
+pub(crate) fn rows_limits(threads: usize) -> RequestLimits {
+    let size = REQUEST_TEXT_BYTES / threads.max(2);
+    documents_limits(std::iter::repeat_n(size, threads.max(2)), threads)
+}
+
+/// Returns the largest memory of any request, in bytes.
+pub(super) fn largest_memory_bytes(longest_document: usize) -> u64 {
+    MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + REQUEST_TEXT_BYTES) as u64
+}

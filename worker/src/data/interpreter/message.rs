@@ -1,0 +1,184 @@
+//! The messages between a process that prepares data and its sandbox process.
+use crate::data::{
+    error::{ChatTemplateProblem, ParquetProblem, RecordProblem, TemplateFailure, TokenizerProblem},
+    split::SplitFilter,
+};
+use jobspec::LossTargets;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Visitor};
+use std::fmt;
+
+/// Name and content of a file of a tokenizer.
+pub(crate) type TokenizerFile = (String, String);
+
+/// A request to the sandbox process.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum Request<'a> {
+    /// Load the tokenizer with these files, of which the first is tokenizer.json. The reply is a
+    /// [`TokenizerInfo`], or the name of a file and its problem.
+    LoadTokenizer {
+        /// Name and content of each file.
+        #[serde(borrow)]
+        files: Vec<(&'a str, &'a str)>,
+    },
+    /// Compile a chat template. The reply is `Result<(), TemplateFailure>`.
+    CompileTemplate {
+        /// The source of the template.
+        source: &'a str,
+        /// Name and text of the special tokens.
+        #[serde(borrow)]
+        special_tokens: Vec<(&'a str, &'a str)>,
+    },
+    /// Interpret documents. The reply has a [`DocumentResult`] for each.
+    Documents {
+        /// The documents.
+        #[serde(borrow)]
+        documents: Vec<Document<'a>>,
+        /// The options of all documents.
+        #[serde(borrow)]
+        options: DocumentOptions<'a>,
+    },
+    /// Open the Parquet file that comes with the request. The reply is `Result<(),
+    /// ParquetProblem>`.
+    OpenParquet {
+        /// The column with the text or the messages.
+        field: &'a str,
+        /// Whether the rows are chats.
+        is_chat: bool,
+    },
+    /// Read and interpret the next rows of the open Parquet file. The reply is a [`RowsReply`].
+    ReadRows {
+        /// Largest number of rows.
+        rows: u64,
+        /// The options of all rows.
+        #[serde(borrow)]
+        options: DocumentOptions<'a>,
+    },
+    /// Convert tokens to text. The reply is a [`DecodeTokensReply`].
+    DecodeTokens {
+        /// The tokens.
+        tokens: TokenList,
+    },
+}
+
+/// A document that the sandbox process interprets.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(crate) enum Document<'a> {
+    /// Text, which is only tokenized.
+    Text(&'a str),
+    /// A line of a JSON lines file with a chat.
+    ChatLine(&'a str),
+}
+
+impl<'a> Document<'a> {
+    /// Returns the text or the line.
+    pub(crate) fn as_str(&self) -> &'a str {
+        match self {
+            Document::Text(text) | Document::ChatLine(text) => text,
+        }
+    }
+}
+
+/// The options with which documents are interpreted.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct DocumentOptions<'a> {
+    /// The field or column with the text or the messages.
+    pub(crate) field: &'a str,
+    /// Which tokens of a chat count for the loss.
+    pub(crate) loss_on: LossTargets,
+    /// Selects the side of the held-out split to which chats and rows must belong.
+    pub(crate) filter: SplitFilter,
+    /// Whether the texts are tokenized. Otherwise the documents are only checked.
+    pub(crate) tokenize: bool,
+}
+
+/// The result of a document.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum DocumentResult {
+    /// The tokens of the document, with the bit
+    /// [`NO_LOSS_BIT`](crate::data::token_cache::NO_LOSS_BIT) if not all tokens count for the loss.
+    Tokens(TokenList),
+    /// The document is valid, and tokens were not requested.
+    Valid,
+    /// The document has no text, or belongs to the other side of the held-out split.
+    Skipped,
+    /// The document cannot be used.
+    Invalid(RecordProblem),
+    /// The tokenizer failed, with the message of the library.
+    TokenizerFailed(String),
+}
+
+/// The rows that a request read.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct RowsReply {
+    /// The result of each row. A row that cannot be used is the last one.
+    pub(crate) rows: Vec<DocumentResult>,
+    /// Whether the file has no further rows, or cannot be read any further.
+    pub(crate) at_end: bool,
+}
+
+/// The reply to [`Request::OpenParquet`].
+pub(crate) type OpenParquetReply = Result<(), ParquetProblem>;
+/// The reply to [`Request::LoadTokenizer`]: the name of a file and its problem if the tokenizer is
+/// invalid.
+pub(crate) type LoadTokenizerReply = Result<TokenizerInfo, (String, TokenizerProblem)>;
+/// The reply to [`Request::CompileTemplate`].
+pub(crate) type CompileTemplateReply = Result<(), TemplateFailure>;
+
+/// The reply to [`Request::DecodeTokens`].
+#[derive(Serialize, Deserialize)]
+pub(crate) enum DecodeTokensReply {
+    /// The text of the tokens.
+    Text(String),
+    /// The tokenizer failed, with the message of the library.
+    Failed(String),
+}
+
+/// What a process must know about its tokenizer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct TokenizerInfo {
+    /// The vocabulary size. Every token id is less than this size.
+    pub(crate) vocab_size: u32,
+    /// The id of the end-of-document token.
+    pub(crate) eod: u32,
+    /// The text of the end-of-document token.
+    pub(crate) eod_text: String,
+    /// Name and text of each special token that chat templates may use, such as `eos_token`.
+    pub(crate) special_tokens: Vec<(String, String)>,
+    /// The chat template of the tokenizer as the name of its file and its source.
+    pub(crate) chat_template: Result<Option<(String, String)>, ChatTemplateProblem>,
+}
+
+/// Tokens that are encoded as bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TokenList(pub(crate) Vec<u32>);
+
+impl Serialize for TokenList {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        // Both processes run on the same machine.
+        serializer.serialize_bytes(bytemuck::cast_slice(&self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenList {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_bytes(TokenVisitor)
+    }
+}
+
+/// A serde visitor that converts bytes to tokens.
+struct TokenVisitor;
+
+impl Visitor<'_> for TokenVisitor {
+    type Value = TokenList;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("tokens of 4 bytes each")
+    }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<TokenList, E> {
+        let (tokens, []) = bytes.as_chunks::<4>() else {
+            return Err(E::custom("the last token is incomplete"));
+        };
+        Ok(TokenList(tokens.iter().map(|token| u32::from_ne_bytes(*token)).collect()))
+    }
+}

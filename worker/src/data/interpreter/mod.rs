@@ -1,0 +1,29 @@
+//! The interpretation of tokenizers, chat templates and Parquet files by libraries, in a sandbox
+//! process.
+//!
+//! [`Interpreter`] starts the process and sends requests. [`create_handler`] answers them in the
+//! process. Both sides share the types in `message`.
+mod client;
+mod handler;
+mod limits;
+mod message;
+mod parquet_rows;
+mod template;
+mod tokenizer_library;
+
+pub use client::SANDBOX_ROLE;
+pub(crate) use client::{Interpreter, InterpreterFailure, RequestStream, TemplateSource};
+pub(crate) use handler::create_handler;
+pub(crate) use limits::{RECORDS_PER_REPLY, REQUEST_TEXT_BYTES, documents_limits, rows_limits};
+pub(crate) use message::{
+    DecodeTokensReply, Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply,
+    TokenizerFile, TokenizerInfo,
+};
+#[cfg(test)]
+pub(crate) use {
+    parquet_rows::{ParquetRows, RowRecord},
+    template::CompiledTemplate,
+};
+
+#[cfg(test)]
+mod tests;

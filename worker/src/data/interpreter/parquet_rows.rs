@@ -1,0 +1,141 @@
+//! [`ParquetRows`]: the rows of a Parquet file as records. Memory holds one page of each column
+//! that is read.
+use crate::data::{
+    error::{ParquetProblem, RecordProblem},
+    record::{ChatRecord, TOOLS_FIELD},
+};
+use minijinja::Value;
+use parquet::{
+    errors::ParquetError,
+    file::{reader::FileReader, serialized_reader::SerializedFileReader},
+    record::{Field, Row, reader::RowIter},
+    schema::types::Type,
+};
+use std::{fs::File, sync::Arc};
+
+/// Largest number of columns of a Parquet file. More columns are an error.
+const MAX_COLUMNS: usize = 4096;
+/// Deepest nesting of the values of a chat. Deeper nesting is an error.
+const MAX_DEPTH: usize = 32;
+/// Largest number of columns that an error lists.
+const COLUMNS_LISTED: usize = 8;
+/// Approximate size of a value in addition to its text, in bytes.
+const VALUE_BYTES: usize = 64;
+
+/// The content of a row.
+pub(crate) enum RowRecord {
+    /// A complete text.
+    Text(String),
+    /// A chat, and its size in bytes.
+    Chat(ChatRecord, usize),
+}
+
+/// The rows of an open Parquet file, in order.
+pub(crate) struct ParquetRows {
+    rows: RowIter<'static>,
+    field: String,
+    is_chat: bool,
+}
+
+impl ParquetRows {
+    /// Opens a file. `field` is the column with the text or, if `is_chat` is set, the messages.
+    /// Fails if the file has no such column or too many columns.
+    pub(crate) fn open(file: File, field: &str, is_chat: bool) -> Result<Self, ParquetProblem> {
+        let undecodable = |e: ParquetError| ParquetProblem::Undecodable(e.to_string());
+        let reader = SerializedFileReader::new(file).map_err(undecodable)?;
+        let columns = select_read_columns(reader.metadata().file_metadata().schema(), field, is_chat)?;
+        let rows = RowIter::from_file_into(Box::new(reader)).project(Some(columns)).map_err(undecodable)?;
+        Ok(ParquetRows { rows, field: field.to_owned(), is_chat })
+    }
+
+    /// Converts a row to a record.
+    fn convert_row(&self, row: Row) -> Result<RowRecord, RecordProblem> {
+        let (mut content, mut tools) = (None, None);
+        for (name, field) in row.into_columns() {
+            match name == self.field {
+                true => content = Some(field),
+                false => tools = Some(field),
+            }
+        }
+        let column = || self.field.clone();
+        match (content, self.is_chat) {
+            (Some(Field::Str(text)), false) => Ok(RowRecord::Text(text)),
+            (Some(Field::Null) | None, _) => Err(RecordProblem::ColumnNull { column: column() }),
+            (Some(_), false) => Err(RecordProblem::ColumnNotText { column: column() }),
+            (Some(messages), true) => {
+                let mut bytes = 0;
+                let tools = tools.map(|t| convert_field_to_value(t, 0, &mut bytes)).transpose()?;
+                let messages = convert_field_to_value(messages, 0, &mut bytes)?;
+                let chat = ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) };
+                Ok(RowRecord::Chat(chat, bytes))
+            }
+        }
+    }
+}
+
+impl Iterator for ParquetRows {
+    type Item = Result<RowRecord, RecordProblem>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let row = self.rows.next()?;
+        Some(match row {
+            Ok(row) => self.convert_row(row),
+            Err(e) => Err(RecordProblem::RowUnreadable(e.to_string())),
+        })
+    }
+}
+
+/// Returns the part of a schema with the columns that are read: the column of the text or chat, and
+/// the tools of a chat. Fails if the column is missing or the file has too many columns.
+fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
+    let columns = schema.get_fields();
+    if columns.len() > MAX_COLUMNS {
+        return Err(ParquetProblem::TooManyColumns { count: columns.len(), limit: MAX_COLUMNS });
+    }
+    if !columns.iter().any(|c| c.name() == field) {
+        let present = columns.iter().take(COLUMNS_LISTED).map(|c| c.name().to_owned()).collect();
+        return Err(ParquetProblem::ColumnMissing { column: field.to_owned(), present });
+    }
+    let is_read = |c: &&Arc<Type>| c.name() == field || (is_chat && c.name() == TOOLS_FIELD);
+    let fields: Vec<Arc<Type>> = columns.iter().filter(is_read).cloned().collect();
+    let group = Type::group_type_builder(schema.name()).with_fields(fields);
+    group.build().map_err(|e| ParquetProblem::Undecodable(e.to_string()))
+}
+
+/// Converts a nested Parquet value to a value for templates, and adds its size to `bytes`. Omits
+/// null fields of an object, so that a chat equals one from a JSON lines file. `depth` is the
+/// number of enclosing values.
+fn convert_field_to_value(field: Field, depth: usize, bytes: &mut usize) -> Result<Value, RecordProblem> {
+    if depth > MAX_DEPTH {
+        return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });
+    }
+    *bytes += VALUE_BYTES;
+    Ok(match field {
+        Field::Null => Value::from(()),
+        Field::Bool(b) => b.into(),
+        Field::Byte(n) => n.into(),
+        Field::Short(n) => n.into(),
+        Field::Int(n) => n.into(),
+        Field::Long(n) => n.into(),
+        Field::UByte(n) => n.into(),
+        Field::UShort(n) => n.into(),
+        Field::UInt(n) => n.into(),
+        Field::ULong(n) => n.into(),
+        Field::Float(x) => x.into(),
+        Field::Double(x) => x.into(),
+        Field::Str(s) => {
+            *bytes += s.len();
+            s.into()
+        }
+        Field::Group(row) => {
+            let present = row.into_columns().into_iter().filter(|(_, f)| !matches!(f, Field::Null));
+            let values = present.map(|(name, f)| Ok((name, convert_field_to_value(f, depth + 1, bytes)?)));
+            Value::from_pairs(values.collect::<Result<Vec<_>, RecordProblem>>()?)
+        }
+        Field::ListInternal(list) => {
+            let items = list.elements().iter().map(|f| convert_field_to_value(f.clone(), depth + 1, bytes));
+            items.collect::<Result<Vec<Value>, RecordProblem>>()?.into()
+        }
+        other => return Err(RecordProblem::ValueUnsupported { value: other.to_string() }),
+    })
+}

@@ -1,0 +1,23 @@
+//! The names of the files of a tokenizer, and of the tokens that usually end a document.
+
+/// The file of a Hugging Face tokenizer.
+pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
+/// The companion file of a tokenizer that names the end-of-sequence token.
+pub(crate) const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
+/// The companion file with the chat template.
+pub(crate) const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
+/// Names of the companion files, which are in the directory of the tokenizer.json.
+pub(crate) const COMPANION_FILES: [&str; 3] =
+    [TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE];
+/// Texts of special tokens that usually end a document, in order of preference. The first one that
+/// the tokenizer has is used if no companion file names an end-of-sequence token.
+pub(crate) const KNOWN_EOD_TOKENS: [&str; 8] = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|end▁of▁sentence|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+];

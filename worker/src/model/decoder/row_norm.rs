@@ -1,0 +1,108 @@
+//! [`RowNorm`]: RMSNorm or LayerNorm of the rows of the residual stream.
+use device::{
+    Buf, Ops, View, ViewMut,
+    ops::{LayerNormParams, WriteMode},
+};
+use std::ops::Range;
+
+/// A norm of the rows of the residual stream, or of a branch of this stream, with its parameters.
+pub(super) struct RowNorm<'a> {
+    pub(super) ops: &'a dyn Ops,
+    /// The factors by which the norm multiplies the normalized elements.
+    pub(super) factors: View<'a>,
+    /// The bias of a LayerNorm; `None` for RMSNorm.
+    pub(super) bias: Option<View<'a>>,
+    /// The range of the norm's parameters in the flat vector of their unit. A bias follows the
+    /// weight.
+    pub(super) span: Range<usize>,
+    pub(super) eps: f32,
+}
+
+impl RowNorm<'_> {
+    /// Normalizes the rows `x`. Writes the result to `y`, and the statistics of the rows, which the
+    /// backward pass needs, to `stats`.
+    pub(super) fn forward(&self, y: ViewMut, stats: ViewMut, x: View) {
+        let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
+        let m = x.len() / d;
+        match self.bias {
+            None => self.ops.rmsnorm_forward(y, stats, x, w, m, d, eps),
+            Some(b) => self.ops.layernorm_forward(y, stats, x, LayerNormParams { w, b, eps }, m),
+        }
+    }
+
+    /// Adds `delta` to the rows `x`, and then normalizes them as [`RowNorm::forward`] does.
+    pub(super) fn add_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
+        let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
+        let m = x.len() / d;
+        match self.bias {
+            None => self.ops.add_rmsnorm_forward(y, stats, x, delta, w, m, d, eps),
+            Some(b) => self.ops.add_layernorm_forward(y, stats, x, delta, LayerNormParams { w, b, eps }, m),
+        }
+    }
+
+    /// Computes the gradients of the norm. `dy` is the gradient of its output, and `(x, stats)` are
+    /// its input and the statistics. Adds the gradients of the parameters to `g`, the gradient of
+    /// their unit. Writes the gradient of the input to `dx`, or adds it to `dx`.
+    pub(super) fn backward(
+        &self,
+        g: &mut ViewMut,
+        dx: ViewMut,
+        dy: View,
+        (x, stats): (View, View),
+        write: WriteMode,
+    ) {
+        let (w, d, dw) = (self.factors, self.factors.len(), g.slice_mut(self.span.clone()));
+        let m = x.len() / d;
+        match self.bias {
+            None => self.ops.rmsnorm_backward(dx, dw, dy, x, w, stats, m, d, write),
+            Some(_) => {
+                let (dw, db) = dw.split_at(d);
+                self.ops.layernorm_backward(dx, dw, db, dy, x, w, stats, m, write);
+            }
+        }
+    }
+}
+
+/// The norm of the input of attention or of the MLP. Some families have no such norm.
+pub(super) struct InputNorm<'a> {
+    pub(super) ops: &'a dyn Ops,
+    pub(super) norm: Option<RowNorm<'a>>,
+}
+
+impl InputNorm<'_> {
+    /// Returns the input of attention or the MLP for rows `x` of the residual stream. Writes the
+    /// normalized rows to `normed` and their statistics to `stats`, and returns `normed`. Returns
+    /// `x` itself if there is no norm.
+    pub(super) fn forward<'x>(&self, x: View<'x>, normed: &'x mut Buf, stats: &mut Buf) -> View<'x> {
+        let Some(norm) = &self.norm else { return x };
+        norm.forward(normed.view_mut(), stats.view_mut(), x);
+        normed.view()
+    }
+
+    /// Adds the layer's input `x` to `residual`, and returns the input of the MLP or the router, as
+    /// [`InputNorm::forward`] does.
+    pub(super) fn add_forward<'x>(
+        &self,
+        residual: &'x mut Buf,
+        x: View,
+        normed: &'x mut Buf,
+        stats: &mut Buf,
+    ) -> View<'x> {
+        let Some(norm) = &self.norm else {
+            self.ops.add(residual.view_mut(), x);
+            return residual.view();
+        };
+        norm.add_forward(normed.view_mut(), stats.view_mut(), residual.view_mut(), x);
+        normed.view()
+    }
+
+    /// Adds the gradient of rows `x` of the residual stream to `dx`. `dy` is the gradient of the
+    /// rows that [`InputNorm::forward`] returned for `x`. Adds the gradients of the norm's
+    /// parameters to `g`, the gradient of the layer's unit.
+    pub(super) fn backward(&self, g: &mut ViewMut, dx: ViewMut, dy: View, x_and_stats: (View, View)) {
+        match &self.norm {
+            None => self.ops.add(dx, dy),
+            Some(norm) => norm.backward(g, dx, dy, x_and_stats, WriteMode::Accumulate),
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! The table of optimizers: one module for each, which implements [`UpdateRule`].
+mod adafactor;
+mod adamw;
+mod lion;
+mod muon;
+mod sgd;
+
+use super::update_rule::{UpdateMethod, UpdateRule};
+use crate::params::ParamUnit;
+use ckpt::TensorRole;
+use jobspec::{OptimizerName, OptimizerSpec};
+
+/// Returns the update rule of an optimizer.
+fn select_rule(name: OptimizerName) -> &'static dyn UpdateRule {
+    match name {
+        OptimizerName::Adamw => &adamw::AdamW,
+        OptimizerName::Sgd => &sgd::Sgd,
+        OptimizerName::Lion => &lion::Lion,
+        OptimizerName::Muon => &muon::Muon,
+        OptimizerName::Adafactor => &adafactor::Adafactor,
+    }
+}
+
+/// Lists the roles of the optimizer's states, in the order in which checkpoints store them.
+pub fn list_state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
+    select_rule(spec.name).list_state_roles(spec)
+}
+
+/// Selects the update method of each parameter of each unit. The method of a frozen parameter is
+/// meaningless.
+pub(crate) fn select_update_methods(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<UpdateMethod>> {
+    let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
+    let rule = select_rule(spec.name);
+    let select = |(u, unit): (usize, &ParamUnit)| {
+        let is_in_layer = u != 0 && u != head;
+        unit.params.iter().map(|p| rule.select_method(&p.shape, is_in_layer)).collect()
+    };
+    units.iter().enumerate().map(select).collect()
+}

@@ -1,0 +1,132 @@
+//! Adafactor (Shazeer and Stern, 2018): estimates the second moments of a matrix from the means of
+//! its rows and columns, and limits the root mean square of each update.
+//!
+//! The formula is that of `Adafactor` of transformers with `scale_parameter=False`,
+//! `relative_step=False` and `warmup_init=False`: the job's learning rate applies unchanged.
+use crate::optim::{
+    unit_states::StateViews,
+    update_rule::{TensorDirection, UpdateInputs, UpdateMethod, UpdateRule},
+};
+use ckpt::TensorRole;
+use device::{Buf, Dtype, Ops, View, ViewMut};
+use jobspec::OptimizerSpec;
+
+/// The rule of Adafactor.
+pub(super) struct Adafactor;
+
+impl UpdateRule for Adafactor {
+    fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole> {
+        let first_moment = spec.beta1.map(|_| TensorRole::ExpAvg);
+        let second_moments = [TensorRole::ExpAvgSqRow, TensorRole::ExpAvgSqCol, TensorRole::ExpAvgSqVector];
+        first_moment.into_iter().chain(second_moments).collect()
+    }
+
+    fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
+        UpdateMethod { direction: Some(&Adafactor), update }
+    }
+}
+
+/// The purpose of the memory for directions.
+const MEMORY_LABEL: &str = "Adafactor updates";
+
+impl TensorDirection for Adafactor {
+    fn memory_label(&self) -> &'static str {
+        MEMORY_LABEL
+    }
+
+    fn count_allocated_elements(&self, shape: &[usize]) -> usize {
+        2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
+    }
+
+    /// Scales the gradient. For a parameter that is not a matrix, also updates the second moments,
+    /// and divides the gradient by their roots.
+    fn prepare_gradient(
+        &self,
+        ops: &dyn Ops,
+        mut g: ViewMut,
+        mut states: StateViews,
+        inputs: &UpdateInputs<'_>,
+    ) {
+        ops.scale(g.reborrow(), inputs.grad_scale);
+        if inputs.shape.len() != 2 {
+            let mut exp_avg_sq = states.take(TensorRole::ExpAvgSqVector);
+            update_row_means(ops, exp_avg_sq.reborrow(), g.as_view(), 1, inputs);
+            divide_rows_by_roots(ops, g, exp_avg_sq.as_view(), 1, |_| 1.0);
+        }
+    }
+
+    /// Normalizes the gradient, limits the root mean square of the result to `clip_threshold`, and
+    /// multiplies the result by the learning rate.
+    fn compute_direction(
+        &self,
+        ops: &dyn Ops,
+        prepared: View,
+        states: StateViews,
+        inputs: &UpdateInputs<'_>,
+    ) -> Buf {
+        let mut direction = match *inputs.shape {
+            [rows, columns] => normalize_matrix(ops, prepared, [rows, columns], states, inputs),
+            _ => ops.clone_to_device(prepared),
+        };
+        let rms = libm::sqrt(ops.sum_squares(direction.view()) / direction.len() as f64);
+        let clip = (rms / inputs.spec.clip_threshold).max(1.0);
+        ops.scale(direction.view_mut(), (inputs.lr / clip) as f32);
+        direction
+    }
+}
+
+/// Updates the row and column means of the squared gradient `g[rows, columns]`. Returns the
+/// gradient divided by the roots of the second moments that follow from these means. The estimated
+/// second moment of an element is the mean of its row times that of its column, divided by the mean
+/// over all rows.
+fn normalize_matrix(
+    ops: &dyn Ops,
+    g: View,
+    [rows, columns]: [usize; 2],
+    mut states: StateViews,
+    inputs: &UpdateInputs<'_>,
+) -> Buf {
+    let allocate = || ops.zeroed_for(MEMORY_LABEL, Dtype::F32, g.len());
+    let (mut by_column, mut normalized) = (allocate(), allocate());
+    ops.transpose(by_column.view_mut(), g, rows, columns);
+    let [mut row_means, mut column_means] =
+        [TensorRole::ExpAvgSqRow, TensorRole::ExpAvgSqCol].map(|role| states.take(role));
+    update_row_means(ops, row_means.reborrow(), g, columns, inputs);
+    update_row_means(ops, column_means.reborrow(), by_column.view(), rows, inputs);
+    divide_rows_by_roots(ops, by_column.view_mut(), column_means.as_view(), rows, |_| 1.0);
+    ops.transpose(normalized.view_mut(), by_column.view(), columns, rows);
+    let compute_mean = |means: &[f32]| means.iter().map(|&m| f64::from(m)).sum::<f64>() / means.len() as f64;
+    divide_rows_by_roots(ops, normalized.view_mut(), row_means.as_view(), columns, compute_mean);
+    normalized
+}
+
+/// Updates `means`, the moving averages of the mean square of each row of `g`. A row has `len`
+/// elements. `eps` is added to every square.
+fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
+    let mut squares = ops.zeroed_for(MEMORY_LABEL, Dtype::F32, means.len());
+    ops.dot_rows(squares.view_mut(), g, g, len);
+    ops.scale(squares.view_mut(), (1.0 / len as f64) as f32);
+    ops.add_scalar(squares.view_mut(), inputs.group.eps as f32);
+    let one_minus_beta2 = libm::pow(inputs.update as f64, inputs.spec.beta2_decay);
+    ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
+}
+
+/// Divides each row of `x[rows, len]` by the root of its element of `means`, relative to the root
+/// of `unit(means)`.
+fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
+    let means = ops.clone_to_host(means);
+    let unit = unit(means.host());
+    let factors: Vec<f32> = means.host().iter().map(|&m| libm::sqrt(unit / f64::from(m)) as f32).collect();
+    let factors = ops.clone_to_device(factors[..].into());
+    ops.scale_rows(x, factors.view(), len);
+}
+
+/// Updates elements by their part of the direction or, with `beta1`, by the moving average of the
+/// directions.
+fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
+    let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
+    let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };
+    let mut exp_avg = states.take(TensorRole::ExpAvg);
+    ops.axpby(exp_avg.reborrow(), beta1 as f32, direction, (1.0 - beta1) as f32);
+    ops.axpby(p, keep, exp_avg.as_view(), -1.0);
+}

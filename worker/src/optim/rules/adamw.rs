@@ -1,0 +1,43 @@
+//! AdamW (Loshchilov and Hutter, 2019).
+use crate::optim::{
+    unit_states::StateViews,
+    update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
+};
+use ckpt::TensorRole;
+use device::{Ops, View, ViewMut, ops::AdamWHyperparams};
+use jobspec::OptimizerSpec;
+
+/// The rule of AdamW.
+pub(super) struct AdamW;
+
+impl UpdateRule for AdamW {
+    fn list_state_roles(&self, _: &OptimizerSpec) -> Vec<TensorRole> {
+        vec![TensorRole::ExpAvg, TensorRole::ExpAvgSq]
+    }
+
+    fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
+        UpdateMethod {
+            direction: None,
+            update: |ops, p, g, states, inputs| {
+                update_with_moments(ops, p, g, states, [TensorRole::ExpAvg, TensorRole::ExpAvgSq], inputs);
+            },
+        }
+    }
+}
+
+/// Updates elements with AdamW. `roles` are the roles of the first and the second moment.
+pub(super) fn update_with_moments(
+    ops: &dyn Ops,
+    p: ViewMut,
+    g: View,
+    mut states: StateViews,
+    roles: [TensorRole; 2],
+    inputs: &UpdateInputs<'_>,
+) {
+    let (lr, step, grad_scale) = (inputs.lr, inputs.update, inputs.grad_scale);
+    let ((beta1, beta2), eps, weight_decay) =
+        (inputs.group.betas, inputs.group.eps, inputs.group.weight_decay);
+    let h = AdamWHyperparams { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
+    let [exp_avg, exp_avg_sq] = roles.map(|role| states.take(role));
+    ops.adamw(p, g, exp_avg, exp_avg_sq, &h);
+}

@@ -1,0 +1,31 @@
+//! Stochastic gradient descent with momentum.
+use crate::optim::{
+    unit_states::StateViews,
+    update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
+};
+use ckpt::TensorRole;
+use device::{Ops, View, ViewMut, ops::SgdHyperparams};
+use jobspec::OptimizerSpec;
+
+/// The rule of SGD.
+pub(super) struct Sgd;
+
+impl UpdateRule for Sgd {
+    fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole> {
+        if spec.momentum == 0.0 { Vec::new() } else { vec![TensorRole::Momentum] }
+    }
+
+    fn select_method(&self, _: &[usize], _: bool) -> UpdateMethod {
+        UpdateMethod { direction: None, update }
+    }
+}
+
+/// Updates elements with SGD. Either all parameters have momentum, or none.
+fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
+    let (momentum, weight_decay) = (inputs.group.momentum, inputs.group.weight_decay);
+    let h = SgdHyperparams { lr: inputs.lr, momentum, weight_decay, grad_scale: inputs.grad_scale };
+    let no_buffer: &mut [f32] = &mut [];
+    let buffer =
+        if inputs.spec.momentum == 0.0 { no_buffer.into() } else { states.take(TensorRole::Momentum) };
+    ops.sgd(p, g, buffer, &h);
+}

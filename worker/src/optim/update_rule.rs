@@ -1,0 +1,80 @@
+//! [`UpdateRule`]: which states an optimizer keeps, and how it updates a parameter.
+use super::unit_states::StateViews;
+use crate::param_groups::GroupHyperparams;
+use ckpt::TensorRole;
+use device::{Buf, Ops, View, ViewMut};
+use jobspec::OptimizerSpec;
+
+/// An optimizer. Every optimizer is a row of the table in `rules.rs`.
+pub(super) trait UpdateRule {
+    /// Lists the roles of the optimizer's states, in the order in which checkpoints store them.
+    /// [`TensorRole::state_shape`] determines which parameters have a state, and its shape.
+    ///
+    /// A state with as many dimensions as its parameter is sharded with the parameter. Another
+    /// state is replicated: each rank that updates a part of the parameter keeps the whole state.
+    fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole>;
+
+    /// Selects the method for a parameter with this shape. `is_in_layer` is false for the embedding
+    /// and the head.
+    fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod;
+}
+
+/// The method by which an optimizer updates one parameter.
+#[derive(Clone, Copy)]
+pub(crate) struct UpdateMethod {
+    /// Computes the direction of the update from the gradient of the whole tensor. `None` if the
+    /// update of an element depends only on this element, its gradient and its states.
+    pub direction: Option<&'static dyn TensorDirection>,
+    /// Updates consecutive elements with their gradient or, if `direction` is given, with their
+    /// part of the direction.
+    pub update: ElementwiseUpdate,
+}
+
+/// Updates the elements `p` and their sharded states. `g` is the gradient or the direction of these
+/// elements.
+pub(super) type ElementwiseUpdate =
+    fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
+
+/// The part of an update that needs the gradient of a whole tensor.
+pub(crate) trait TensorDirection: Sync {
+    /// Returns the purpose of the memory for directions, such as `Muon matrices`.
+    fn memory_label(&self) -> &'static str;
+
+    /// Returns the number of elements that [`TensorDirection::compute_direction`] allocates for a
+    /// tensor with this shape.
+    fn count_allocated_elements(&self, shape: &[usize]) -> usize;
+
+    /// Replaces the gradient of consecutive elements by their part of the input of
+    /// [`TensorDirection::compute_direction`], which covers the whole tensor. Updates the sharded
+    /// states of these elements.
+    fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
+
+    /// Computes the direction of the update from `prepared`, the prepared gradient of the whole
+    /// tensor. Updates the replicated states.
+    ///
+    /// Every rank that updates a part of the tensor computes the whole direction, so the result
+    /// does not depend on the sharding.
+    fn compute_direction(
+        &self,
+        ops: &dyn Ops,
+        prepared: View,
+        states: StateViews,
+        inputs: &UpdateInputs<'_>,
+    ) -> Buf;
+}
+
+/// The inputs of the update of one parameter in addition to its gradient and states.
+pub(crate) struct UpdateInputs<'a> {
+    /// The optimizer's settings in the job.
+    pub spec: &'a OptimizerSpec,
+    /// The hyper-parameters of the parameter's group.
+    pub group: &'a GroupHyperparams,
+    /// The shape of the parameter.
+    pub shape: &'a [usize],
+    /// The learning rate of the parameter in this step.
+    pub lr: f64,
+    /// The number of this update of the parameter, counted from 1.
+    pub update: u64,
+    /// The factor by which the summed gradient is multiplied.
+    pub grad_scale: f32,
+}
