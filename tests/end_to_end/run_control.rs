@@ -175,7 +175,7 @@ fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
     assert_eq!(nix::unistd::getsid(Some(pid)), Ok(pid), "the controller leads a session");
     let command: Vec<&str> =
         runs[0]["command"].as_array().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
-    assert_eq!(command[1..], ["run", "--set", "run.env.A=1", "./job.yaml"], "the command that resumes it");
+    assert_eq!(command[1..], ["run", "--set=run.env.A=1", "./job.yaml"], "the command that resumes it");
     operator.wait_for_file("up.1");
     assert!(operator.run_launch(&["stop"]).status.success());
     let console = fs::read_to_string(operator.0.path(&format!("runs/service/{run}/console.log"))).unwrap();

@@ -452,6 +452,19 @@ fn the_loss_of_the_controller_kills_all_workers() {
 }
 
 #[test]
+fn a_termination_is_reported_to_the_controller_or_stops_unattended_workers_once() {
+    let mut agent = TestAgent::start_with_action(&[false], ControllerLossAction::Continue);
+    let commands = agent.feed_input(AgentInput::Terminated);
+    assert_eq!(select_controller_messages(&commands), [&FromAgent::Terminating]);
+    assert!(select_signals(&commands).is_empty(), "the controller decides");
+
+    assert!(select_signals(&agent.feed_input(AgentInput::ControllerLost)).is_empty());
+    let commands = agent.feed_input(AgentInput::Terminated);
+    assert_eq!(select_signals(&commands), [(0, GroupSignal::Terminate)]);
+    assert!(agent.feed_input(AgentInput::Terminated).is_empty());
+}
+
+#[test]
 fn the_lease_applies_only_to_a_controller_that_sends_heartbeats() {
     let mut agent = TestAgent::start(&[false]);
     assert!(select_signals(&agent.advance_to(Duration::from_secs(86_400))).is_empty());

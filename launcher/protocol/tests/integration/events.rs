@@ -236,7 +236,7 @@ fn every_event_and_field_is_documented() {
     let page = read_documentation();
     let deprecated = ["cause", "epoch", "left"];
     let common = read_table_column(find_section(&page, "Schema"), &[]);
-    assert_eq!(common, ["event", "schema", "time"].map(String::from).into());
+    assert_eq!(common, ["event", "report", "schema", "time"].map(String::from).into());
     for event in list_events() {
         let line = event.to_json(EventSchema::V2).expect("JSON");
         let object: Map<String, Value> = serde_json::from_str(&line).expect("an object");

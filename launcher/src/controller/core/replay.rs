@@ -107,7 +107,8 @@ fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
 /// happened.
 ///
 /// The clocks of the machines of earlier controllers may differ, so the start of each attempt
-/// follows the events of earlier attempts and precedes those of its own workers in any case.
+/// follows the events of earlier attempts and precedes those of the workers that it started in any
+/// case.
 fn merge_missing_lines(
     now: Duration,
     missing: Vec<MissingEvent>,

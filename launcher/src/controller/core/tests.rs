@@ -255,6 +255,32 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
 }
 
 #[test]
+fn the_first_notice_of_termination_stops_the_job_and_the_others_are_no_second_signal() {
+    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    let actions = harness.send_from_agent(1, FromAgent::Terminating);
+    assert!(actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None })));
+    assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
+    for rank in [0, 1] {
+        harness.report_worker_exit(rank, ExitStatus::Code(75));
+    }
+    harness.report_workers_ended(0);
+    let actions = harness.report_workers_ended(1);
+    let outcome = find_outcome(&actions).unwrap();
+    assert_eq!((outcome.exit_code, outcome.stopped, outcome.ended_by_batch_system), (143, true, true));
+}
+
+#[test]
+fn a_signal_of_the_user_decides_before_a_notice_of_termination() {
+    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    harness.feed_input(ControllerInput::Stop(StopRequest::Terminate));
+    assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
+    harness.report_worker_exit(0, ExitStatus::Code(75));
+    let actions = harness.report_workers_ended(0);
+    let outcome = find_outcome(&actions).unwrap();
+    assert_eq!((outcome.exit_code, outcome.ended_by_batch_system), (143, false));
+}
+
+#[test]
 fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
     let mut harness = CoreHarness::with_running_workers(1, 2, false);
     harness.report_worker_exit(0, ExitStatus::Code(7));

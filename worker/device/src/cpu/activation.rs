@@ -51,7 +51,7 @@ impl ActivationOps for Cpu {
         expect_lens("gelu_forward", [("x", x.len(), len)]);
         let x = InputElements::from(x);
         self.write_rows(len, Activation::Gelu.cost(), self.overwritten_rows(y, 1), |range, mut y| {
-            activate(self.instruction_set, &mut y, &x.to_f32(self, range));
+            gelu(self.instruction_set, &mut y, &x.to_f32(self, range));
         });
     }
 
@@ -61,7 +61,7 @@ impl ActivationOps for Cpu {
         let x = InputElements::from(x);
         let outputs = (self.overwritten_rows(dx, 1), self.updated_rows(dy, 1));
         self.write_rows(len, Activation::Gelu.cost(), outputs, |range, (mut dx, mut dy)| {
-            differentiate(self.instruction_set, &mut dx, &mut dy, &x.to_f32(self, range));
+            gelu_gradient(self.instruction_set, &mut dx, &mut dy, &x.to_f32(self, range));
         });
     }
 }
@@ -100,10 +100,10 @@ fn gated_backward(
 }
 
 multiversion! {
-    fn activate = activate_elements(y: &mut [f32], x: &[f32])
+    fn gelu = compute_gelu(y: &mut [f32], x: &[f32])
 }
 multiversion! {
-    fn differentiate = differentiate_elements(dx: &mut [f32], dy: &mut [f32], x: &[f32])
+    fn gelu_gradient = compute_gelu_gradient(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
     fn activate_gates = activate_gate_rows(activation: Activation, y: &mut [f32], gate_up: &[f32], f: usize)
@@ -156,7 +156,7 @@ impl ActivationFunction for Gelu {
 
 /// Computes GELU of each element: `y = gelu(x)`.
 #[inline(always)]
-fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
+fn compute_gelu<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     for i in (0..y.len()).step_by(LANES) {
         store_lanes(s, y, i, Gelu::differentiate(s, load_lanes(s, x, i)).0);
     }
@@ -164,7 +164,7 @@ fn activate_elements<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
 
 /// Computes the gradient of GELU's input, `dx = dy·gelu'(x)`, and replaces `dy` by gelu(x).
 #[inline(always)]
-fn differentiate_elements<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
+fn compute_gelu_gradient<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
         let (value, slope) = Gelu::differentiate(s, load_lanes(s, x, i));
         store_lanes(s, dx, i, s.mul(load_lanes(s, dy, i), slope));

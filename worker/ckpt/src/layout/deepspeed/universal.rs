@@ -29,7 +29,7 @@ const ZERO_DIR: &str = "zero";
 /// Path of the file with the hyper-parameters, the steps and the loss scaler.
 const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
 /// Number of subdirectories whose files are opened in one batch.
-const BATCH_DIRS: usize = 128;
+const DIRS_PER_BATCH: usize = 128;
 /// The largest number of threads that open files.
 const THREADS_MAX: usize = 8;
 /// Name of the file with the FP32 values of a weight.
@@ -167,7 +167,7 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());
-    for batch in dirs.chunks(BATCH_DIRS) {
+    for batch in dirs.chunks(DIRS_PER_BATCH) {
         let paths: Vec<&str> = batch.iter().flat_map(|l| &l.files).map(|(_, path)| path.as_str()).collect();
         let mut opened = open_torch_files(&tag.builder.directory, &paths).into_iter();
         for ParameterDir { name, files } in batch {
