@@ -118,7 +118,9 @@ fn set_value(
         if matches!(node.value, YamlValue::Null) && matches!(step, PathStep::Key(_)) {
             node.value = YamlValue::Map(Vec::new());
         }
-        let (is_map, found) = (matches!(node.value, YamlValue::Map(_)), node.describe());
+        let is_map = matches!(node.value, YamlValue::Map(_));
+        // The text may be a secret.
+        let found = if matches!(node.value, YamlValue::Text) { "a text".to_owned() } else { node.describe() };
         match (&mut node.value, step) {
             (YamlValue::Map(entries), PathStep::Key(name)) => {
                 path = canonicalize_key_path(&join_key_path(&path, &name));
