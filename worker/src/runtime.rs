@@ -151,7 +151,7 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
         CheckpointSaver::new(root.clone(), job.checkpoint.clone(), metadata, last, layout.clone());
     report_ready(session, &running, parameters, is_leader)?;
     let held_out = samples.prepare_evaluation(train, &tokenizer)?;
-    if !is_leader || !held_out.as_ref().is_some_and(|eval| eval.generation.is_some()) {
+    if !is_leader || held_out.as_ref().is_none_or(|eval| eval.generation.is_none()) {
         // No rank but the leader decodes generated text.
         tokenizer.end_sandbox_process();
     }

@@ -89,5 +89,5 @@ pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);
-    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(report_rejected)
+    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(|reason| report_rejected(*reason))
 }

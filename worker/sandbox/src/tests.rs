@@ -147,9 +147,12 @@ fn many_large_requests_may_be_pending() {
     }
 }
 
+/// A check of the error that a request ends with.
+type ErrorCheck = fn(&SandboxError) -> bool;
+
 #[test]
 fn exceeded_limits_and_crashes_end_the_sandbox_with_their_reason() {
-    let cases: [(&str, fn(&SandboxError) -> bool); 12] = [
+    let cases: [(&str, ErrorCheck); 12] = [
         ("allocate 10000000000", |e| matches!(e, SandboxError::OutOfMemory { limit_bytes: 0x400_0000 })),
         ("allocate 90000000", |e| matches!(e, SandboxError::OutOfMemory { .. })),
         ("recurse 100000000", |e| matches!(e, SandboxError::StackOverflow { stack_bytes: 0x40_0000 })),

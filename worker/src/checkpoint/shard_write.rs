@@ -28,10 +28,13 @@ pub(super) enum ShardWrite {
 /// The report about a shard that was written, or the error of writing it.
 pub(super) type ShardResult = std::result::Result<ShardReport, CkptError>;
 
+/// What the thread of a [`BackgroundWrite`] returns: the staging memory together with the result,
+/// which is `None` after a cancellation.
+type BackgroundResult = std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>;
+
 /// A background thread that writes this rank's shard.
 pub(super) struct BackgroundWrite {
-    /// Returns the staging memory together with the result, which is `None` after a cancellation.
-    thread: JoinHandle<std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>>,
+    thread: JoinHandle<BackgroundResult>,
     progress: Arc<WriteProgress>,
 }
 

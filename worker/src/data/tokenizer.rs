@@ -376,7 +376,7 @@ mod tests {
         let (_, invalid) = expect_tokenizer_problem(&[("tokenizer.json", "{}")]);
         assert!(matches!(invalid, TokenizerProblem::InvalidTokenizerJson(_)), "{invalid}");
         let (_, no_eod) = expect_tokenizer_problem(&[("tokenizer.json", &build_tokenizer_json(&["<pad>"]))]);
-        assert!(matches!(no_eod, TokenizerProblem::NoEndOfDocument { .. }), "{no_eod}");
+        assert!(matches!(no_eod, TokenizerProblem::NoEndOfDocument), "{no_eod}");
         let json = build_tokenizer_json(&["</s>"]);
         let json = ("tokenizer.json", &json[..]);
         let (file, invalid) = expect_tokenizer_problem(&[json, (TOKENIZER_CONFIG_FILE, "{")]);

@@ -9,7 +9,7 @@ use protocol::control::HostPlan;
 use std::{
     collections::HashMap,
     io,
-    path::PathBuf,
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -51,7 +51,7 @@ pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank
 }
 
 /// Builds the error for a log that cannot be opened.
-fn build_log_error(log: &PathBuf, error: &io::Error) -> Diagnostic {
+fn build_log_error(log: &Path, error: &io::Error) -> Diagnostic {
     let file = log.display().to_string();
     Diagnostic::error(codes::host::WORKER_LOG_UNWRITABLE, format!("cannot open the log {file}"))
         .with_subject(file)

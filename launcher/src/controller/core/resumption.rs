@@ -208,8 +208,8 @@ impl ControllerCore {
             AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false } => self.send_stop(now),
             AttemptState::Draining { host_lost: true } | AttemptState::Ending => {
                 let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
-                let reason = self.cause.as_ref().map_or("the attempt is ending", |cause| &cause.message);
-                self.kill_workers(now, &reason.to_owned(), grace, false);
+                let reason = self.cause.as_ref().map(|cause| cause.message.clone());
+                self.kill_workers(now, reason.as_deref().unwrap_or("the attempt is ending"), grace, false);
             }
             AttemptState::Joining => self.begin_next_attempt(now),
             _ => {}

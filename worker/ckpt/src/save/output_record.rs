@@ -149,7 +149,7 @@ impl OutputMarker {
         }
         let mut text = directory.read_file(self.file, RECORD_MAX)?;
         let parsed = self.parse_record(&mut text);
-        parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, reason))
+        parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, *reason))
     }
 
     /// Parses the text of a record, and verifies its hash. Returns `None` for a record of another
@@ -157,18 +157,21 @@ impl OutputMarker {
     pub(crate) fn parse_record(
         &self,
         text: &mut [u8],
-    ) -> std::result::Result<Option<OutputRecord>, DamageReason> {
+    ) -> std::result::Result<Option<OutputRecord>, Box<DamageReason>> {
         let is_sealed = JsonSeal::INDENTED.has_hash(text);
         if is_sealed && JsonSeal::INDENTED.unseal(text).is_err() {
-            return Err(DamageReason::HashMismatch);
+            return Err(Box::new(DamageReason::HashMismatch));
         }
-        let record: OutputRecord = parse_object(text)?;
+        let record: OutputRecord = parse_object(text).map_err(DamageReason::from)?;
         match record.version {
             _ if record.format != self.format => Ok(None),
             0 | 1 => Ok(Some(record)),
             VERSION if is_sealed => Ok(Some(record)),
-            VERSION => Err(DamageReason::HashMismatch),
-            version => Err(format!("the record has version {version}, newer than {VERSION}").into()),
+            VERSION => Err(Box::new(DamageReason::HashMismatch)),
+            version => {
+                let reason = format!("the record has version {version}, newer than {VERSION}");
+                Err(Box::new(reason.into()))
+            }
         }
     }
 
@@ -230,10 +233,12 @@ fn list_updated_files(
         let mut file = file.clone();
         match (copy.has_entry(name)?, original.has_entry(name)?) {
             (false, true) => continue,
-            (true, existed) if file.content.is_some() && !restored.contains(name) => {
-                if !existed || !is_same_content(copy, original, name, &scratch)? {
-                    file.content = Some(RecordedContent::of_file(copy, name, &scratch)?);
-                }
+            (true, existed)
+                if file.content.is_some()
+                    && !restored.contains(name)
+                    && !(existed && is_same_content(copy, original, name, &scratch)?) =>
+            {
+                file.content = Some(RecordedContent::of_file(copy, name, &scratch)?);
             }
             // a file that is missing in both directories is damage
             _ => {}

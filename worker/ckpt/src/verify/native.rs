@@ -177,7 +177,11 @@ fn verify_blocks(
     describe_error: &dyn Fn(&Range<u64>, &CkptError) -> String,
 ) -> Result<bool> {
     let open = |_| BlockReader::open(directory, &entry.name);
-    let stored = open(0).map_or_else(|_| vec![0..readable], |reader| reader.list_data_blocks(0..readable));
+    let all = 0..readable;
+    let stored = match open(0) {
+        Ok(reader) => reader.list_data_blocks(all),
+        Err(_) => Vec::from([all]),
+    };
     let mut invalid: Vec<(u64, DamageReason)> = Vec::new();
     let holes = list_gaps(&stored, readable);
     let mut zeros = ZeroBlocks::default();
