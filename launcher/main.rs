@@ -8,7 +8,10 @@ use worker::{GpuCheckOptions, GpuCheckTask};
 fn main() -> ExitCode {
     // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
     // here.
-    let code = match std::env::args_os().nth(1) {
+    let mut args = std::env::args_os();
+    // Called as torchrun, the first argument is an argument of torchrun.
+    let is_other = args.next().is_some_and(|name| launcher::is_other_launcher(&name));
+    let code = match args.next().filter(|_| !is_other) {
         Some(role) if role == "worker" => worker::main(),
         Some(role) if role == worker::SANDBOX_ROLE => worker::run_sandbox(),
         _ => launcher::main(std::env::args_os(), &worker::TrainPreflight, |args| {

@@ -39,7 +39,7 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 type Target = fn(&[u8]);
 
 /// The targets by name. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, Target); 16] = [
+const TARGETS: [(&str, Target); 17] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -50,6 +50,7 @@ const TARGETS: [(&str, Target); 16] = [
     ("torch_file", |bytes| drop(ckpt::untrusted::parse_torch_file(bytes))),
     ("zip", |bytes| drop(ckpt::untrusted::parse_zip(bytes))),
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),
+    ("encrypted", |bytes| drop(launcher::untrusted::parse_encrypted_connection(bytes))),
     ("host_list", |bytes| drop(launcher::untrusted::parse_host_list(bytes))),
     ("hostfile", |bytes| drop(launcher::untrusted::parse_hostfile(bytes))),
     ("invitation", |bytes| drop(launcher::untrusted::parse_invitation(bytes))),

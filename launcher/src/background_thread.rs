@@ -270,7 +270,7 @@ mod tests {
     impl Write for FlakyFile {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.calls += 1;
-            if self.calls % 2 == 0 {
+            if self.calls.is_multiple_of(2) {
                 return Err(io::Error::from_raw_os_error(self.code));
             }
             let n = bytes.len().min(3);

@@ -1,5 +1,5 @@
 //! Parses the command line, and converts errors of wrong arguments to diagnostics.
-use crate::cmd::{LaunchCommand, output::OutputFormat};
+use crate::cmd::{LaunchCommand, drop_in::OtherLauncher, output::OutputFormat};
 use clap::{
     ArgAction, CommandFactory, Parser,
     error::{ContextKind, ContextValue, ErrorKind},
@@ -51,7 +51,7 @@ pub(crate) enum ParsedArgs {
 
 /// Parses the command line of `launch`. The first element of `args` is the name of the program.
 pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> ParsedArgs {
-    let args = insert_default_command(args);
+    let args = insert_default_command(insert_drop_in_command(args.collect()).into_iter());
     let format = detect_requested_format(&args);
     let first = find_first_word(&args).map(|at| args[at].clone());
     let help_command = find_help_command(&args);
@@ -108,6 +108,22 @@ fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
             .with_field("subcommands", names)
             .with_help(format!("see `launch {name} --help`"))
     })
+}
+
+/// Inserts the name of a drop-in command if launch was called by the name of another launcher, and
+/// `--` before the arguments of a drop-in command, so that all of them belong to the other
+/// launcher. Returns other command lines unchanged.
+fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
+    if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
+        args.insert(1, OsString::from(launcher.name()));
+    }
+    if let Some(at) = find_first_word(&args)
+        && OtherLauncher::from_name(&args[at]).is_some()
+        && args.get(at + 1).is_some_and(|next| !["--", "-h", "--help"].iter().any(|word| next == word))
+    {
+        args.insert(at + 1, OsString::from("--"));
+    }
+    args
 }
 
 /// Inserts the default command, so that `launch job.yaml …` becomes `launch run job.yaml …`.

@@ -28,6 +28,17 @@ impl RunningClock {
         self.advance_to(Instant::now())
     }
 
+    /// Returns whether more time has passed since the last reading than one step of the clock, so
+    /// that the process was probably stopped.
+    pub(crate) fn has_paused(&self) -> bool {
+        self.last.elapsed() > MAX_STEP
+    }
+
+    /// Lets the clock continue from its last reading, as if no time had passed since.
+    pub(crate) fn skip_pause(&mut self) {
+        self.last = Instant::now();
+    }
+
     /// Advances the clock to a reading of the system's clock, by at most [`MAX_STEP`], and returns
     /// the time since the start.
     fn advance_to(&mut self, now: Instant) -> Duration {

@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod ckpt;
 pub(crate) mod completions;
 pub(crate) mod context;
+pub(crate) mod drop_in;
 pub(crate) mod events;
 pub(crate) mod explain;
 pub(crate) mod gpu_check;
@@ -19,10 +20,12 @@ pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod sbatch;
 pub(crate) mod schema;
+pub(crate) mod shims;
 pub(crate) mod stop;
 
 use clap::Subcommand;
 use context::CommandContext;
+use drop_in::OtherLauncher;
 
 /// A command of `launch` with its arguments. A command is a module of [`crate::cmd`] with a struct
 /// of arguments and a function `run`.
@@ -50,6 +53,26 @@ pub(crate) enum LaunchCommand {
     Sbatch(sbatch::SbatchArgs),
     /// Convert the settings of Accelerate, DeepSpeed or torchrun to a job.yaml
     Import(import::ImportArgs),
+    /// Run a script as torchrun does, with the options of torchrun
+    #[command(
+        override_usage = "launch torchrun [OPTION OF TORCHRUN]… SCRIPT [ARGUMENT]…",
+        after_help = drop_in::TORCHRUN_HELP
+    )]
+    Torchrun(drop_in::DropInArgs),
+    /// Run a script as `accelerate launch` does; other commands are those of Accelerate
+    #[command(
+        override_usage = "launch accelerate launch [OPTION OF ACCELERATE]… SCRIPT [ARGUMENT]…",
+        after_help = drop_in::ACCELERATE_HELP
+    )]
+    Accelerate(drop_in::DropInArgs),
+    /// Run a script as deepspeed does, with the options of deepspeed
+    #[command(
+        override_usage = "launch deepspeed [OPTION OF DEEPSPEED]… SCRIPT [ARGUMENT]…",
+        after_help = drop_in::DEEPSPEED_HELP
+    )]
+    Deepspeed(drop_in::DropInArgs),
+    /// Create links to launch with the names torchrun, accelerate and deepspeed
+    Shims(shims::ShimsArgs),
     /// Explain an error code, or list all codes
     Explain(explain::ExplainArgs),
     /// Print the JSON Schema of job.yaml
@@ -85,6 +108,10 @@ impl LaunchCommand {
             LaunchCommand::Ckpt(args) => ckpt::run(args, context),
             LaunchCommand::Sbatch(args) => sbatch::run(args, context),
             LaunchCommand::Import(args) => import::run(args, context),
+            LaunchCommand::Torchrun(args) => drop_in::run(OtherLauncher::Torchrun, args, context),
+            LaunchCommand::Accelerate(args) => drop_in::run(OtherLauncher::Accelerate, args, context),
+            LaunchCommand::Deepspeed(args) => drop_in::run(OtherLauncher::Deepspeed, args, context),
+            LaunchCommand::Shims(args) => shims::run(args, context),
             LaunchCommand::Explain(args) => explain::run(args, context),
             LaunchCommand::Schema(args) => schema::run(args, context),
             LaunchCommand::Completions(args) => completions::run(args, context),

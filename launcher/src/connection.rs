@@ -1,11 +1,16 @@
 //! Control connections: framed messages over any byte stream.
 //!
+//! A connection inside SSH or through a pipe carries the frames as they are. Any other connection
+//! begins with the [`handshake`] and is encrypted.
+//!
 //! Each connection has one task that reads and one that writes. A frame is a little-endian u32
 //! length and a MessagePack body. `protocol::control` declares the messages. Reading untrusted
 //! input allocates at most `protocol::control::MAX_FRAME_BYTES` bytes and never panics.
+mod encrypted_stream;
 mod frame;
 mod frame_tasks;
 pub(crate) mod handshake;
 
+pub(crate) use encrypted_stream::{EncryptedReader, EncryptedStream, EncryptedWriter};
 pub(crate) use frame::{FrameError, encode_frame, read_frame};
 pub(crate) use frame_tasks::{MessagePriority, Outbox, read_frames, write_frames};

@@ -12,6 +12,7 @@ mod cluster;
 mod cmd;
 mod connection;
 pub mod controller;
+mod core_dumps;
 mod detached_controller;
 pub mod discover;
 mod executable;
@@ -30,9 +31,13 @@ mod secrets;
 #[cfg(test)]
 mod testing;
 pub mod untrusted;
+mod warning_limit;
 mod worker_end;
 
-pub use cmd::gpu_check::args::{GpuCheckArgs, RunGpuCheck};
+pub use cmd::{
+    drop_in::is_other_launcher,
+    gpu_check::args::{GpuCheckArgs, RunGpuCheck},
+};
 
 use clap::CommandFactory;
 use cli::{Cli, ParsedArgs};

@@ -107,6 +107,12 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
+/// Parses the bytes of a peer that connects to the port of the agents and does not hold the key: as
+/// a handshake, and as encrypted records after a handshake. Panics if the bytes are accepted.
+pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
+    Ok(crate::connection::handshake::read_untrusted_connection(bytes)?)
+}
+
 /// Returns the first of several errors of a parser.
 fn take_first_error<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
     errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)

@@ -37,13 +37,15 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         allowed_paths: &["worker/ckpt/src/save/commit.rs"],
     },
     NameRestriction {
-        description: "only agent/process.rs, cluster/, detached_controller.rs and sandbox/ start processes",
+        description: "only agent/process.rs, cluster/, detached_controller.rs and sandbox/ start processes; \
+                      original_program.rs replaces its own",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
         allowed_paths: &[
             "launcher/src/agent/process.rs",
             "launcher/src/cluster/",
             "launcher/src/detached_controller.rs",
+            "launcher/src/cmd/drop_in/original_program.rs",
             "worker/sandbox/src/sandbox_process.rs",
         ],
     },

@@ -93,7 +93,7 @@ const REPORTED_FAULTS: [InjectedFault; 10] = [
     ControllerKilled,
     HostHalted,
 ];
-/// Faults that only show as silence. The controller detects them when a lease of 5 s or a
+/// Faults that only show as silence. Controller and agents detect them when a lease of 5 s or a
 /// `hang_timeout` of 2 s expires.
 const SILENT_FAULTS: [InjectedFault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
 
@@ -144,7 +144,7 @@ impl FourHostJob<'_> {
         fs::create_dir(dir.path().join("home")).unwrap();
         let text = format!(
             "name: {name}\ncluster: {{hosts: [\"h[0-3]\"], workers_per_host: 2, ssh: {{config: {}}}}}\n\
-             run: {{command: [/root/rank], workdir: /root, env: {{READY: /shared/{name}}}, grace_period: 3s, hang_timeout: 2s, progress_pattern: tick, logs: {{dir: '/scratch/{name}'}}}}\n",
+             run: {{command: [/root/rank], workdir: /root, env: {{READY: /shared/{name}}}, grace_period: 3s, hang_timeout: 2s, controller_lease: 5s, progress_pattern: tick, logs: {{dir: '/scratch/{name}'}}}}\n",
             hosts.ssh_config_path().display()
         );
         fs::write(dir.path().join("job.yaml"), text).unwrap();

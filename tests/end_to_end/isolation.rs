@@ -1,12 +1,12 @@
 //! Tests what a run hides from other users of the machine and from the terminal, with the real
 //! executable: secrets, private files, planted run records and unprintable characters.
-use crate::support::{JobDirectory, list_files_below, output_to_text};
+use crate::support::{JobDirectory, environment::clean_command, list_files_below, output_to_text};
 use serde_json::json;
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
     path::Path,
-    process::{Command, Output, Stdio},
+    process::{Output, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -139,7 +139,7 @@ fn assert_private(directory: &Path) {
 #[test]
 fn stop_signals_no_process_that_a_planted_record_names() {
     let job_dir = JobDirectory::new();
-    let mut victim = Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut victim = clean_command("sleep").arg("1000").spawn().unwrap();
     let stat = fs::read_to_string(format!("/proc/{}/stat", victim.id())).unwrap();
     let started: u64 = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().parse().unwrap();
     let read = |path: &str| fs::read_to_string(path).unwrap().trim().to_owned();

@@ -7,6 +7,7 @@
 mod cluster;
 mod configs;
 mod deepspeed;
+mod drop_in;
 #[path = "../../worker/device/tests/emulated_gpu/mod.rs"]
 mod emulated_gpu;
 #[path = "../../worker/comm/tests/emulated_nccl/mod.rs"]
@@ -16,6 +17,7 @@ mod faults_ssh;
 mod gpu;
 mod hosts;
 mod isolation;
+mod isolation_other_users;
 mod job_schema;
 mod lora;
 mod memory;
@@ -31,6 +33,7 @@ mod run_control;
 mod slurm;
 mod ssh;
 mod support;
+mod takeovers;
 mod tensorboard;
 mod torch;
 mod train;

@@ -159,9 +159,41 @@ codes! {
         remedy: "Convert only configurations for CPUs or GPUs on this machine, over SSH or inside Slurm.",
     }
     IMPORT_ARGUMENTS_INVALID: Job = "import-arguments-invalid" {
-        summary: "The arguments are not a valid command line of torchrun.",
+        summary: "The arguments are not a valid command line of torchrun, accelerate or deepspeed.",
         cause: "An option is unknown or ambiguous, a value is missing or of the wrong form, or no script follows.",
-        remedy: "Write the arguments of `torchrun` after `--`.",
+        remedy: "Correct the arguments; `launch import torchrun` expects those of `torchrun` after `--`.",
+    }
+
+    // --- launch torchrun, accelerate, deepspeed and shims ---------------------------------------
+    DROP_IN_UNSUPPORTED: Usage = "drop-in-unsupported" {
+        summary: "An option of torchrun, accelerate or deepspeed has no counterpart in launch.",
+        cause: "The option is for several machines that each run the program, for other accelerators, or for a service that launch does not have.",
+        remedy: "Follow the advice of the message, or remove the option.",
+    }
+    DROP_IN_ORIGINAL_MISSING: Usage = "drop-in-original-missing" {
+        summary: "A command of torchrun, accelerate or deepspeed that does not start a job needs the original program, which was not found.",
+        cause: "The program is not installed, or its directory is not in PATH.",
+        remedy: "Install the program, activate its Python environment, or add its directory to PATH.",
+    }
+    DROP_IN_PYTHON_MISSING: Usage = "drop-in-python-missing" {
+        summary: "No Python was found to run the script.",
+        cause: "PATH contains neither the original program nor `python` nor `python3`.",
+        remedy: "Activate the Python environment of the script, or use `--no-python`.",
+    }
+    PID_FILE_FAILED: Failed = "pid-file-failed" {
+        summary: "The file of `deepspeed --save_pid` could not be written.",
+        cause: "A file of this name exists, or /tmp is not writable.",
+        remedy: "Remove the file, or leave the option out.",
+    }
+    SHIM_EXISTS: Usage = "shim-exists" {
+        summary: "`launch shims` does not replace a file that is not a link of launch.",
+        cause: "The directory contains the original torchrun, accelerate or deepspeed, or another file of this name.",
+        remedy: "Use another directory, and put it before the others in PATH.",
+    }
+    SHIM_FAILED: Failed = "shim-failed" {
+        summary: "A link to launch could not be created.",
+        cause: "The directory is not writable, or its file system has no symbolic links.",
+        remedy: "Use another directory.",
     }
 
     // --- launch ckpt ---------------------------------------------------------------------------

@@ -88,6 +88,17 @@ pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
 pub const CUDA_HOME: &str = "CUDA_HOME";
 /// Read by launch: the directory of a CUDA toolkit. This is an older name of [`CUDA_HOME`].
 pub const CUDA_PATH: &str = "CUDA_PATH";
+/// Read by `launch torchrun`: the Python that runs scripts.
+pub const PYTHON_EXEC: &str = "PYTHON_EXEC";
+/// Read by `launch accelerate`: the directory of Hugging Face, with the default configuration of
+/// Accelerate.
+pub const HF_HOME: &str = "HF_HOME";
+/// Read by `launch deepspeed`: the name of the file with variables for workers on several hosts
+/// (`.deepspeed_env` without the variable).
+pub const DS_ENV_FILE: &str = "DS_ENV_FILE";
+/// Read by `launch accelerate` and `launch deepspeed`: the directories of Python modules, to which
+/// both add the current directory for some jobs, as the original programs do.
+pub const PYTHONPATH: &str = "PYTHONPATH";
 
 /// Returns whether the environment variable `name` restricts which GPUs a process sees.
 /// `run.pass_env` never passes such variables, because the user or the plan sets them.

@@ -2,16 +2,24 @@
 //! reaches the agent. The socket is also the lock that the agent holds on its host.
 //!
 //! The socket is in the abstract namespace, so nothing is left of it when the agent ends in any
-//! way. Its name is a keyed hash of run and host, so no other user can guess it. Both sides prove
-//! that they have the key of the run before any message.
+//! way. Its name is a keyed hash of run and host, so no other user can guess it. Another user can
+//! see the name in `/proc/net/unix` while the socket exists, and take the name when the agent has
+//! ended. Therefore an agent has [`NAME_COUNT`] possible names, and sockets and connections of
+//! other users do not count. Both sides prove that they have the key of the run before any message.
 use crate::connection::{
-    FrameError, encode_frame,
+    EncryptedReader, EncryptedWriter, FrameError, encode_frame,
     handshake::{
         HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent, authenticate_controller,
     },
     read_frame,
 };
 use diagnostic::{Diagnostic, codes::host};
+use nix::{
+    errno::Errno,
+    sys::socket::{
+        AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt::PeerCredentials,
+    },
+};
 use protocol::control::{
     AttachPurpose, AttachRejection, AttachRequest, ControllerToken, FromAgent, JobKey, PROTOCOL_VERSION,
     SupervisionTerms, ToAgent,
@@ -19,6 +27,7 @@ use protocol::control::{
 use std::{
     io,
     os::{
+        fd::{AsFd, AsRawFd},
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream},
     },
@@ -27,11 +36,16 @@ use std::{
 };
 use tokio::{
     io::AsyncWriteExt,
-    net::{UnixListener, UnixStream},
+    net::{
+        UnixListener, UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
     sync::{Semaphore, mpsc},
     time::{Instant, sleep, timeout},
 };
 
+/// The number of names that a socket may have, so that other users cannot take all of them.
+const NAME_COUNT: u32 = 16;
 /// The number of connections that may prove the key at the same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
@@ -39,20 +53,73 @@ const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which an agent checks whether an older agent has ended.
 const EVICTION_INTERVAL: Duration = Duration::from_millis(20);
 
+/// The direction of a connection through an agent's socket from the other side.
+pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
+/// The direction of a connection through an agent's socket to the other side.
+pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
+
 /// A connection whose other side has proved that it has the key of the run.
-#[derive(Debug)]
 pub(super) struct AttachConnection {
-    pub(super) stream: UnixStream,
+    pub(super) input: SocketReader,
+    pub(super) output: SocketWriter,
     pub(super) request: AttachRequest,
 }
 
-/// Derives the address of the socket of an agent.
-fn build_address(key: &JobKey, run: &str, host: &str) -> io::Result<SocketAddr> {
+/// Derives the possible names of the socket of an agent, in the order in which agents take them.
+fn derive_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
     }
-    SocketAddr::from_abstract_name(format!("launch-{}", &hasher.finalize().to_hex()[..40]))
+    (0..NAME_COUNT).map(move |number| {
+        let hash = hasher.clone().update(&number.to_le_bytes()).finalize();
+        format!("launch-{}", &hash.to_hex()[..40])
+    })
+}
+
+/// Returns whether the process at the other end of a socket belongs to this user or to root. For a
+/// connecting socket, this is the process that listens.
+fn is_own_peer(socket: &impl AsFd) -> bool {
+    let credentials = getsockopt(socket, PeerCredentials);
+    credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
+}
+
+/// Connects to the run's agent that is alive on this host. Returns `None` if there is none. Fails
+/// on a system without abstract sockets. Never blocks.
+fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
+    for name in derive_names(key, run, host) {
+        let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+        let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+        match connect(socket.as_raw_fd(), &UnixAddr::new_abstract(name.as_bytes())?) {
+            Ok(()) if is_own_peer(&socket) => return Ok(Some(socket.into())),
+            // No process listens, or one that does not accept connections, as an agent does.
+            Ok(()) | Err(Errno::ECONNREFUSED | Errno::EAGAIN) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(None)
+}
+
+/// Binds the socket of an agent to the first name that is free. Fails if no name is free, or on a
+/// system without abstract sockets.
+fn bind_first_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
+    let mut last = io::Error::from(io::ErrorKind::AddrInUse);
+    for name in derive_names(&terms.key, &terms.run, &terms.host) {
+        match StdListener::bind_addr(&SocketAddr::from_abstract_name(name)?) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
+            result => return result,
+        }
+    }
+    Err(last)
+}
+
+/// Binds the socket of an agent if no other agent of the run is alive on this host. Fails with
+/// [`io::ErrorKind::AddrInUse`] if one is.
+fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
+    match find_agent(&terms.key, &terms.run, &terms.host)? {
+        Some(_) => Err(io::ErrorKind::AddrInUse.into()),
+        None => bind_first_name(terms),
+    }
 }
 
 /// Why an agent cannot lock its host.
@@ -68,12 +135,11 @@ pub(super) enum LockError {
 /// host. Returns the listener of the agent's socket, or `None` on a system without abstract
 /// sockets. Fails if the older agent does not end.
 pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
-    let Ok(address) = build_address(&terms.key, &terms.run, &terms.host) else { return Ok(None) };
     let deadline = Instant::now() + EVICTION_TIMEOUT;
     let mut eviction = Box::pin(request_eviction(terms));
     let mut has_answered = false;
     loop {
-        match StdListener::bind_addr(&address) {
+        match bind_unless_in_use(terms) {
             Ok(listener) => return Ok(Some(listener)),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
                 let answer = tokio::select! {
@@ -119,34 +185,32 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
         token: terms.token,
         purpose: AttachPurpose::Evict { below: terms.number },
     };
-    let mut stream = connect_to_agent(&request).await?;
-    Ok(read_frame(&mut stream).await.ok().flatten())
+    // The connection ends when its output is dropped.
+    let (mut input, _output) = connect_to_agent(&request).await?;
+    Ok(read_frame(&mut input).await.ok().flatten())
 }
 
 /// Connects to the run's agent that is alive on this host, and sends `request` to the agent.
 /// Returns the connection, on which the agent answers.
-pub(super) async fn connect_to_agent(request: &AttachRequest) -> Result<UnixStream, AttachRejection> {
+pub(super) async fn connect_to_agent(
+    request: &AttachRequest,
+) -> Result<(SocketReader, SocketWriter), AttachRejection> {
     let failed = |error: &(dyn std::error::Error + 'static)| {
         let message = "cannot reach the agent that is alive on the host";
         AttachRejection::Failed(
             Diagnostic::error(host::AGENT_UNREACHABLE, message).with_subject(&request.host).with_cause(error),
         )
     };
-    let address = build_address(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
-    let stream = match StdStream::connect_addr(&address) {
-        Ok(stream) => stream,
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            return Err(AttachRejection::NoAgent);
-        }
-        Err(error) => return Err(failed(&error)),
-    };
+    let found = find_agent(&request.key, &request.run, &request.host).map_err(|error| failed(&error))?;
+    let stream = found.ok_or(AttachRejection::NoAgent)?;
     let connect = async {
-        stream.set_nonblocking(true)?;
-        let mut stream = UnixStream::from_std(stream)?;
-        authenticate_agent(&mut stream, &HandshakeKey::from_job_key(&request.key)).await?;
+        let stream = UnixStream::from_std(stream)?;
+        let key = HandshakeKey::from_job_key(&request.key);
+        let (stream, _) = authenticate_agent(stream, &key).await?;
+        let (input, mut output) = stream.into_halves(UnixStream::into_split);
         let frame = encode_frame(&ToAgent::Attach(Box::new(request.clone())));
-        stream.write_all(&frame.map_err(io::Error::other)?).await?;
-        Ok(stream)
+        write_frame(&mut output, &frame.map_err(io::Error::other)?).await?;
+        Ok((input, output))
     };
     let connected = timeout(HANDSHAKE_TIMEOUT, connect).await.unwrap_or(Err(HandshakeError::Timeout));
     connected.map_err(|error| failed(&error))
@@ -165,6 +229,9 @@ pub(super) async fn accept_connections(
     loop {
         let Ok(permit) = limit.clone().acquire_owned().await else { return Ok(()) };
         let (stream, _) = listener.accept().await?;
+        if !is_own_peer(&stream) {
+            continue;
+        }
         let (terms, requests) = (terms.clone(), requests.clone());
         tokio::spawn(async move {
             let received = timeout(HANDSHAKE_TIMEOUT, receive_request(stream, &terms)).await;
@@ -184,11 +251,11 @@ async fn receive_request(
 ) -> Result<AttachConnection, HandshakeError> {
     let key = HandshakeKey::from_job_key(&terms.key);
     let verified = authenticate_controller(stream, &key, &terms.host).await?;
-    let mut stream = verified.send_agent_proof().await?;
-    let message: Result<Option<ToAgent>, FrameError> = read_frame(&mut stream).await;
+    let (mut input, output) = verified.confirm().await?.into_halves(UnixStream::into_split);
+    let message: Result<Option<ToAgent>, FrameError> = read_frame(&mut input).await;
     match message {
         Ok(Some(ToAgent::Attach(request))) if request.version == PROTOCOL_VERSION => {
-            Ok(AttachConnection { stream, request: *request })
+            Ok(AttachConnection { input, output, request: *request })
         }
         Ok(Some(ToAgent::Attach(request))) => {
             let message = format!(
@@ -198,18 +265,24 @@ async fn receive_request(
             );
             let error = Diagnostic::error(diagnostic::codes::run::AGENT_VERSION_MISMATCH, message)
                 .with_help("attach with the build of launch that started the run");
-            reject_request(stream, AttachRejection::Failed(error)).await;
+            reject_request(output, AttachRejection::Failed(error)).await;
             Err(HandshakeError::WrongProtocol)
         }
         _ => Err(HandshakeError::WrongProtocol),
     }
 }
 
+/// Writes an encoded message.
+async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> {
+    output.write_all(frame).await?;
+    output.flush().await
+}
+
 /// Answers a request with a rejection, and closes the connection.
-pub(super) async fn reject_request(mut stream: UnixStream, rejection: AttachRejection) {
+pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRejection) {
     if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
         // An error means that the other side has ended.
-        _ = timeout(HANDSHAKE_TIMEOUT, stream.write_all(&frame)).await;
+        _ = timeout(HANDSHAKE_TIMEOUT, write_frame(&mut output, &frame)).await;
     }
 }
 
@@ -219,7 +292,7 @@ pub(super) async fn report_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {
         // An error means that the other side has ended.
-        _ = timeout(HANDSHAKE_TIMEOUT, connection.stream.write_all(&frame)).await;
+        _ = timeout(HANDSHAKE_TIMEOUT, write_frame(&mut connection.output, &frame)).await;
     }
 }
 
@@ -281,7 +354,7 @@ mod tests {
             let (locked, ()) = tokio::join!(lock_host(&later_terms), async {
                 let connection = requests.recv().await.expect("a request");
                 let rejection = AttachRejection::Controlled { token: newer, silent_ms: 0 };
-                reject_request(connection.stream, rejection).await;
+                reject_request(connection.output, rejection).await;
             });
             assert!(matches!(locked, Err(LockError::Replaced(token)) if token == newer), "{locked:?}");
         });
@@ -299,18 +372,24 @@ mod tests {
                 token: ControllerToken::default(),
                 purpose: AttachPurpose::Adopt,
             };
-            assert_eq!(connect_to_agent(&request).await.expect_err("no agent"), AttachRejection::NoAgent);
+            assert_eq!(
+                connect_to_agent(&request).await.map(drop).expect_err("no agent"),
+                AttachRejection::NoAgent
+            );
             let listener = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
             let mut other = build_terms(&run, 1);
             other.key = JobKey([8; 32]);
             let (sender, mut requests) = mpsc::channel(1);
             tokio::spawn(accept_connections(listener, other, sender));
-            let rejection = connect_to_agent(&request).await.expect_err("another key");
+            let rejection = connect_to_agent(&request).await.map(drop).expect_err("another key");
             assert!(matches!(rejection, AttachRejection::Failed(_)), "{rejection:?}");
             assert!(requests.try_recv().is_err());
             // Another key leads to another socket.
             request.key = JobKey([9; 32]);
-            assert_eq!(connect_to_agent(&request).await.expect_err("no agent"), AttachRejection::NoAgent);
+            assert_eq!(
+                connect_to_agent(&request).await.map(drop).expect_err("no agent"),
+                AttachRejection::NoAgent
+            );
         });
     }
 }

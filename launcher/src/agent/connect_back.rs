@@ -4,18 +4,15 @@
 //! carry the control connection.
 use crate::{
     cluster,
-    connection::handshake::{
-        HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedControllerStream, authenticate_controller,
+    connection::{
+        EncryptedStream,
+        handshake::{
+            HANDSHAKE_TIMEOUT, HandshakeError, Invitation, VerifiedControllerStream, authenticate_controller,
+        },
     },
 };
 use diagnostic::{Diagnostic, codes::host};
-use std::{
-    fs::{self, File},
-    io,
-    net::SocketAddr,
-    os::fd::OwnedFd,
-    time::Duration,
-};
+use std::{fs, io, net::SocketAddr, time::Duration};
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
 /// The delay between the starts of connection attempts to two addresses of the controller
@@ -24,22 +21,11 @@ const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the invitation from standard input and connects to the controller that the invitation
-/// names.
-///
-/// Returns two descriptors of the control connection, for reading and for writing. Blocks until the
-/// controller has proved at one address that it has the job's key, or all addresses have failed.
-pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, OwnedFd)> {
-    let invitation = Invitation::read(&mut File::from(stdin))?;
-    let name = cluster::read_host_name();
-    let cannot_start = |error: io::Error| {
-        Diagnostic::error(host::AGENT_START_FAILED, "cannot set up the connection to the controller")
-            .with_cause(&error)
-    };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
-    let stream =
-        runtime.block_on(connect_to_first_address(&invitation, &name))?.into_std().map_err(cannot_start)?;
-    Ok((stream.try_clone().map_err(cannot_start)?.into(), stream.into()))
+/// Connects to the controller that an invitation names. Returns the control connection as soon as
+/// the controller has proved at one address that it has the job's key. Fails if no address
+/// succeeds.
+pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<EncryptedStream<TcpStream>> {
+    connect_to_first_address(invitation, &cluster::read_host_name()).await
 }
 
 /// Connects to all addresses of the controller, with a delay of [`ATTEMPT_DELAY`] from one address
@@ -47,7 +33,10 @@ pub(super) fn connect_back(stdin: OwnedFd) -> diagnostic::Result<(OwnedFd, Owned
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
 /// the other connections. Fails if no address succeeds. `name` is the name of this host.
-async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagnostic::Result<TcpStream> {
+async fn connect_to_first_address(
+    invitation: &Invitation,
+    name: &str,
+) -> diagnostic::Result<EncryptedStream<TcpStream>> {
     let mut attempts = JoinSet::new();
     for (i, address) in invitation.addresses.iter().copied().enumerate() {
         let (key, name) = (invitation.key.clone(), name.to_owned());
@@ -69,7 +58,7 @@ async fn connect_to_first_address(invitation: &Invitation, name: &str) -> diagno
     while let Some(finished) = attempts.join_next().await {
         match finished {
             // The other connections are dropped without a confirmation.
-            Ok(Ok(verified)) => return Ok(VerifiedControllerStream::send_agent_proof(verified).await?),
+            Ok(Ok(verified)) => return Ok(VerifiedControllerStream::confirm(verified).await?),
             Ok(Err(failure)) => failures.push(failure),
             Err(error) => {
                 return Err(Diagnostic::error(

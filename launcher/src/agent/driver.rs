@@ -327,7 +327,7 @@ impl AgentDriver {
             AgentAction::AcceptEviction => self.evicting.extend(self.undecided.take()),
             AgentAction::RejectRequest(rejection) => {
                 if let Some(connection) = self.undecided.take() {
-                    tokio::spawn(attach_socket::reject_request(connection.stream, rejection));
+                    tokio::spawn(attach_socket::reject_request(connection.output, rejection));
                 }
             }
             AgentAction::PrepareWorkers(plan) => return self.prepare_workers(plan),

@@ -4,7 +4,7 @@
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
 //! from its main thread.
 use super::core::GroupSignal;
-use crate::discover::topology::find_common_numa_node;
+use crate::{core_dumps::restore_core_dumps, discover::topology::find_common_numa_node};
 use diagnostic::{
     Diagnostic,
     codes::{host, run},
@@ -115,6 +115,7 @@ pub(super) fn spawn_worker_process(
         }
     };
     let mut command = build_worker_command(plan, hidden);
+    restore_core_dumps(&mut command);
     let mut inherited: Vec<RawFd> = Vec::new();
     if let (Some(worker_end), Some(shm)) = (&worker_end, shm) {
         command.env(env::LAUNCH_CONTROL_FD, worker_end.as_raw_fd().to_string());

@@ -12,8 +12,8 @@ pub(super) async fn relay_to_agent(
     mut input: impl AsyncRead + Unpin,
     mut output: impl AsyncWrite + Unpin,
 ) {
-    let stream = match connect_to_agent(&request).await {
-        Ok(stream) => stream,
+    let (mut from_agent, mut to_agent) = match connect_to_agent(&request).await {
+        Ok(halves) => halves,
         Err(rejection) => {
             if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
                 // An error means that the controller has ended.
@@ -23,7 +23,6 @@ pub(super) async fn relay_to_agent(
             return;
         }
     };
-    let (mut from_agent, mut to_agent) = stream.into_split();
     tokio::select! {
         _ = tokio::io::copy(&mut from_agent, &mut output) => {
             _ = output.flush().await;

@@ -1,15 +1,22 @@
 //! [`main`]: prepares the process and the control connection of an agent, and runs its driver.
 use super::{connect_back, driver::AgentDriver, probe::Prober, process, relay::relay_to_agent};
-use crate::{connection::read_frame, processes::become_subreaper};
+use crate::{
+    connection::{handshake::Invitation, read_frame},
+    core_dumps::disable_core_dumps,
+    processes::become_subreaper,
+};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use protocol::{control::ToAgent, preflight::Preflight};
 use std::{
-    fs::OpenOptions,
+    fs::{File, OpenOptions},
     io::{self, Write},
     os::fd::{AsFd, OwnedFd},
 };
-use tokio::net::unix::pipe;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpStream, unix::pipe},
+};
 
 /// The options of the internal command `launch agent`.
 #[derive(Clone)]
@@ -59,12 +66,25 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent").with_cause(&error)
     };
-    let mut streams = take_standard_streams(options.marker.as_deref()).map_err(cannot_start)?;
-    if options.join {
-        streams = connect_back::connect_back(streams.0)?;
-    }
+    let (input, output) = take_standard_streams(options.marker.as_deref()).map_err(cannot_start)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(cannot_start)?;
-    runtime.block_on(run_on_connection(streams.0, streams.1, options.preflight)).map_err(cannot_start)
+    if options.join {
+        drop(output);
+        let invitation = Invitation::read(&mut File::from(input))?;
+        return runtime.block_on(async {
+            let stream = connect_back::connect_back(&invitation).await?;
+            let (input, output) = stream.into_halves(TcpStream::into_split);
+            run_on_connection(input, output, options.preflight).await.map_err(cannot_start)
+        });
+    }
+    let run = async {
+        set_nonblocking(&input)?;
+        set_nonblocking(&output)?;
+        let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
+        let output = pipe::Sender::from_owned_fd_unchecked(output)?;
+        run_on_connection(input, output, options.preflight).await
+    };
+    runtime.block_on(run).map_err(cannot_start)
 }
 
 /// Prints an error of starting the agent to stderr, because the control connection does not exist
@@ -94,6 +114,7 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     nix::unistd::dup2_stdout(io::stderr())?;
     process::set_cloexec_on_all();
     become_subreaper()?;
+    disable_core_dumps()?;
     for number in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGPIPE] {
         // SAFETY: ignoring a signal installs no handler; workers get the defaults back.
         unsafe { signal(number, SigHandler::SigIgn)? };
@@ -106,15 +127,10 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
 /// `output`, until the agent exits. Returns the exit code. If the first message asks for the agent
 /// that is already alive on this host, relays the connection to that agent instead.
 async fn run_on_connection(
-    input: OwnedFd,
-    output: OwnedFd,
+    mut input: impl AsyncRead + Send + Unpin + 'static,
+    output: impl AsyncWrite + Send + Unpin + 'static,
     preflight: &'static dyn Preflight,
 ) -> io::Result<u8> {
-    for fd in [&input, &output] {
-        set_nonblocking(fd)?;
-    }
-    let mut input = pipe::Receiver::from_owned_fd_unchecked(input)?;
-    let output = pipe::Sender::from_owned_fd_unchecked(output)?;
     let first = match read_frame(&mut input).await.map_err(io::Error::other)? {
         Some(ToAgent::Attach(request)) => {
             relay_to_agent(*request, input, output).await;

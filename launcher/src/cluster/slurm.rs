@@ -3,6 +3,7 @@ mod allocation;
 mod batch_script;
 mod command;
 mod listener;
+mod open_handshakes;
 mod pending_agent;
 mod slurm_transport;
 mod srun;
@@ -44,7 +45,7 @@ impl Cluster for SlurmCluster {
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
-        Ok(Box::new(SlurmTransport::new(require_allocation()?, job.slurm.bcast, Vec::new())))
+        Ok(Box::new(SlurmTransport::new(require_allocation()?, job)))
     }
 
     fn requeue(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {

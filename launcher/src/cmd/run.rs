@@ -37,7 +37,7 @@ use std::{
 pub(super) const PREPARE_RESUME: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(
     override_usage = "launch [run] [OPTIONS] JOB\n       launch [run] [OPTIONS] -- PROGRAM [ARGUMENT]…"
 )]
@@ -83,9 +83,28 @@ pub(crate) struct RunArgs {
 /// prints the plan. Prints errors and returns the exit code.
 pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let began = Instant::now();
-    let args = &RunArgs { set: read_overrides(&args)?, ..args };
+    let args = RunArgs { set: read_overrides(&args)?, ..args };
+    let request = build_job_request(&args);
+    run_request(&args, request, context, began)
+}
+
+/// Runs the job of `text`, which a command made from its arguments, in this process. Prints errors
+/// and returns the exit code.
+pub(super) fn run_command_line_job(text: String, context: &CommandContext) -> diagnostic::Result<u8> {
+    let source = JobSource::CommandLine { text, arguments: Vec::new() };
+    let request = JobRequest { source, set: Vec::new() };
+    run_request(&RunArgs::default(), Ok(request), context, Instant::now())
+}
+
+/// Runs the job of a request as `args` state. `began` is the time at which the command started.
+fn run_request(
+    args: &RunArgs,
+    request: diagnostic::Result<JobRequest>,
+    context: &CommandContext,
+    began: Instant,
+) -> diagnostic::Result<u8> {
     let &CommandContext { format, preflight, .. } = context;
-    let result = build_job_request(args).and_then(|request| match args.dry_run {
+    let result = request.and_then(|request| match args.dry_run {
         true => super::plan::run_dry(&request, format.json, preflight),
         false if args.detach => start_detached(args, &request, context, began),
         false => run_controller(args, &request, context),

@@ -1,15 +1,28 @@
-//! The handshake of an agent that connects to its controller over TCP.
+//! The handshake with which the two sides of a control connection prove that they hold the same
+//! key, and agree on the keys that encrypt the connection.
 //!
-//! Before the first control message both sides prove that they hold the same 32-byte key, which
-//! reaches the agents in an [`Invitation`] on their standard input. Each side sends a fresh nonce
-//! and a proof: a BLAKE3 hash, keyed with that key, of both nonces, the host's name and the role of
-//! the sender. So no proof can be replayed or reflected.
+//! The 32-byte key reaches the agents in an [`Invitation`] on their standard input, or in the terms
+//! of the controller. The handshake is the pattern `NNpsk0` of the Noise Protocol Framework:
 //!
-//! The control messages that follow are neither encrypted nor authenticated. Like MPI and NCCL, the
-//! connection relies on a network in which no one modifies traffic.
+//! 1. The agent sends [`MAGIC`], the length of its message, and a message with a fresh public key
+//!    and the encrypted name of its host.
+//! 2. The controller, which can read the message only with the key, answers with a fresh public
+//!    key.
+//! 3. The agent, which can read the answer only with the key, sends an empty encrypted record.
+//!
+//! Both fresh keys enter the keys of the connection. So no handshake can be replayed or reflected,
+//! and someone who records the connection and later learns the key cannot decrypt the record.
+use super::encrypted_stream::EncryptedStream;
 use diagnostic::{Code, Diagnostic, codes};
 use protocol::control::{JobKey, MAX_ADDRESSES};
-use std::{fmt, io, net::SocketAddr, time::Duration};
+use snow::{Builder, HandshakeState};
+use std::{
+    fmt, io,
+    net::SocketAddr,
+    pin::pin,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The time limit of a whole handshake, on either side.
@@ -18,7 +31,13 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
 /// The first bytes that an agent sends on a connection: the protocol and its version.
-const MAGIC: &[u8; 8] = b"launchJ1";
+const MAGIC: &[u8; 8] = b"launchJ2";
+/// The pattern and the algorithms of the handshake.
+const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+/// The length of a handshake message without text, in bytes: a public key and a tag.
+const EMPTY_MESSAGE_BYTES: usize = 48;
+/// The length of the longest name of a host, in bytes.
+const MAX_NAME_BYTES: usize = 255;
 /// The first word of an invitation: the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
@@ -43,22 +62,13 @@ impl HandshakeKey {
         HandshakeKey(key.0)
     }
 
-    /// Computes the proof that the side with this role must send: a BLAKE3 hash, keyed with this
-    /// key, of the role, both nonces and the host's name.
-    fn compute_proof(
-        &self,
-        role: HandshakeRole,
-        agent_nonce: &[u8; 32],
-        controller_nonce: &[u8; 32],
-        name: &str,
-    ) -> blake3::Hash {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        hasher
-            .update(role.transcript_label())
-            .update(agent_nonce)
-            .update(controller_nonce)
-            .update(name.as_bytes());
-        hasher.finalize()
+    /// Begins a handshake with this key, for the side with this role.
+    fn begin_handshake(&self, role: HandshakeRole) -> Result<HandshakeState, HandshakeError> {
+        let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(MAGIC)?;
+        Ok(match role {
+            HandshakeRole::Agent => builder.build_initiator()?,
+            HandshakeRole::Controller => builder.build_responder()?,
+        })
     }
 }
 
@@ -69,16 +79,6 @@ pub(crate) enum HandshakeRole {
     Agent,
     /// The controller, which listens for TCP connections.
     Controller,
-}
-
-impl HandshakeRole {
-    /// Returns the bytes that stand for the role in a proof.
-    fn transcript_label(self) -> &'static [u8; 8] {
-        match self {
-            HandshakeRole::Agent => b"agent  1",
-            HandshakeRole::Controller => b"control1",
-        }
-    }
 }
 
 impl fmt::Display for HandshakeRole {
@@ -99,25 +99,34 @@ pub(crate) enum HandshakeError {
     /// The handshake took longer than [`HANDSHAKE_TIMEOUT`].
     #[error("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs())]
     Timeout,
+    /// The controller closed the connection before it answered.
+    #[error("the other side closed the connection; it has another key, or no agent is awaited")]
+    Closed,
     /// The other side does not hold the key. Holds the role of the other side.
     #[error("the {0} at the other end has another key")]
     WrongKey(HandshakeRole),
     /// The other side is not an agent of this version of launch.
     #[error("the connection does not come from an agent of this version of launch")]
     WrongProtocol,
-    /// The name of the host is longer than 255 bytes, or is not UTF-8.
-    #[error("the name of the host is not valid: expected at most 255 bytes of UTF-8")]
+    /// The name of the host is longer than [`MAX_NAME_BYTES`], or is not UTF-8.
+    #[error("the name of the host is not valid: expected at most {MAX_NAME_BYTES} bytes of UTF-8")]
     InvalidName,
+    /// The library of the handshake failed, for example because it got no random numbers.
+    #[error("cannot compute the handshake: {0}")]
+    Noise(#[from] snow::Error),
 }
 
 impl HandshakeError {
     /// Returns the diagnostic code of this error.
     pub(crate) fn code(&self) -> Code {
         match self {
-            HandshakeError::Io(_) | HandshakeError::Timeout => codes::host::CONTROL_CONNECTION_LOST,
-            HandshakeError::WrongKey(_) | HandshakeError::WrongProtocol | HandshakeError::InvalidName => {
-                codes::host::HANDSHAKE_FAILED
+            HandshakeError::Io(_) | HandshakeError::Timeout | HandshakeError::Closed => {
+                codes::host::CONTROL_CONNECTION_LOST
             }
+            HandshakeError::WrongKey(_)
+            | HandshakeError::WrongProtocol
+            | HandshakeError::InvalidName
+            | HandshakeError::Noise(_) => codes::host::HANDSHAKE_FAILED,
         }
     }
 }
@@ -225,8 +234,7 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
 /// the controller. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
-/// the agent then calls [`VerifiedControllerStream::send_agent_proof`] becomes the control
-/// connection.
+/// the agent then calls [`VerifiedControllerStream::confirm`] becomes the control connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -235,78 +243,107 @@ pub(crate) async fn authenticate_controller<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let length = u8::try_from(name.len()).map_err(|_| HandshakeError::InvalidName)?;
-    let agent_nonce = read_random_bytes()?;
-    let mut hello = Vec::from(MAGIC);
-    hello.extend(agent_nonce);
-    hello.push(length);
-    hello.extend(name.as_bytes());
-    stream.write_all(&hello).await?;
-    let (mut controller_nonce, mut proof) = ([0; 32], [0; 32]);
-    stream.read_exact(&mut controller_nonce).await?;
-    stream.read_exact(&mut proof).await?;
-    // `blake3::Hash` compares in constant time.
-    let expected = key.compute_proof(HandshakeRole::Controller, &agent_nonce, &controller_nonce, name);
-    if blake3::Hash::from_bytes(proof) != expected {
-        return Err(HandshakeError::WrongKey(HandshakeRole::Controller));
+    if name.len() > MAX_NAME_BYTES {
+        return Err(HandshakeError::InvalidName);
     }
-    let proof = key.compute_proof(HandshakeRole::Agent, &agent_nonce, &controller_nonce, name);
-    Ok(VerifiedControllerStream { stream, proof })
+    let mut handshake = key.begin_handshake(HandshakeRole::Agent)?;
+    let mut message = [0; EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES];
+    let length = handshake.write_message(name.as_bytes(), &mut message)?;
+    let mut hello = Vec::from(MAGIC);
+    hello.extend((length as u16).to_le_bytes());
+    hello.extend(&message[..length]);
+    stream.write_all(&hello).await?;
+    stream.flush().await?;
+    let mut answer = [0; EMPTY_MESSAGE_BYTES];
+    stream.read_exact(&mut answer).await.map_err(|error| match error.kind() {
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => HandshakeError::Closed,
+        _ => error.into(),
+    })?;
+    let read = handshake.read_message(&answer, &mut []);
+    read.map_err(|_| HandshakeError::WrongKey(HandshakeRole::Controller))?;
+    Ok(VerifiedControllerStream(EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?)))
 }
 
 /// A connection in the middle of a handshake: the controller has proved that it holds the key, and
 /// the agent has not.
-#[derive(Debug)]
-pub(crate) struct VerifiedControllerStream<S> {
-    stream: S,
-    /// The proof that the agent has to send to the controller.
-    proof: blake3::Hash,
-}
+pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
     /// Sends the agent's proof, which makes this connection the control connection.
-    pub(crate) async fn send_agent_proof(mut self) -> Result<S, HandshakeError> {
-        self.stream.write_all(self.proof.as_bytes()).await?;
-        Ok(self.stream)
+    pub(crate) async fn confirm(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
+        self.0.write_empty_record().await?;
+        Ok(self.0)
     }
 }
 
-/// Performs the controller's side of the handshake. Returns the name of the host whose agent
-/// connected. Fails if the peer does not hold the key. The function has no time limit, so the
-/// caller must apply [`HANDSHAKE_TIMEOUT`].
+/// Performs the controller's side of the handshake. Returns the connection and the name of the host
+/// whose agent connected. Fails if the peer does not hold the key. The function has no time limit,
+/// so the caller must apply [`HANDSHAKE_TIMEOUT`].
 ///
-/// A peer without the key receives only a nonce and a keyed hash, from which it cannot derive the
-/// key or the proof of an agent.
+/// A peer without the key receives no answer. The function allocates less than 1 KiB for a peer
+/// that has not proved the key.
 pub(crate) async fn authenticate_agent<S>(
-    stream: &mut S,
+    mut stream: S,
     key: &HandshakeKey,
-) -> Result<String, HandshakeError>
+) -> Result<(EncryptedStream<S>, String), HandshakeError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let mut hello = [0; MAGIC.len() + 32 + 1];
-    stream.read_exact(&mut hello).await?;
-    let (magic, rest) = hello.split_at(MAGIC.len());
-    if magic != MAGIC {
+    let mut magic = [0; MAGIC.len()];
+    stream.read_exact(&mut magic).await?;
+    let mut length = [0; 2];
+    stream.read_exact(&mut length).await?;
+    let length = usize::from(u16::from_le_bytes(length));
+    let is_valid_length = (EMPTY_MESSAGE_BYTES..=EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES).contains(&length);
+    if magic != *MAGIC || !is_valid_length {
         return Err(HandshakeError::WrongProtocol);
     }
-    let mut agent_nonce = [0; 32];
-    agent_nonce.copy_from_slice(&rest[..32]);
-    let mut name = vec![0; usize::from(rest[32])];
-    stream.read_exact(&mut name).await?;
-    let name = String::from_utf8(name).map_err(|_| HandshakeError::InvalidName)?;
-    let controller_nonce = read_random_bytes()?;
-    stream.write_all(&controller_nonce).await?;
-    let proof = key.compute_proof(HandshakeRole::Controller, &agent_nonce, &controller_nonce, &name);
-    stream.write_all(proof.as_bytes()).await?;
-    let mut proof = [0; 32];
-    stream.read_exact(&mut proof).await?;
-    if blake3::Hash::from_bytes(proof)
-        != key.compute_proof(HandshakeRole::Agent, &agent_nonce, &controller_nonce, &name)
-    {
-        return Err(HandshakeError::WrongKey(HandshakeRole::Agent));
+    let mut message = [0; EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES];
+    stream.read_exact(&mut message[..length]).await?;
+    let mut handshake = key.begin_handshake(HandshakeRole::Controller)?;
+    let mut name = [0; EMPTY_MESSAGE_BYTES + MAX_NAME_BYTES];
+    let name_length = handshake
+        .read_message(&message[..length], &mut name)
+        .map_err(|_| HandshakeError::WrongKey(HandshakeRole::Agent))?;
+    let name = str::from_utf8(&name[..name_length]).map_err(|_| HandshakeError::InvalidName)?.to_owned();
+    let mut answer = [0; EMPTY_MESSAGE_BYTES];
+    handshake.write_message(&[], &mut answer)?;
+    stream.write_all(&answer).await?;
+    stream.flush().await?;
+    let mut stream = EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?);
+    match stream.read_empty_record().await? {
+        true => Ok((stream, name)),
+        false => Err(HandshakeError::WrongKey(HandshakeRole::Agent)),
     }
-    Ok(name)
+}
+
+/// Reads bytes of a peer without the key as the controller does: as a handshake, and as records
+/// after a handshake. Returns the error of the handshake. Panics if the handshake succeeds or a
+/// record is decrypted.
+pub(crate) fn read_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
+    /// Runs a future whose streams are always ready.
+    fn run<F: Future>(future: F) -> F::Output {
+        let mut context = Context::from_waker(Waker::noop());
+        match pin!(future).poll(&mut context) {
+            Poll::Ready(output) => output,
+            Poll::Pending => panic!("a stream in memory is always ready"),
+        }
+    }
+    let key = HandshakeKey([7; 32]);
+    let mut hello = key.begin_handshake(HandshakeRole::Agent)?;
+    let mut answer = key.begin_handshake(HandshakeRole::Controller)?;
+    let mut message = [0; EMPTY_MESSAGE_BYTES];
+    hello.write_message(&[], &mut message)?;
+    answer.read_message(&message, &mut [])?;
+    answer.write_message(&[], &mut message)?;
+    let stream = EncryptedStream::new(bytes, answer.into_stateless_transport_mode()?);
+    let mut text = Vec::new();
+    let read = run(stream.into_halves(|stream| (stream, ())).0.read_to_end(&mut text));
+    assert!(text.is_empty() && (read.is_err() || bytes.is_empty()), "a record without the key is decrypted");
+    match run(authenticate_agent(tokio::io::join(bytes, tokio::io::sink()), &key)) {
+        Ok(_) => panic!("a peer without the key is accepted"),
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(test)]

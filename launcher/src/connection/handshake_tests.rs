@@ -20,18 +20,19 @@ fn run_handshake(
     name: &str,
 ) -> (Result<(), HandshakeError>, Result<String, HandshakeError>) {
     block_on(async {
-        let (agent_end, mut controller_end) = duplex(64);
+        let (agent_end, controller_end) = duplex(64);
         let agent = async {
-            let mut stream =
-                authenticate_controller(agent_end, &agent_key, name).await?.send_agent_proof().await?;
-            stream.write_all(b"then").await.map_err(HandshakeError::from)
+            let stream = authenticate_controller(agent_end, &agent_key, name).await?.confirm().await?;
+            let (_input, mut output) = stream.into_halves(tokio::io::split);
+            output.write_all(b"then").await?;
+            output.flush().await.map_err(HandshakeError::from)
         };
         tokio::join!(agent, async {
-            let name = authenticate_agent(&mut controller_end, &controller_key).await?;
+            let (stream, name) = authenticate_agent(controller_end, &controller_key).await?;
+            let (mut input, _output) = stream.into_halves(tokio::io::split);
             let mut next = [0; 4];
-            controller_end.read_exact(&mut next).await?;
+            input.read_exact(&mut next).await?;
             assert_eq!(&next, b"then", "the control stream follows the handshake directly");
-            drop(controller_end);
             Ok(name)
         })
     })
@@ -45,66 +46,119 @@ fn the_handshake_succeeds_with_equal_keys_only() {
         assert_eq!(controller.unwrap(), name);
     }
     let (agent, controller) = run_handshake(key_from_byte(1), key_from_byte(2), "n1");
-    assert!(matches!(agent, Err(HandshakeError::WrongKey(HandshakeRole::Controller))), "{agent:?}");
-    controller.unwrap_err();
+    assert!(matches!(controller, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{controller:?}");
+    assert!(matches!(agent, Err(HandshakeError::Closed)), "{agent:?}");
     let (agent, _) = run_handshake(key_from_byte(1), key_from_byte(1), &"x".repeat(256));
     assert!(matches!(agent, Err(HandshakeError::InvalidName)), "{agent:?}");
 }
 
-#[test]
-fn the_controllers_proof_cannot_be_reflected() {
+/// The bytes that each side of a handshake sent.
+struct RecordedHandshake {
+    hello: Vec<u8>,
+    answer: Vec<u8>,
+    proof: Vec<u8>,
+}
+
+/// Runs a handshake with the key `key_from_byte(4)` and the name `n`. `change` may change the bytes
+/// of each side on their way. Returns the original bytes and the results of agent and controller.
+fn relay_handshake(
+    change: impl Fn(&mut RecordedHandshake),
+) -> (RecordedHandshake, Result<(), HandshakeError>, Result<String, HandshakeError>) {
     block_on(async {
-        let (mut near, mut far) = duplex(1024);
-        let attacker = async {
-            near.write_all(MAGIC).await.unwrap();
-            near.write_all(&[7; 32]).await.unwrap();
-            near.write_all(b"\x01n").await.unwrap();
-            let mut nonce_and_proof = [0; 64];
-            near.read_exact(&mut nonce_and_proof).await.unwrap();
-            near.write_all(&nonce_and_proof[32..]).await.unwrap();
+        let (near, mut far) = duplex(1024);
+        let (mut tapped, tap) = duplex(1024);
+        let agent = async {
+            let verified = authenticate_controller(near, &key_from_byte(4), "n").await?;
+            verified.confirm().await.map(drop)
         };
-        let key = key_from_byte(3);
-        let ((), result) = tokio::join!(attacker, authenticate_agent(&mut far, &key));
-        assert!(matches!(result, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{result:?}");
-    });
+        // The streams end with the relay.
+        let relay = async move {
+            let read = |bytes: &RecordedHandshake| RecordedHandshake {
+                hello: bytes.hello.clone(),
+                answer: bytes.answer.clone(),
+                proof: bytes.proof.clone(),
+            };
+            let mut recorded =
+                RecordedHandshake { hello: vec![0; 59], answer: vec![0; 48], proof: vec![0; 18] };
+            _ = far.read_exact(&mut recorded.hello).await;
+            let mut changed = read(&recorded);
+            change(&mut changed);
+            _ = tapped.write_all(&changed.hello).await;
+            if tapped.read_exact(&mut recorded.answer).await.is_err() {
+                return recorded;
+            }
+            let mut changed = read(&recorded);
+            change(&mut changed);
+            _ = far.write_all(&changed.answer).await;
+            if far.read_exact(&mut recorded.proof).await.is_ok() {
+                let mut changed = read(&recorded);
+                change(&mut changed);
+                _ = tapped.write_all(&changed.proof).await;
+            }
+            recorded
+        };
+        let key = key_from_byte(4);
+        let controller = async { authenticate_agent(tap, &key).await.map(|(_, name)| name) };
+        let (agent, recorded, controller) = tokio::join!(agent, relay, controller);
+        (recorded, agent, controller)
+    })
 }
 
 #[test]
-fn a_recorded_handshake_cannot_be_replayed() {
-    let recorded = block_on(async {
-        let (near, mut far) = duplex(1024);
-        let (mut tapped, mut tap) = duplex(1024);
-        let agent = async {
-            authenticate_controller(near, &key_from_byte(4), "n")
-                .await
-                .unwrap()
-                .send_agent_proof()
-                .await
-                .unwrap()
-        };
-        let relay = async {
-            let mut hello = [0; 42];
-            far.read_exact(&mut hello).await.unwrap();
-            tapped.write_all(&hello).await.unwrap();
-            let mut nonce_and_proof = [0; 64];
-            tapped.read_exact(&mut nonce_and_proof).await.unwrap();
-            far.write_all(&nonce_and_proof).await.unwrap();
-            let mut proof = [0; 32];
-            far.read_exact(&mut proof).await.unwrap();
-            tapped.write_all(&proof).await.unwrap();
-            (hello, proof)
-        };
-        let key = key_from_byte(4);
-        let (_, recorded, result) = tokio::join!(agent, relay, authenticate_agent(&mut tap, &key));
-        assert_eq!(result.unwrap(), "n");
-        recorded
-    });
-    block_on(async {
-        let (mut near, mut far) = duplex(1024);
-        near.write_all(&recorded.0).await.unwrap();
-        near.write_all(&recorded.1).await.unwrap();
-        authenticate_agent(&mut far, &key_from_byte(4)).await.unwrap_err();
-    });
+fn each_changed_byte_of_a_handshake_is_detected() {
+    let (recorded, agent, controller) = relay_handshake(|_| ());
+    agent.unwrap();
+    assert_eq!(controller.unwrap(), "n");
+    for at in 0..recorded.hello.len() {
+        // With a larger length, the controller waits for more bytes until its time limit.
+        if at == MAGIC.len() || at == MAGIC.len() + 1 {
+            continue;
+        }
+        let (_, agent, controller) = relay_handshake(|bytes| bytes.hello[at] ^= 1);
+        assert!(agent.is_err() && controller.is_err(), "byte {at} of the hello");
+    }
+    for at in 0..recorded.answer.len() {
+        let (_, agent, controller) = relay_handshake(|bytes| bytes.answer[at] ^= 1);
+        assert!(matches!(agent, Err(HandshakeError::WrongKey(HandshakeRole::Controller))), "{agent:?}");
+        controller.unwrap_err();
+    }
+    for at in 0..recorded.proof.len() {
+        let (_, _, controller) = relay_handshake(|bytes| bytes.proof[at] ^= 1);
+        assert!(matches!(controller, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{controller:?}");
+    }
+}
+
+#[test]
+fn a_recorded_handshake_cannot_be_replayed_or_reflected() {
+    let (recorded, ..) = relay_handshake(|_| ());
+    let replay = |bytes: Vec<u8>| {
+        block_on(async {
+            let (mut near, far) = duplex(1024);
+            near.write_all(&bytes).await.unwrap();
+            authenticate_agent(far, &key_from_byte(4)).await.map(|(_, name)| name)
+        })
+    };
+    let replayed = replay([&recorded.hello[..], &recorded.proof].concat());
+    assert!(matches!(replayed, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{replayed:?}");
+    let header = [&MAGIC[..], &48_u16.to_le_bytes()].concat();
+    let reflected = replay([&header[..], &recorded.answer, &recorded.proof].concat());
+    assert!(matches!(reflected, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{reflected:?}");
+}
+
+#[test]
+fn a_name_and_later_bytes_are_not_readable_on_the_way() {
+    let (recorded, ..) = relay_handshake(|_| ());
+    assert_ne!(recorded.hello[MAGIC.len() + 2 + 32], b'n', "the name is encrypted");
+    for (length, expected) in [(47_u16, "WrongProtocol"), (304, "WrongProtocol"), (u16::MAX, "WrongProtocol")]
+    {
+        let result = block_on(async {
+            let (mut near, far) = duplex(1024);
+            near.write_all(MAGIC).await.unwrap();
+            near.write_all(&length.to_le_bytes()).await.unwrap();
+            authenticate_agent(far, &key_from_byte(4)).await.map(|(_, name)| name)
+        });
+        assert_eq!(format!("{:?}", result.unwrap_err()), expected, "{length}");
+    }
 }
 
 #[test]
@@ -136,11 +190,12 @@ proptest! {
     #[test]
     fn untrusted_bytes_are_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         block_on(async {
-            let (mut near, mut far) = duplex(1024);
+            let (mut near, far) = duplex(1024);
             near.write_all(&bytes).await.unwrap();
             near.shutdown().await.unwrap();
-            assert!(authenticate_agent(&mut far, &key_from_byte(5)).await.is_err());
+            assert!(authenticate_agent(far, &key_from_byte(5)).await.is_err());
         });
+        assert!(read_untrusted_connection(&bytes).is_err());
         _ = Invitation::read(&mut &bytes[..]);
     }
 

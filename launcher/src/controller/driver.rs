@@ -6,7 +6,9 @@ mod event_loop;
 mod execute_actions;
 mod finish;
 mod job_changes;
+mod loop_event;
 mod memo;
+mod pause;
 mod start_attempt;
 mod takeover;
 
@@ -29,6 +31,7 @@ use crate::{
     clock::RunningClock,
     cluster::{AgentHandle, BatchJob, HostTarget, Transport},
     connection::{FrameError, Outbox},
+    core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
     format::format_notice,
     plan::Plan,
@@ -74,6 +77,8 @@ fn control_run(start: impl FnOnce() -> diagnostic::Result<ControllerDriver>) -> 
     let runtime = runtime
         .map_err(|error| build_setup_error("cannot start the threads of the controller").with_cause(&error));
     let result = runtime.and_then(|runtime| {
+        disable_core_dumps()
+            .map_err(|error| build_setup_error("cannot disable core dumps").with_cause(&error))?;
         let mut driver = start()?;
         let end = runtime.block_on(driver.run_to_end());
         Ok(match end {
@@ -200,6 +205,8 @@ struct ControllerDriver {
     earlier: Duration,
     streamed_logs: StreamedLogs,
     agents: HashMap<HostIndex, SupervisedAgent>,
+    /// The agents on other hosts that were asked to end and whose streams have not ended.
+    released: HashSet<AgentId>,
     /// The hosts whose agents have messages waiting because the queues of the agents are full.
     backlogged: HashSet<HostIndex>,
     /// Inputs for the core that follow from its own actions.
@@ -291,6 +298,7 @@ impl ControllerDriver {
             evictions: mpsc::channel(INBOX_CAPACITY),
             earlier: Duration::ZERO,
             agents: HashMap::new(),
+            released: HashSet::new(),
             backlogged: HashSet::new(),
             pending_inputs: VecDeque::new(),
             agents_started: 0,

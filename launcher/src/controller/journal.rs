@@ -30,6 +30,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 pub(crate) use takeover::JournalSummary;
+#[cfg(test)]
+pub(crate) use takeover::is_void;
 use tokio::sync::mpsc;
 
 /// The format version that `job.json` contains.
@@ -107,9 +109,16 @@ impl Journal {
     }
 
     /// Replaces the files of the journal by copies, which this journal continues. Sends a summary
-    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. Never blocks.
-    /// Repeats the takeover while the disk is full or stalls.
-    pub(super) fn take_over(&self, run: &str, trains: bool, done: mpsc::Sender<JournalSummary>) {
+    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. The agents
+    /// know of `restarts` restarts. Never blocks. Repeats the takeover while the disk is full or
+    /// stalls.
+    pub(super) fn take_over(
+        &self,
+        run: &str,
+        trains: bool,
+        restarts: u32,
+        done: mpsc::Sender<JournalSummary>,
+    ) {
         let time = read_unix_time();
         let name = trains.then(|| tensorboard::format_file_name(run, time));
         let (run_dir, files, error) = (self.run_dir.clone(), self.files.clone(), self.error.clone());
@@ -117,7 +126,7 @@ impl Journal {
         self.thread.run(0, move || {
             let mut pauses = RetryPauses::default();
             let (mut taken, summary) = loop {
-                match takeover::take_over_files(&run_dir, name.as_deref()) {
+                match takeover::take_over_files(&run_dir, name.as_deref(), restarts) {
                     Ok(taken) => break taken,
                     Err(e) => set_error(Some(e.to_string())),
                 }
@@ -357,25 +366,36 @@ mod tests {
         assert_eq!(names.len(), 3, "there is no temporary file: {names:?}");
     }
 
+    /// The state of a [`ClosedDisk`].
+    #[derive(Default)]
+    struct DiskState {
+        is_open: Mutex<bool>,
+        opened: std::sync::Condvar,
+        content: Mutex<Vec<u8>>,
+    }
+
     /// A disk that rejects or blocks every write until the test opens it.
     #[derive(Clone, Default)]
-    struct ClosedDisk(Arc<(Mutex<(bool, Vec<u8>)>, std::sync::Condvar)>, bool);
+    struct ClosedDisk {
+        state: Arc<DiskState>,
+        is_full: bool,
+    }
 
     impl ClosedDisk {
         fn open(&self) {
-            self.0.0.lock().unwrap().0 = true;
-            self.0.1.notify_all();
+            *self.state.is_open.lock().unwrap() = true;
+            self.state.opened.notify_all();
         }
     }
 
     impl AppendFile for ClosedDisk {
         fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            let mut state = self.0.0.lock().unwrap();
-            if !state.0 && self.1 {
+            let is_open = self.state.is_open.lock().unwrap();
+            if !*is_open && self.is_full {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
-            state = self.0.1.wait_while(state, |state| !state.0).unwrap();
-            state.1.extend(bytes);
+            drop(self.state.opened.wait_while(is_open, |is_open| !*is_open).unwrap());
+            self.state.content.lock().unwrap().extend(bytes);
             Ok(bytes.len())
         }
 
@@ -416,7 +436,7 @@ mod tests {
         assert!(journal.close(|_| ()));
         let reports: Vec<ReportId> = std::iter::from_fn(|| stored.try_recv().ok()).flatten().collect();
         assert_eq!(reports.last(), Some(&(7, 20_000)));
-        let text = String::from_utf8(disk.0.0.lock().unwrap().1.clone()).unwrap();
+        let text = String::from_utf8(disk.state.content.lock().unwrap().clone()).unwrap();
         let steps = text.lines().map(|line| match Event::from_json(line).unwrap() {
             Event::Step { step, .. } => step,
             other => panic!("{other:?}"),
@@ -428,7 +448,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_delays_events_and_loses_none() {
-        let notices = check_stall(ClosedDisk(Arc::default(), true));
+        let notices = check_stall(ClosedDisk { is_full: true, ..ClosedDisk::default() });
         insta::with_settings!({ filters => [(r"\d+(\.\d+)? m?s", "[TIME]")] }, {
             insta::assert_snapshot!("notices_of_a_full_disk", notices.join("\n"));
         });
@@ -436,7 +456,7 @@ mod tests {
 
     #[test]
     fn a_stalled_disk_blocks_no_caller_and_loses_no_event() {
-        let notices = check_stall(ClosedDisk(Arc::default(), false));
+        let notices = check_stall(ClosedDisk::default());
         insta::with_settings!({ filters => [(r"\d+(\.\d+)? m?s", "[TIME]")] }, {
             insta::assert_snapshot!("notices_of_a_stalled_disk", notices.join("\n"));
         });

@@ -2,8 +2,12 @@
 //! default_config.yaml.
 //!
 //! The environment of the job equals the one that `accelerate launch` sets for the configuration.
+mod arguments;
+mod conversion;
 mod distributed_type;
+pub(super) mod drop_in;
 mod env;
+mod merged_config;
 
 use super::{
     draft::{ImportedJob, JobDraft},

@@ -2,6 +2,8 @@
 //!
 //! If `launch import` is given a program, the job runs the program, which reads the configuration
 //! itself. Otherwise the job uses the built-in training with the settings of the configuration.
+mod arguments;
+pub(super) mod drop_in;
 mod optimizer;
 mod unsupported_keys;
 mod zero;

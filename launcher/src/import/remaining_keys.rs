@@ -137,6 +137,12 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
+    /// Returns whether the key `key` is present, without taking the key. A key with the value
+    /// `null` counts as absent.
+    pub(super) fn is_given(&self, key: &str) -> bool {
+        self.remaining.iter().any(|(name, item)| *name == key && !matches!(item.value, DocumentValue::Null))
+    }
+
     /// Returns the integer value of `key` without taking the key. Returns `None` if the key is
     /// absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {

@@ -1,13 +1,14 @@
 //! Converts the arguments of torchrun to a job.yaml.
 mod arguments;
+pub(super) mod drop_in;
 
+use super::command_line::{CommandLine, CommandLineError};
 use super::{
     draft::{ImportedJob, JobDraft},
     import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_hostfile},
     value_text,
 };
-use arguments::{TorchrunArgs, TorchrunArgsError, parse_torchrun_args};
-use diagnostic::Diagnostic;
+use arguments::parse_torchrun_args;
 use jobspec::quote_yaml;
 
 /// The default value of torchrun's option `--signals-to-handle`.
@@ -40,7 +41,10 @@ pub(crate) fn convert_torchrun_args(
     args: &[String],
     context: &ImportOptions<'_>,
 ) -> Result<ImportedJob, ImportErrors> {
-    let rejected = |error: TorchrunArgsError| vec![Diagnostic::from(error)];
+    let rejected = |error: CommandLineError| {
+        let example = "write the arguments that follow `torchrun`: -- --nproc-per-node 2 train.py";
+        vec![error.into_diagnostic("torchrun").with_help(example)]
+    };
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
     check_values(&given).map_err(rejected)?;
     let mut draft = JobDraft::default();
@@ -67,7 +71,7 @@ pub(crate) fn convert_torchrun_args(
 }
 
 /// Returns the command that the job runs. Takes `--module`, `--no-python` and `--run-path`.
-fn take_program_command(given: &mut TorchrunArgs) -> Vec<String> {
+fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
         (true, false) => &["python", "-m"],
@@ -80,7 +84,7 @@ fn take_program_command(given: &mut TorchrunArgs) -> Vec<String> {
 }
 
 /// Fails if the value of an option is one that torchrun also rejects.
-fn check_values(given: &TorchrunArgs) -> Result<(), TorchrunArgsError> {
+fn check_values(given: &CommandLine) -> Result<(), CommandLineError> {
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
     let seconds: ValuePredicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
@@ -98,7 +102,11 @@ fn check_values(given: &TorchrunArgs) -> Result<(), TorchrunArgsError> {
     for (name, is_valid, expected) in kinds {
         if let Some(value) = given.last_value(name).filter(|value| !is_valid(value)) {
             let value = value.escape_debug().to_string();
-            return Err(TorchrunArgsError::InvalidValue { option: name, value, expected });
+            return Err(CommandLineError::InvalidValue {
+                option: name,
+                value,
+                expected: expected.to_owned(),
+            });
         }
     }
     Ok(())
@@ -112,7 +120,7 @@ fn parse_host_range(text: &str) -> Option<(u64, u64)> {
 }
 
 /// Converts torchrun's `--nnodes` and the hostfile of the import.
-fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOptions<'_>) {
+fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOptions<'_>) {
     if let Some(file) = context.hostfile {
         set_hostfile(draft, "--hostfile", file);
     }
@@ -139,7 +147,7 @@ fn set_hosts(draft: &mut JobDraft, given: &mut TorchrunArgs, context: &ImportOpt
 
 /// Converts `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`), `--virtual-local-rank` and
 /// `--numa-binding`.
-fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
+fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     const FROM: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {
@@ -170,6 +178,11 @@ fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
     if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
     }
+    set_binding(draft, given);
+}
+
+/// Converts `--numa-binding`.
+fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {
         "node" => ("numa", None),
@@ -184,7 +197,7 @@ fn set_workers(draft: &mut JobDraft, given: &mut TorchrunArgs) {
 }
 
 /// Converts the options for restarts, shutdown, the rendezvous port and signals.
-fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
+fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
         draft.set_imported("--max-restarts", "run.restarts", value_text::format_whole_number(&restarts));
     }
@@ -221,7 +234,7 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut TorchrunArgs) {
 }
 
 /// Converts the options for the log directory and for the ranks on the console.
-fn set_logs(draft: &mut JobDraft, given: &mut TorchrunArgs) {
+fn set_logs(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
         draft.set_imported("--log-dir", "run.logs.dir", quote_yaml(&dir));

@@ -106,22 +106,12 @@ impl SimulatedHosts {
     /// Lists the processes of a host, except its init and its sshd, by pid on this machine and
     /// command line. The list is empty for a host that is down.
     pub(crate) fn list_processes(&self, host: &str) -> Vec<(i32, String)> {
-        let first = fs::read_to_string(self.directory.join(host).join("pid1")).unwrap_or_default();
-        let Ok(pid_namespace) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else {
-            return Vec::new();
-        };
-        let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
-        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-        let on_host =
-            pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == pid_namespace));
-        let lines = on_host.filter_map(|pid| {
-            let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-            Some((pid, String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned()))
-        });
-        let infrastructure = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
-        lines
-            .filter(|(_, line)| !line.is_empty() && !infrastructure.iter().any(|f| line.contains(f)))
-            .collect()
+        list_processes_of_host(&self.host_directory(host))
+    }
+
+    /// Returns the directory of a host, for [`list_processes_of_host`].
+    pub(crate) fn host_directory(&self, host: &str) -> PathBuf {
+        self.directory.join(host)
     }
 
     /// Returns the IP address in the hosts' network whose last byte is `last`.
@@ -135,6 +125,24 @@ impl Drop for SimulatedHosts {
         _ = self.run_hosts_script(&["down"]);
         _ = fs::remove_dir_all(&self.directory);
     }
+}
+
+/// Lists the processes of the host with this directory, as [`SimulatedHosts::list_processes`] does.
+pub(crate) fn list_processes_of_host(host_directory: &Path) -> Vec<(i32, String)> {
+    let first = fs::read_to_string(host_directory.join("pid1")).unwrap_or_default();
+    let Ok(pid_namespace) = fs::read_link(format!("/proc/{}/ns/pid", first.trim())) else {
+        return Vec::new();
+    };
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let on_host =
+        pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|s| s == pid_namespace));
+    let lines = on_host.filter_map(|pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        Some((pid, String::from_utf8_lossy(&line).replace('\0', " ").trim().to_owned()))
+    });
+    let infrastructure = ["hostinit", "/usr/sbin/sshd -f", "sshd: /usr/sbin/sshd", "sleep 86400"];
+    lines.filter(|(_, line)| !line.is_empty() && !infrastructure.iter().any(|f| line.contains(f))).collect()
 }
 
 /// Returns a description of what this machine lacks to create hosts, or `None` if nothing is

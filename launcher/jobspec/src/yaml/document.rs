@@ -58,6 +58,12 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
+    /// Creates a value that is not in a file, such as one from a command line. Its position is that
+    /// of `neighbor`, a value of the document to which the new value is added.
+    pub fn with_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
+        DocumentItem { value, text, span: neighbor.span }
+    }
+
     /// Describes the value for an error message, as ``the text `abc` ``, `3` or `a list`.
     pub fn describe(&self) -> String {
         let raw = make_excerpt(&self.text);

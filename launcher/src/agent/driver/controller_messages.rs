@@ -69,8 +69,7 @@ impl AgentDriver {
 
     /// Makes the connection of the undecided request the connection to the controller.
     pub(super) fn accept_undecided_controller(&mut self) {
-        if let Some(AttachConnection { stream, .. }) = self.undecided.take() {
-            let (input, output) = stream.into_split();
+        if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.connect(input, output);
         }
     }

@@ -1,53 +1,62 @@
 //! Accepts the TCP connections of the agents of a Slurm step. Accepts one agent for each node, and
 //! only agents that hold the key of the step's invitation.
-use super::{pending_agent::AgentConnectionSlot, step::SlurmStep};
-use crate::connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent};
+use super::{open_handshakes::OpenHandshakes, pending_agent::AgentConnectionSlot, step::SlurmStep};
+use crate::{
+    connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent},
+    warning_limit::WarningLimit,
+};
+use diagnostic::quantity::format_count;
 use protocol::control::MAX_ADDRESSES;
 use std::{
+    future::poll_fn,
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
-    sync::Arc,
-    time::Duration,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError},
+    task::Poll,
+    time::{Duration, Instant},
 };
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
-    sync::Semaphore,
     time::{sleep, timeout},
 };
 
-/// The largest number of simultaneous unauthenticated connections, in addition to one for each
-/// host. Further connections are closed immediately.
-const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
 /// The largest number of connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 /// The pause after a failed accept (for example because no file descriptor is free). Also the
 /// interval at which nodes are checked for failed tasks.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Opens a TCP listener at all IPv4 addresses of this machine and any free port. `agents` is the
-/// number of agents that will connect. Returns the listener and its port.
-pub(super) fn open_listener(agents: usize) -> io::Result<(TcpListener, u16)> {
-    let socket = TcpSocket::new_v4()?;
-    socket.bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)))?;
-    let listener = socket.listen(MAX_BACKLOG.min(128 + agents as u32))?;
-    let port = listener.local_addr()?.port();
-    Ok((listener, port))
+/// Opens a TCP listener at each of these addresses of this machine, each with any free port.
+/// `agents` is the number of agents that will connect. Returns the listeners and their addresses.
+pub(super) fn open_listeners(
+    addresses: &[IpAddr],
+    agents: usize,
+) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
+    let open = |address: &IpAddr| {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        socket.bind(SocketAddr::new(*address, 0))?;
+        let listener = socket.listen(MAX_BACKLOG.min(128 + agents as u32))?;
+        let local = listener.local_addr()?;
+        Ok((listener, local))
+    };
+    addresses.iter().map(open).collect()
 }
 
 /// Accepts connections of agents until every slot is filled or closed, or srun has ended. Closes
 /// the slots of nodes whose task has failed and, at the end, all slots that are not filled.
 pub(super) async fn accept_agents(
-    listener: TcpListener,
+    mut listeners: Vec<TcpListener>,
     key: HandshakeKey,
     slots: Vec<AgentConnectionSlot>,
     step: Arc<SlurmStep>,
 ) {
-    let permits = Arc::new(Semaphore::new(slots.len() + MAX_UNAUTHENTICATED_CONNECTIONS));
+    let mut handshakes = OpenHandshakes::new(slots.len());
     let slots = Arc::new(slots);
+    let warnings = Arc::new(RejectionWarnings { step: step.clone(), limit: Mutex::default() });
     let mut step_exit = step.watch_exit();
     while slots.iter().any(AgentConnectionSlot::is_waiting) {
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = accept_next(&mut listeners) => accepted,
             _ = step_exit.wait_for(Option::is_some) => break,
             // A slot may have been filled meanwhile, and agents that failed never connect.
             () = sleep(RETRY_INTERVAL) => {
@@ -56,29 +65,68 @@ pub(super) async fn accept_agents(
                 continue;
             }
         };
-        let (Ok((stream, _)), Ok(permit)) = (accepted, permits.clone().try_acquire_owned()) else {
+        let Ok((stream, peer)) = accepted else {
             sleep(RETRY_INTERVAL).await;
             continue;
         };
-        let (key, slots) = (key.clone(), slots.clone());
-        tokio::spawn(async move {
-            // A connection that fails is closed without a message. The agent reports the failure.
-            _ = timeout(HANDSHAKE_TIMEOUT, accept_agent(stream, &key, &slots)).await;
-            drop(permit);
+        if let Some(closed) = handshakes.make_space(peer.ip()) {
+            warnings.warn(closed, "too many connections from there have not proved the key");
+        }
+        let (key, slots, warnings) = (key.clone(), slots.clone(), warnings.clone());
+        let handshake = tokio::spawn(async move {
+            let accepted = timeout(HANDSHAKE_TIMEOUT, accept_agent(stream, &key, &slots)).await;
+            match accepted.unwrap_or(Err(HandshakeError::Timeout)) {
+                // An agent tries several addresses, and closes all connections but one.
+                Ok(()) | Err(HandshakeError::Io(_)) => {}
+                Err(error) => warnings.warn(peer.ip(), &error.to_string()),
+            }
         });
+        handshakes.add(peer.ip(), handshake.abort_handle());
     }
     slots.iter().for_each(AgentConnectionSlot::close);
+}
+
+/// Accepts the next connection of any listener. The listeners take turns.
+async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
+    let accepted = poll_fn(|cx| {
+        let ready = listeners.iter().map(|listener| listener.poll_accept(cx)).find(Poll::is_ready);
+        ready.unwrap_or(Poll::Pending)
+    })
+    .await;
+    listeners.rotate_left(1);
+    accepted
+}
+
+/// Warns the user about connections that were closed because they do not come from an agent.
+struct RejectionWarnings {
+    step: Arc<SlurmStep>,
+    limit: Mutex<WarningLimit>,
+}
+
+impl RejectionWarnings {
+    /// Warns the user about a connection from `peer`, at most once a minute for each address.
+    fn warn(&self, peer: IpAddr, reason: &str) {
+        let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = format!("launch: closed a connection from {peer} to the port of the agents: {reason}");
+        match limit.count_omitted(peer, Instant::now()) {
+            None => {}
+            Some(0) => self.step.print_warning(text),
+            Some(n) => {
+                self.step.print_warning(format!("{text} ({} omitted)", format_count(n, "similar message")));
+            }
+        }
+    }
 }
 
 /// Authenticates an agent and fills the slot of its node with the connection. Drops the connection
 /// if no slot waits for the agent. Fails if the handshake fails.
 async fn accept_agent(
-    mut stream: TcpStream,
+    stream: TcpStream,
     key: &HandshakeKey,
     slots: &[AgentConnectionSlot],
 ) -> Result<(), HandshakeError> {
     stream.set_nodelay(true)?;
-    let name = authenticate_agent(&mut stream, key).await?;
+    let (stream, name) = authenticate_agent(stream, key).await?;
     if let Some(slot) = slots.iter().find(|slot| slot.name == name) {
         slot.fill(stream)?;
     }

@@ -1,7 +1,10 @@
 //! [`PendingAgent`]: the controller's streams to and from an agent that may not have connected yet,
 //! and the slot that the agent's TCP connection fills.
 use super::{srun, step::SlurmStep};
-use crate::cluster::transport::RemoteConnection;
+use crate::{
+    cluster::transport::RemoteConnection,
+    connection::{EncryptedReader, EncryptedStream, EncryptedWriter},
+};
 use diagnostic::{Diagnostic, codes::slurm};
 use protocol::control::ExitStatus;
 use std::{
@@ -29,6 +32,11 @@ use tokio::{
 /// not ended. If srun ends within this time, its exit status is known when the controller asks why
 /// the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// The direction of a TCP connection from an agent.
+type AgentReader = EncryptedReader<OwnedReadHalf>;
+/// The direction of a TCP connection to an agent.
+type AgentWriter = EncryptedWriter<OwnedWriteHalf>;
 
 /// The controller's byte streams to and from an agent that may not have connected yet, and the
 /// handle of the agent's connection.
@@ -63,7 +71,7 @@ pub(super) fn create_pending_agent(name: &str, step: &Arc<SlurmStep>) -> (Pendin
 enum AgentSlotState {
     /// The agent has not connected. Holds the channels that pass the two halves of the connection
     /// to the controller's streams.
-    Waiting(oneshot::Sender<OwnedReadHalf>, oneshot::Sender<OwnedWriteHalf>),
+    Waiting(oneshot::Sender<AgentReader>, oneshot::Sender<AgentWriter>),
     /// The agent has connected. Holds a duplicate of its socket, to shut the connection down.
     Connected(OwnedFd),
     /// The slot accepts no connection any more, or the connection was aborted.
@@ -81,13 +89,13 @@ impl AgentConnectionSlot {
     /// Passes the TCP connection of the agent to the streams of the [`PendingAgent`]. Returns
     /// `false` if the slot does not wait for the agent, because the agent has connected before or
     /// the slot is closed.
-    pub(super) fn fill(&self, stream: TcpStream) -> io::Result<bool> {
+    pub(super) fn fill(&self, stream: EncryptedStream<TcpStream>) -> io::Result<bool> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(*state, AgentSlotState::Waiting(..)) {
             return Ok(false);
         }
-        let socket = stream.as_fd().try_clone_to_owned()?;
-        let (read_half, write_half) = stream.into_split();
+        let socket = stream.transport().as_fd().try_clone_to_owned()?;
+        let (read_half, write_half) = stream.into_halves(TcpStream::into_split);
         let connected = AgentSlotState::Connected(socket);
         if let AgentSlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
             _ = to_output.send(read_half);
@@ -190,7 +198,7 @@ impl<S: Unpin> PendingStream<S> {
 }
 
 /// The stream of bytes to an agent that may not have connected yet.
-pub(super) struct PendingAgentInput(PendingStream<OwnedWriteHalf>);
+pub(super) struct PendingAgentInput(PendingStream<AgentWriter>);
 
 impl AsyncWrite for PendingAgentInput {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
@@ -220,7 +228,7 @@ impl AsyncWrite for PendingAgentInput {
 /// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
 /// still running.
 pub(super) struct PendingAgentOutput {
-    stream: PendingStream<OwnedReadHalf>,
+    stream: PendingStream<AgentReader>,
     step: Arc<SlurmStep>,
     end: Option<DelayedStreamEnd>,
 }

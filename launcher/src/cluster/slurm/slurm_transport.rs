@@ -15,13 +15,10 @@ use crate::{
     discover::list_addresses,
 };
 use diagnostic::{Diagnostic, codes::slurm};
-use protocol::control::ExitStatus;
-use std::{
-    collections::HashSet,
-    io,
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+use globset::Glob;
+use jobspec::{EnvSource, InterfaceSelector, JobSpec, RunSpec, env};
+use protocol::control::{ExitStatus, InterfaceAddress};
+use std::{collections::HashSet, io, net::IpAddr, sync::Arc};
 use tokio::io::AsyncReadExt as _;
 
 /// The transport that starts agents on the nodes of the allocation in which this process runs.
@@ -29,20 +26,25 @@ pub(crate) struct SlurmTransport {
     allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
     bcast: bool,
-    /// The addresses of this machine to which agents connect. If the list is empty, agents try
-    /// every address of this machine.
-    addresses: Vec<IpAddr>,
+    /// The network in which agents connect to this machine, if this machine has an address in it.
+    interface: InterfaceSelector,
+    /// Variables of this process that srun does not get, because Slurm sends the environment of
+    /// srun to the nodes without encryption.
+    secret_variables: Vec<String>,
     steps: Vec<Arc<SlurmStep>>,
 }
 
 impl SlurmTransport {
-    /// Creates the transport for an allocation.
-    ///
-    /// With `bcast`, srun copies the executable to the nodes. Otherwise each node must have the
-    /// executable at the path that it has here. `addresses` are the addresses of this machine to
-    /// which agents connect. If the list is empty, agents try all addresses of this machine.
-    pub(crate) fn new(allocation: SlurmAllocation, bcast: bool, addresses: Vec<IpAddr>) -> SlurmTransport {
-        SlurmTransport { allocation, bcast, addresses, steps: Vec::new() }
+    /// Creates the transport of a job for an allocation.
+    pub(crate) fn new(allocation: SlurmAllocation, job: &JobSpec) -> SlurmTransport {
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        SlurmTransport {
+            allocation,
+            bcast: job.slurm.bcast,
+            interface: job.cluster.interface.clone(),
+            secret_variables: names.filter(|name| is_sent_encrypted(&job.run, name)).collect(),
+            steps: Vec::new(),
+        }
     }
 
     /// Divides the allocated nodes that `hosts` names into steps. Ignores names of other hosts.
@@ -83,20 +85,14 @@ impl SlurmTransport {
             Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)
         };
-        let (listener, port) = listener::open_listener(nodes.names.len()).map_err(cannot_listen)?;
-        let mut ips = self.addresses.clone();
-        if ips.is_empty() {
-            let found = list_addresses().into_iter().filter(|a| a.address.is_ipv4() && a.interface != "lo");
-            // A cluster of one machine may have no other address than that of the loopback.
-            ips = found.map(|a| a.address).chain([IpAddr::from([127, 0, 0, 1])]).collect();
-        }
+        let ips = find_controller_addresses(&self.interface, list_addresses());
         let (ips, omitted) = listener::select_addresses(ips);
-        let invitation = Invitation {
-            key: HandshakeKey::generate().map_err(cannot_listen)?,
-            addresses: ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect(),
-        };
+        let (listeners, addresses) =
+            listener::open_listeners(&ips, nodes.names.len()).map_err(cannot_listen)?;
+        let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
-        let (step, output) = SlurmStep::start(&srun::build_arguments(nodes, &executable), &invitation)?;
+        let arguments = srun::build_arguments(nodes, &executable);
+        let (step, output) = SlurmStep::start(&arguments, &invitation, &self.secret_variables)?;
         self.steps.push(step.clone());
         let pending: Vec<_> =
             nodes.names.iter().map(|name| pending_agent::create_pending_agent(name, &step)).collect();
@@ -124,9 +120,41 @@ impl SlurmTransport {
             ));
             slots.push(slot);
         }
-        tokio::spawn(listener::accept_agents(listener, invitation.key, slots, step));
+        tokio::spawn(listener::accept_agents(listeners, invitation.key, slots, step));
         Ok(agents)
     }
+}
+
+/// Returns whether the workers get the value of the variable `name` of this process through the
+/// encrypted control connection, and the value may be a secret: a variable to which `run.env`
+/// refers, or a variable with the name of a secret that `run.pass_env` selects. Slurm and the
+/// agents need the variables of Slurm and of the login session themselves.
+fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
+    const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
+    if NEEDED.contains(&name) || name.starts_with("SLURM") {
+        return false;
+    }
+    let refers_to = |(_, source): &(String, EnvSource)| matches!(source, EnvSource::FromEnv(n) if n == name);
+    // The patterns were checked with the job.
+    let selects = |glob: &String| Glob::new(glob).is_ok_and(|glob| glob.compile_matcher().is_match(name));
+    run.env_from.iter().any(refers_to) || (env::looks_secret(name) && run.pass_env.iter().any(selects))
+}
+
+/// Returns the addresses of this machine to which agents connect: those that the job selects or, if
+/// it selects none of this machine, every IPv4 address. `known` are the addresses of this machine.
+fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
+    let is_usable = |a: &&InterfaceAddress| a.interface != "lo" && !a.address.is_unspecified();
+    if let InterfaceSelector::Named(_) = interface {
+        let selected = known.iter().filter(is_usable).filter(|a| interface.admits(&a.interface, a.address));
+        let is_scoped = |a: &IpAddr| matches!(a, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        let selected: Vec<IpAddr> = selected.map(|a| a.address).filter(|a| !is_scoped(a)).collect();
+        if !selected.is_empty() {
+            return selected;
+        }
+    }
+    let found = known.iter().filter(is_usable).map(|a| a.address).filter(IpAddr::is_ipv4);
+    // A cluster of one machine may have no other address than that of the loopback.
+    found.chain([IpAddr::from([127, 0, 0, 1])]).collect()
 }
 
 impl Transport for SlurmTransport {
@@ -175,6 +203,38 @@ mod tests {
     }
 
     #[test]
+    fn srun_gets_no_variable_that_the_control_connection_carries() {
+        let mut run = crate::testing::sample_job().run;
+        run.env_from = ["MINE", "HOME"].map(|n| ("A".into(), EnvSource::FromEnv(n.into()))).into();
+        run.pass_env = vec!["HF_*".into(), "P*".into()];
+        let hidden = ["MINE", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY", "HOME", "PATH", "SLURM_JOB_ID"]
+            .into_iter()
+            .filter(|name| is_sent_encrypted(&run, name));
+        assert_eq!(hidden.collect::<Vec<_>>(), ["MINE", "HF_TOKEN"]);
+    }
+
+    #[test]
+    fn agents_connect_to_the_selected_network_or_to_every_address() {
+        let known = || -> Vec<InterfaceAddress> {
+            [("lo", "127.0.0.1"), ("eth0", "192.0.2.4"), ("ib0", "10.1.0.4"), ("ib0", "fe80::4")]
+                .map(|(interface, ip)| InterfaceAddress {
+                    interface: interface.to_owned(),
+                    address: ip.parse().expect("an address"),
+                })
+                .into()
+        };
+        for (name, expected) in [
+            ("ib0", &["10.1.0.4"][..]),
+            ("10.1.0.0/16", &["10.1.0.4"]),
+            ("eth7", &["192.0.2.4", "10.1.0.4", "127.0.0.1"]),
+        ] {
+            let found = find_controller_addresses(&InterfaceSelector::Named(name.to_owned()), known());
+            assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), expected, "{name}");
+        }
+        assert_eq!(find_controller_addresses(&InterfaceSelector::Auto, known()).len(), 3);
+    }
+
+    #[test]
     fn a_step_holds_nodes_with_equal_requests() {
         let two_nodes =
             |gpus: [u32; 2]| vec![build_node("a", Some(gpus[0]), true), build_node("b", Some(gpus[1]), true)];
@@ -189,7 +249,7 @@ mod tests {
         let hosts = ["d", "a", "c", "b", "elsewhere"].map(str::to_owned);
         let steps = |groups: Vec<SlurmNodeGroup>| -> Vec<_> {
             let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
-            let slurm = SlurmTransport::new(allocation, false, Vec::new());
+            let slurm = SlurmTransport::new(allocation, &crate::testing::sample_job());
             let steps = slurm.group_nodes_into_steps(&hosts);
             steps.into_iter().map(|step| (step.het_group, step.gpus, step.names.join(","))).collect()
         };

@@ -3,7 +3,7 @@ use super::{
     command::build_start_error,
     srun::{self, REMOVED_ENV_VARIABLES},
 };
-use crate::connection::handshake::Invitation;
+use crate::{connection::handshake::Invitation, core_dumps::restore_core_dumps};
 use protocol::control::ExitStatus;
 use std::{
     collections::{HashSet, VecDeque},
@@ -15,7 +15,7 @@ use std::{
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader, DuplexStream},
     net::unix::pipe,
-    sync::watch,
+    sync::{mpsc, watch},
 };
 
 /// How many of the last output lines of srun and its agents are kept for error messages.
@@ -27,6 +27,9 @@ const MAX_LINE_BYTES: u64 = 4 << 10;
 /// buffer is full, no more output of srun is read.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
+/// The number of warnings that may wait to be added to the output. Further ones are dropped.
+const WARNING_CAPACITY: usize = 16;
+
 /// The process of srun, shared by the connections to its agents.
 #[derive(Debug)]
 pub(super) struct SlurmStep {
@@ -37,17 +40,20 @@ pub(super) struct SlurmStep {
     tail: Mutex<VecDeque<String>>,
     /// The nodes whose task has failed, according to srun.
     failed_nodes: Mutex<HashSet<String>>,
+    /// Warnings that are added to the output.
+    warnings: mpsc::Sender<String>,
 }
 
 impl SlurmStep {
-    /// Starts srun and passes the invitation to its tasks. Returns the step and a stream with the
-    /// output of srun and of the agents. The controller must reap srun and then call
-    /// [`Self::set_exit_status`].
+    /// Starts srun without the environment variables `hidden`, and passes the invitation to its
+    /// tasks. Returns the step and a stream with the output of srun and of the agents. The
+    /// controller must reap srun and then call [`Self::set_exit_status`].
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
+        hidden: &[String],
     ) -> diagnostic::Result<(Arc<SlurmStep>, DuplexStream)> {
-        Self::spawn_srun(arguments, invitation).map_err(|error| build_start_error("srun", &error))
+        Self::spawn_srun(arguments, invitation, hidden).map_err(|error| build_start_error("srun", &error))
     }
 
     /// Starts srun in a separate process group, writes the invitation to srun's standard input, and
@@ -55,22 +61,28 @@ impl SlurmStep {
     fn spawn_srun(
         arguments: &[String],
         invitation: &Invitation,
+        hidden: &[String],
     ) -> io::Result<(Arc<SlurmStep>, DuplexStream)> {
         let (output, output_writer) = io::pipe()?;
         let mut command = Command::new("srun");
         command.args(arguments);
         REMOVED_ENV_VARIABLES.iter().for_each(|name| _ = command.env_remove(name));
+        hidden.iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::piped()).stdout(output_writer.try_clone()?).stderr(output_writer);
         // In a separate group, srun does not receive a terminal's Ctrl-C, on which it kills its
         // tasks.
         command.process_group(0);
+        // Slurm gives the limits of srun to the agents.
+        restore_core_dumps(&mut command);
         let mut child = command.spawn()?;
         drop(command); // closes this process's copies of the pipe's writing end
+        let (warnings, received_warnings) = mpsc::channel(WARNING_CAPACITY);
         let step = Arc::new(SlurmStep {
             pid: child.id(),
             exit_status: watch::Sender::new(None),
             tail: Mutex::default(),
             failed_nodes: Mutex::default(),
+            warnings,
         });
         if let Some(mut stdin) = child.stdin.take() {
             // A few hundred bytes fit into the empty pipe. If srun has ended already, its output
@@ -79,7 +91,7 @@ impl SlurmStep {
         }
         let output = pipe::Receiver::from_owned_fd(OwnedFd::from(output))?;
         let (near, far) = tokio::io::duplex(OUTPUT_BUFFER_BYTES);
-        tokio::spawn(forward_output(output, near, step.clone()));
+        tokio::spawn(forward_output(output, near, step.clone(), received_warnings));
         // Dropping `child` neither waits for it nor kills it; the controller reaps it.
         Ok((step, far))
     }
@@ -115,6 +127,12 @@ impl SlurmStep {
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
+    /// Adds a warning to the output. Never blocks.
+    pub(super) fn print_warning(&self, text: String) {
+        // If many warnings wait, the reader does not read.
+        _ = self.warnings.try_send(text);
+    }
+
     /// Returns whether the task of this node has ended with an error, according to srun.
     pub(super) fn has_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
@@ -134,17 +152,34 @@ impl SlurmStep {
 }
 
 /// Reads the output of srun until it ends. Records each line in `step` and writes it to
-/// `forwarded`, except for irrelevant warnings.
-async fn forward_output(output: impl AsyncRead + Unpin, mut forwarded: DuplexStream, step: Arc<SlurmStep>) {
+/// `forwarded`, except for irrelevant warnings. Writes each of `warnings` to `forwarded`, too.
+async fn forward_output(
+    output: impl AsyncRead + Unpin,
+    mut forwarded: DuplexStream,
+    step: Arc<SlurmStep>,
+    mut warnings: mpsc::Receiver<String>,
+) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();
-    while let Ok(1..) = (&mut output).take(MAX_LINE_BYTES).read_until(b'\n', &mut line).await {
-        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        if !srun::is_irrelevant_warning(&text) {
-            step.record_line(&text);
-            // srun must not block or fail when the reader has gone.
-            _ = forwarded.write_all(format!("{text}\n").as_bytes()).await;
-        }
-        line.clear();
+    loop {
+        let free = MAX_LINE_BYTES.saturating_sub(line.len() as u64);
+        let text = tokio::select! {
+            // If a warning arrives first, the bytes that were read stay in `line`.
+            read = async { (&mut output).take(free).read_until(b'\n', &mut line).await } => {
+                if line.is_empty() || read.is_err() {
+                    return;
+                }
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                line.clear();
+                if srun::is_irrelevant_warning(&text) {
+                    continue;
+                }
+                step.record_line(&text);
+                text
+            }
+            Some(text) = warnings.recv() => text,
+        };
+        // srun must not block or fail when the reader has gone.
+        _ = forwarded.write_all(format!("{text}\n").as_bytes()).await;
     }
 }

@@ -31,7 +31,9 @@ impl ControllerCore {
     /// Processes an input during a takeover.
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
-            ControllerInput::Agent(id, message) if self.hosts.get(id).is_some_and(HostState::is_connected) => {
+            ControllerInput::Agent(id, message)
+                if self.hosts.get(id).is_some_and(HostState::is_connected) =>
+            {
                 self.hosts[id].last_heard = now;
                 self.handle_adoption_message(now, id, message);
             }

@@ -366,12 +366,17 @@ impl ControllerCore {
             return;
         }
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
+        let heartbeats = self.build_heartbeats();
+        self.actions.extend(heartbeats);
+    }
+
+    /// Builds the actions that send a heartbeat to each agent on another host.
+    pub(crate) fn build_heartbeats(&self) -> Vec<ControllerAction> {
         let remote = |id: &HostIndex| {
             self.setup.hosts[*id].remote && self.hosts[*id].agent == AgentConnectionState::Joined
         };
-        let heartbeats =
-            (0..self.hosts.len()).filter(remote).map(|id| ControllerAction::Send(id, ToAgent::Heartbeat));
-        self.actions.extend(heartbeats);
+        let heartbeat = |id| ControllerAction::Send(id, ToAgent::Heartbeat);
+        (0..self.hosts.len()).filter(remote).map(heartbeat).collect()
     }
 
     /// Kills agents whose leases have expired, and marks their hosts as lost.

@@ -41,7 +41,7 @@ pub(crate) struct RunMemo {
     /// Whether a request has killed the workers.
     pub(super) killed: bool,
     /// The number of restarts so far.
-    pub(super) restarts: u32,
+    pub(crate) restarts: u32,
     /// The end of the previous failed attempt.
     pub(super) last_end: Option<AttemptEnd>,
     /// The number of restarts in a row that brought no progress.

@@ -19,6 +19,9 @@ use tokio::time::{sleep, timeout};
 
 /// The time from the end of an agent's stream until the agent is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long an agent on another host may take to receive the request to end and to close its
+/// stream.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time from the end of the last agent until a child process of the transport gets SIGTERM,
 /// and from SIGTERM until it gets SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -122,10 +125,29 @@ impl ControllerDriver {
             if self.clock.now() > limit {
                 (0..self.hosts.len()).for_each(|host| self.kill_agent(host));
             }
-            _ = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await;
+            self.receive_end_of_agent().await;
         }
+        self.wait_for_released_agents().await;
         self.end_transport_processes().await;
         self.sweep_processes().await;
+    }
+
+    /// Waits until the agents on other hosts that were asked to end have closed their streams, but
+    /// not longer than [`RELEASE_TIMEOUT`]. An agent whose run outlives its controller would
+    /// continue without the request.
+    pub(super) async fn wait_for_released_agents(&mut self) {
+        let limit = self.clock.now() + RELEASE_TIMEOUT;
+        while !self.released.is_empty() && self.clock.now() <= limit {
+            self.receive_end_of_agent().await;
+        }
+    }
+
+    /// Waits up to [`SWEEP_INTERVAL`] for a message of an agent, and records the end of a stream.
+    /// Ignores other messages.
+    async fn receive_end_of_agent(&mut self) {
+        if let Ok(Some((agent, Ok(None) | Err(_)))) = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await {
+            self.released.remove(&agent);
+        }
     }
 
     /// Waits for the child processes of the transport, which end after the last agent. Sends
@@ -145,7 +167,7 @@ impl ControllerDriver {
             while let Ok(line) = self.lines.1.try_recv() {
                 self.report.show_message(line);
             }
-            _ = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await;
+            self.receive_end_of_agent().await;
         }
     }
 }

@@ -1,5 +1,8 @@
 //! The event loop of the controller: processes messages, signals, file changes and deadlines.
-use super::{AgentId, ControllerDriver, ControllerReplacement, RunEnd, SupervisedAgent, debug_log};
+use super::{
+    AgentId, ControllerDriver, ControllerReplacement, RunEnd, SupervisedAgent, debug_log,
+    loop_event::LoopEvent,
+};
 use crate::{
     cluster::{AgentOutput, AgentProcess},
     connection::{FrameError, Outbox, read_frames, write_frames},
@@ -45,33 +48,17 @@ impl ControllerDriver {
                     self.close_agents().await;
                     return RunEnd::Ended(outcome);
                 }
-                Some(end) => return end,
+                Some(end) => {
+                    self.wait_for_released_agents().await;
+                    return end;
+                }
                 None => {}
             }
-            let now = self.clock.now();
-            let pause =
-                self.core.find_next_deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
-            tokio::select! {
-                Some((agent, message)) = self.messages.1.recv() => self.handle_agent_message(agent, message).await,
-                Some(line) = self.lines.1.recv() => self.report.show_message(line),
-                event = signals.receive() => match event {
-                    SignalEvent::Request(input) => self.handle_input(input),
-                    SignalEvent::ChildrenEnded => _ = self.reap_children(),
-                    SignalEvent::Ignored => {}
-                },
-                Some(planned) = self.planned.1.recv() => self.finish_planning(planned),
-                Some(reports) = receive_stored(&mut self.stored) => {
-                    self.events.forget_stored(&reports);
-                    self.handle_input(ControllerInput::Stored(reports));
-                }
-                Some(summary) = self.journal_taken.1.recv() => {
-                    self.continue_journal(summary);
-                    (job_file, hostfile) = self.watch_files(true);
-                }
-                Some(answer) = self.evictions.1.recv() => self.handle_eviction_answer(answer),
-                content = job_file.wait_for_change() => self.apply_job_file_change(&mut job_file, content),
-                content = hostfile.wait_for_change() => self.apply_hostfile_change(&mut hostfile, content),
-                () = sleep(pause) => self.handle_input(ControllerInput::Tick),
+            let event = self.receive_event(&mut signals, &mut job_file, &mut hostfile).await;
+            if self.clock.has_paused() {
+                self.process_event_after_pause(event, &mut job_file, &mut hostfile).await;
+            } else {
+                self.process_event(event, &mut job_file, &mut hostfile).await;
             }
             self.flush_outboxes();
             if Instant::now() >= journal_tick {
@@ -82,6 +69,59 @@ impl ControllerDriver {
                     false => self.emit_notice(notice),
                 });
             }
+        }
+    }
+
+    /// Waits for the next event, at most until a deadline of the core is due.
+    async fn receive_event(
+        &mut self,
+        signals: &mut SignalReceiver,
+        job_file: &mut JobFileWatch,
+        hostfile: &mut HostfileWatch,
+    ) -> LoopEvent {
+        let now = self.clock.now();
+        let pause =
+            self.core.find_next_deadline().map_or(MAX_SLEEP, |at| at.saturating_sub(now).min(MAX_SLEEP));
+        tokio::select! {
+            Some((agent, message)) = self.messages.1.recv() => LoopEvent::Agent(agent, message),
+            Some(line) = self.lines.1.recv() => LoopEvent::Line(line),
+            event = signals.receive() => LoopEvent::Signal(event),
+            Some(planned) = self.planned.1.recv() => LoopEvent::Planned(planned),
+            Some(reports) = receive_stored(&mut self.stored) => LoopEvent::Stored(reports),
+            Some(summary) = self.journal_taken.1.recv() => LoopEvent::JournalTaken(Box::new(summary)),
+            Some(answer) = self.evictions.1.recv() => LoopEvent::Eviction(answer),
+            content = job_file.wait_for_change() => LoopEvent::JobFile(content),
+            content = hostfile.wait_for_change() => LoopEvent::Hostfile(content),
+            () = sleep(pause) => LoopEvent::Tick,
+        }
+    }
+
+    /// Processes an event.
+    pub(super) async fn process_event(
+        &mut self,
+        event: LoopEvent,
+        job_file: &mut JobFileWatch,
+        hostfile: &mut HostfileWatch,
+    ) {
+        match event {
+            LoopEvent::Agent(agent, message) => self.handle_agent_message(agent, message).await,
+            LoopEvent::Line(line) => self.report.show_message(line),
+            LoopEvent::Signal(SignalEvent::Request(input)) => self.handle_input(input),
+            LoopEvent::Signal(SignalEvent::ChildrenEnded) => _ = self.reap_children(),
+            LoopEvent::Signal(SignalEvent::Ignored) => {}
+            LoopEvent::Planned(planned) => self.finish_planning(planned),
+            LoopEvent::Stored(reports) => {
+                self.events.forget_stored(&reports);
+                self.handle_input(ControllerInput::Stored(reports));
+            }
+            LoopEvent::JournalTaken(summary) => {
+                self.continue_journal(*summary);
+                (*job_file, *hostfile) = self.watch_files(true);
+            }
+            LoopEvent::Eviction(answer) => self.handle_eviction_answer(answer),
+            LoopEvent::JobFile(content) => self.apply_job_file_change(job_file, content),
+            LoopEvent::Hostfile(content) => self.apply_hostfile_change(hostfile, content),
+            LoopEvent::Tick => self.handle_input(ControllerInput::Tick),
         }
     }
 
@@ -153,11 +193,14 @@ impl ControllerDriver {
 
     /// Passes a message of an agent, or the end of the agent's stream, to the core. Ignores
     /// messages of an agent that was replaced by a later agent of its host.
-    async fn handle_agent_message(
+    pub(super) async fn handle_agent_message(
         &mut self,
         (host, number): AgentId,
         message: Result<Option<FromAgent>, FrameError>,
     ) {
+        if matches!(message, Ok(None) | Err(_)) {
+            self.released.remove(&(host, number));
+        }
         // The host may have a later agent by now.
         if self.agents.get(&host).is_none_or(|agent| agent.number != number) {
             return;

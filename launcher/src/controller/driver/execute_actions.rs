@@ -2,6 +2,7 @@
 use super::{ControllerDriver, RunEnd, debug_log};
 use crate::{
     clock::read_unix_time,
+    cluster::AgentHandle,
     connection::MessagePriority,
     controller::{
         core::{ControllerAction, HostIndex, UnstoredEvent},
@@ -78,8 +79,11 @@ impl ControllerDriver {
     /// Lets the agent of a host end, and closes its control stream.
     pub(super) fn release_agent(&mut self, host: HostIndex) {
         self.send_to_agent(host, ToAgent::End);
-        if let Some(agent) = self.agents.get_mut(&host) {
-            agent.outbox = None;
+        if let Some(agent) = self.agents.get_mut(&host)
+            && agent.outbox.take().is_some()
+            && matches!(agent.handle, AgentHandle::Connection(_))
+        {
+            self.released.insert((host, agent.number));
         }
     }
 

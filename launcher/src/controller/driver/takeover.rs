@@ -83,7 +83,7 @@ impl ControllerDriver {
         _ = std::env::set_current_dir(&stored.directory);
         if let Some(journal) = &self.journal {
             let trains = self.job.train.is_some();
-            journal.take_over(&self.plan.run.0, trains, self.journal_taken.0.clone());
+            journal.take_over(&self.plan.run.0, trains, stored.memo.restarts, self.journal_taken.0.clone());
         }
         self.taken_memo = Some(stored);
     }

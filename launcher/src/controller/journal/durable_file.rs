@@ -160,7 +160,7 @@ mod tests {
         fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let mut state = self.0.lock().expect("not poisoned");
             state.appends += 1;
-            if state.appends % 17 == 0 {
+            if state.appends.is_multiple_of(17) {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
             let n = bytes.len().min(4);
@@ -171,7 +171,7 @@ mod tests {
         fn sync(&mut self) -> io::Result<()> {
             let mut state = self.0.lock().expect("not poisoned");
             state.syncs += 1;
-            if state.syncs % 2 == 0 {
+            if state.syncs.is_multiple_of(2) {
                 let synced = state.synced;
                 state.content.truncate(synced);
                 return Err(io::Error::from_raw_os_error(libc::EIO));

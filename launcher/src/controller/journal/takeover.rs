@@ -114,18 +114,29 @@ impl JournalSummary {
     }
 }
 
+/// Returns whether an event is the decision to restart of a controller that no agent has obeyed.
+/// The agents know of `restarts` restarts, because a controller informs them before it writes the
+/// event.
+pub(crate) fn is_void(event: &Event, restarts: u32) -> bool {
+    matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
+}
+
 /// Replaces the journal and the metrics in a run directory by copies, and opens the copies for
 /// appending. Opens a file for TensorBoard with this name. Omits a line that a crash has
-/// interrupted. Blocks.
+/// interrupted, and the lines that [`is_void`] names. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: Option<&str>,
+    restarts: u32,
 ) -> io::Result<(JournalFiles, JournalSummary)> {
     let mut summary = JournalSummary::default();
     let mut events = ReplacementFile::create(run_dir, EVENTS_FILE)?;
     // Metrics follow from the events, so a line that only one of the files has is not lost.
     let mut metrics = ReplacementFile::create(run_dir, METRICS_FILE)?;
     for_each_line(&run_dir.join(EVENTS_FILE), |line| {
+        if TimedEvent::from_json(line).is_ok_and(|timed| is_void(&timed.event, restarts)) {
+            return Ok(());
+        }
         if let Some(timed) = summary.add_line(line) {
             events.file.write_all(line.as_bytes())?;
             if let Some(line) = format_metrics_line(&timed.event, timed.time) {

@@ -103,6 +103,8 @@ enum SimEvent {
     Unfreeze(HostIndex),
     /// A suspended controller continues.
     ResumeController(ControllerIndex),
+    /// A controller that was suspended has waited for the news that it was replaced.
+    ControlConfirmed(ControllerIndex),
     /// Another controller attaches if no controller is alive.
     Attach,
 }
@@ -421,6 +423,7 @@ impl Simulation {
                 delayed.into_iter().try_for_each(|event| self.process_event(event))
             }
             SimEvent::ResumeController(index) => self.resume_controller(index),
+            SimEvent::ControlConfirmed(index) => self.process_delayed_events(index),
             SimEvent::Attach => {
                 self.attach();
                 Ok(())

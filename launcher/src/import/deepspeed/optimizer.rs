@@ -221,6 +221,16 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
         return;
     }
     // These two schedulers override the learning rate of the optimizer.
+    if rate != DEFAULT_LEARNING_RATE && !params.is_given("warmup_max_lr") {
+        let reason = format!(
+            "absent, so that DeepSpeed trains at {DEFAULT_LEARNING_RATE} instead of `optimizer.params.lr` ({rate})"
+        );
+        draft.add_key_note(
+            &params.path("warmup_max_lr"),
+            reason,
+            "set `train.optimizer.lr` if that is not intended",
+        );
+    }
     let default = if params.is_auto("warmup_max_lr") { rate } else { DEFAULT_LEARNING_RATE };
     let highest = take_number_or_default(draft, params, "warmup_max_lr", default);
     draft.set_imported(&params.path("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));

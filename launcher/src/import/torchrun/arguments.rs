@@ -1,175 +1,94 @@
-//! [`parse_torchrun_args`]: parses torchrun's command line by the rules of torchrun.
+//! [`TORCHRUN_OPTIONS`]: the options of torchrun.
 //!
-//! The parser accepts `--a-b x`, `--a_b=x`, unambiguous prefixes of options, and `-m`. All
-//! arguments after the script belong to the script.
-use diagnostic::{Diagnostic, Location, codes::command};
+//! torchrun accepts `--a-b x`, `--a_b=x`, unambiguous prefixes of options, and `-m`.
+use crate::import::command_line::{CommandLine, CommandLineError, OptionTable};
 
-/// The long names of torchrun's options that have a value.
-const VALUES: &[&str] = &[
-    "nnodes",
-    "nproc-per-node",
-    "rdzv-backend",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "rdzv-conf",
-    "max-restarts",
-    "monitor-interval",
-    "start-method",
-    "event-log-handler",
-    "role",
-    "log-dir",
-    "redirects",
-    "tee",
-    "log-line-prefix-template",
-    "local-ranks-filter",
-    "duplicate-stdout-filters",
-    "duplicate-stderr-filters",
-    "node-rank",
-    "master-addr",
-    "master-port",
-    "local-addr",
-    "logs-specs",
-    "numa-binding",
-    "signals-to-handle",
-    "shutdown-timeout",
-];
-/// The long names of torchrun's options that have no value.
-const FLAGS: &[&str] = &["standalone", "module", "no-python", "run-path", "virtual-local-rank"];
-/// The short options of torchrun, with their long names.
-const SHORT: &[(&str, &str)] = &[("-m", "module"), ("-r", "redirects"), ("-t", "tee")];
+/// The options of torchrun.
+pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
+    program: "torchrun",
+    values: &[
+        "nnodes",
+        "nproc-per-node",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "rdzv-conf",
+        "max-restarts",
+        "monitor-interval",
+        "start-method",
+        "event-log-handler",
+        "role",
+        "log-dir",
+        "redirects",
+        "tee",
+        "log-line-prefix-template",
+        "local-ranks-filter",
+        "duplicate-stdout-filters",
+        "duplicate-stderr-filters",
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "local-addr",
+        "logs-specs",
+        "numa-binding",
+        "signals-to-handle",
+        "shutdown-timeout",
+    ],
+    flags: &["standalone", "module", "no-python", "run-path", "virtual-local-rank"],
+    short: &[("-m", "module"), ("-r", "redirects"), ("-t", "tee")],
+    separator: '-',
+    any_separator: true,
+    prefixes: true,
+    choices: &[
+        ("start-method", &["spawn", "fork", "forkserver"]),
+        ("numa-binding", &["node", "socket", "exclusive", "core-complex"]),
+    ],
+    integers: &[],
+    numbers: &[],
+};
 
-/// The options and the program of a command line of torchrun.
-#[derive(Debug)]
-pub(super) struct TorchrunArgs {
-    options: Vec<(&'static str, String)>,
-    /// The script, module or program, followed by its arguments.
-    pub(super) program: Vec<String>,
-}
-
-impl TorchrunArgs {
-    /// Removes every occurrence of the option `name`. Returns its last value, or `None` if the
-    /// option was not given.
-    pub(super) fn take_last_value(&mut self, name: &str) -> Option<String> {
-        let value = self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.clone());
-        self.options.retain(|(n, _)| *n != name);
-        value
-    }
-
-    /// Returns the last value of the option `name`, and keeps the option. Returns `None` if the
-    /// option was not given.
-    pub(super) fn last_value(&self, name: &str) -> Option<&str> {
-        self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
-    }
-
-    /// Removes the option `name`, which has no value. Returns whether the option was given.
-    pub(super) fn take_flag(&mut self, name: &str) -> bool {
-        self.take_last_value(name).is_some()
-    }
-}
-
-/// A mistake in a command line of torchrun.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum TorchrunArgsError {
-    /// torchrun does not have the option. The variant contains the argument.
-    #[error("torchrun has no option `{0}`")]
-    UnknownOption(String),
-    /// Several options begin with the text that was given.
-    #[error("`{option}` is ambiguous: `--{first}` or `--{second}`")]
-    Ambiguous { option: String, first: &'static str, second: &'static str },
-    /// A value was given for an option that has none.
-    #[error("`--{0}` takes no value")]
-    UnexpectedValue(&'static str),
-    /// The command line ends after an option that requires a value.
-    #[error("`--{0}` requires a value")]
-    MissingValue(&'static str),
-    /// The value of an option does not have the expected form.
-    #[error("`--{option}` is `{value}`; expected {expected}")]
-    InvalidValue { option: &'static str, value: String, expected: &'static str },
-    /// No script follows the options.
-    #[error("no script follows the options of torchrun")]
-    MissingScript,
-    /// The name of the script is empty.
-    #[error("the name of the script is empty")]
-    EmptyScript,
-}
-
-impl From<TorchrunArgsError> for Diagnostic {
-    fn from(error: TorchrunArgsError) -> Diagnostic {
-        let diagnostic = Diagnostic::error(command::IMPORT_ARGUMENTS_INVALID, error.to_string())
-            .with_location(Location::File { file: "torchrun".to_owned() })
-            .with_help("write the arguments that follow `torchrun`: -- --nproc-per-node 2 train.py");
-        match error {
-            TorchrunArgsError::InvalidValue { option, value, .. } => {
-                diagnostic.with_field("option", option).with_field("value", value)
-            }
-            TorchrunArgsError::UnexpectedValue(option) | TorchrunArgsError::MissingValue(option) => {
-                diagnostic.with_field("option", option)
-            }
-            _ => diagnostic,
-        }
-    }
-}
+/// The options for which torchrun reads no default from the environment.
+const WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];
 
 /// Parses the arguments of torchrun. The name `torchrun` may precede them, because users copy it
 /// along.
-pub(super) fn parse_torchrun_args(args: &[String]) -> Result<TorchrunArgs, TorchrunArgsError> {
-    let mut given = TorchrunArgs { options: Vec::new(), program: Vec::new() };
-    let mut args = args.iter().peekable();
-    // The command line may have been copied with the program's name.
-    args.next_if(|first| first.rsplit('/').next() == Some("torchrun"));
-    while let Some(arg) = args.next() {
-        if arg == "--" || !arg.starts_with('-') || arg == "-" {
-            given.program.extend((arg != "--").then(|| arg.clone()));
-            given.program.extend(args.cloned());
-            break;
-        }
-        let (name, attached) = parse_option(arg)?;
-        let value = match (FLAGS.contains(&name), attached) {
-            (true, Some(_)) => return Err(TorchrunArgsError::UnexpectedValue(name)),
-            (true, None) => String::new(),
-            (false, Some(value)) => value,
-            (false, None) => args.next().cloned().ok_or(TorchrunArgsError::MissingValue(name))?,
-        };
-        given.options.push((name, value));
-    }
-    match given.program.first() {
-        None => Err(TorchrunArgsError::MissingScript),
-        Some(script) if script.is_empty() => Err(TorchrunArgsError::EmptyScript),
-        Some(_) => Ok(given),
-    }
+pub(super) fn parse_torchrun_args(args: &[String]) -> Result<CommandLine, CommandLineError> {
+    let named = args.first().is_some_and(|first| first.rsplit('/').next() == Some("torchrun"));
+    TORCHRUN_OPTIONS.parse(if named { &args[1..] } else { args })
 }
 
-/// Parses an argument such as `--name`, `--name=value` or `-m`. Returns the full name of the
-/// option, and the value if the argument contains one.
-fn parse_option(arg: &str) -> Result<(&'static str, Option<String>), TorchrunArgsError> {
-    let unknown = || TorchrunArgsError::UnknownOption(arg.escape_debug().to_string());
-    let Some(long) = arg.strip_prefix("--") else {
-        let found = SHORT.iter().find(|(short, _)| arg.starts_with(short));
-        let (short, name) = found.ok_or_else(unknown)?;
-        let rest = &arg[short.len()..];
-        return Ok((name, (!rest.is_empty()).then(|| rest.trim_start_matches('=').to_owned())));
-    };
-    let (written, value) = long.split_once('=').map_or((long, None), |(n, v)| (n, Some(v.to_owned())));
-    let written = written.replace('_', "-");
-    let names = || VALUES.iter().chain(FLAGS);
-    if let Some(name) = names().find(|name| **name == written) {
-        return Ok((name, value));
-    }
-    let mut near = names().filter(|name| name.starts_with(&written) && !written.is_empty());
-    match (near.next(), near.next()) {
-        (Some(name), None) => Ok((name, value)),
-        (Some(first), Some(second)) => {
-            Err(TorchrunArgsError::Ambiguous { option: arg.escape_debug().to_string(), first, second })
+/// Adds the defaults that torchrun reads from variables such as `PET_NPROC_PER_NODE`. The function
+/// `variable` returns the value of a variable.
+pub(super) fn insert_variables<'a>(
+    given: &mut CommandLine,
+    variable: impl Fn(&str) -> Option<&'a str>,
+) -> Result<(), CommandLineError> {
+    let named = |name: &str| variable(&format!("PET_{}", name.replace('-', "_").to_uppercase()));
+    for name in TORCHRUN_OPTIONS.values.iter().filter(|name| !WITHOUT_VARIABLE.contains(name)) {
+        if let Some(value) = named(name) {
+            TORCHRUN_OPTIONS.check_value(name, value)?;
+            given.insert_default(name, value.to_owned());
         }
-        (None, _) => Err(unknown()),
     }
+    for name in TORCHRUN_OPTIONS.flags {
+        let Some(value) = named(name) else { continue };
+        match value.trim().parse::<i64>() {
+            Ok(0) => {}
+            Ok(_) => given.insert_default(name, String::new()),
+            Err(_) => {
+                let (value, expected) = (value.escape_debug().to_string(), "0 or 1".to_owned());
+                return Err(CommandLineError::InvalidValue { option: name, value, expected });
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse_line(text: &str) -> Result<TorchrunArgs, TorchrunArgsError> {
+    fn parse_line(text: &str) -> Result<CommandLine, CommandLineError> {
         parse_torchrun_args(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
@@ -190,12 +109,12 @@ mod tests {
 
     #[test]
     fn mistakes_are_identified() {
-        use TorchrunArgsError::*;
-        let unknown = |option: &str| UnknownOption(option.to_owned());
+        use CommandLineError::*;
+        let unknown = |option: &str| UnknownOption("torchrun", option.to_owned());
         for (text, expected) in [
-            ("", MissingScript),
+            ("", MissingScript("torchrun")),
             ("--nnodes", MissingValue("nnodes")),
-            ("--nnodes 2", MissingScript),
+            ("--nnodes 2", MissingScript("torchrun")),
             ("--frobnicate a.py", unknown("--frobnicate")),
             ("--n a.py", Ambiguous { option: "--n".into(), first: "nnodes", second: "nproc-per-node" }),
             ("--standalone=1 a.py", UnexpectedValue("standalone")),
@@ -203,5 +122,20 @@ mod tests {
         ] {
             assert_eq!(parse_line(text).expect_err(text), expected);
         }
+    }
+
+    #[test]
+    fn variables_are_defaults_of_options() {
+        let variables = [("PET_NPROC_PER_NODE", "4"), ("PET_MODULE", "1"), ("PET_STANDALONE", "0")];
+        let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| *value);
+        let mut given = parse_line("--nproc-per-node 2 a.py").expect("read");
+        insert_variables(&mut given, find).expect("valid");
+        assert_eq!(given.last_value("nproc-per-node"), Some("2"));
+        assert!(given.take_flag("module") && !given.take_flag("standalone"));
+        let mut given = parse_line("a.py").expect("read");
+        insert_variables(&mut given, find).expect("valid");
+        assert_eq!(given.last_value("nproc-per-node"), Some("4"));
+        let mistake = insert_variables(&mut given, |name| (name == "PET_RUN_PATH").then_some("yes"));
+        assert!(matches!(mistake, Err(CommandLineError::InvalidValue { option: "run-path", .. })));
     }
 }

@@ -1,5 +1,4 @@
-//! [`Admission`]: decides which connections the rendezvous store accepts, and limits the warnings
-//! about the others.
+//! [`Admission`]: decides which connections the rendezvous store accepts.
 //!
 //! torch's protocol has no authentication. A client on this machine is admitted if its socket
 //! belongs to this user or to root. A client on another machine cannot prove its user, so it is
@@ -7,16 +6,10 @@
 use super::socket_owner::{SocketDiagnostics, SocketOwner};
 use nix::ifaddrs::getifaddrs;
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     fmt, io,
     net::{IpAddr, SocketAddr},
-    time::{Duration, Instant},
 };
-
-/// The time in which at most one warning about an address is printed.
-const WARNING_INTERVAL: Duration = Duration::from_secs(60);
-/// The largest number of addresses whose warnings are limited separately.
-const MAX_WARNED_PEERS: usize = 1024;
 
 /// The reason why a connection is admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,37 +112,6 @@ fn is_address_of_this_machine(ip: IpAddr) -> bool {
     ip.is_loopback() || addresses.into_iter().any(|address| address.to_canonical() == ip)
 }
 
-/// Limits the warnings about an address to one per [`WARNING_INTERVAL`].
-#[derive(Default)]
-pub(super) struct WarningLimit {
-    /// The time of the last warning about each address, and the number of warnings since then that
-    /// were not printed.
-    peers: HashMap<IpAddr, (Instant, u64)>,
-}
-
-impl WarningLimit {
-    /// Returns how many warnings about `peer` were not printed since the last one, or `None` if a
-    /// warning at the time `now` is not to be printed.
-    pub(super) fn count_omitted(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
-        if let Some((last, omitted)) = self.peers.get_mut(&peer) {
-            if now.saturating_duration_since(*last) < WARNING_INTERVAL {
-                *omitted += 1;
-                return None;
-            }
-            *last = now;
-            return Some(std::mem::take(omitted));
-        }
-        if self.peers.len() >= MAX_WARNED_PEERS {
-            self.peers.retain(|_, (last, _)| now.saturating_duration_since(*last) < WARNING_INTERVAL);
-        }
-        if self.peers.len() >= MAX_WARNED_PEERS {
-            return None;
-        }
-        self.peers.insert(peer, (now, 0));
-        Some(0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -194,24 +156,5 @@ mod tests {
             let peer = (ip.parse::<IpAddr>().unwrap(), 1).into();
             assert_eq!(admission.admit(peer, local), expected, "{ip}");
         }
-    }
-
-    #[test]
-    fn warnings_are_limited_per_address() {
-        let mut limit = WarningLimit::default();
-        let (began, peer) = (Instant::now(), IpAddr::from([192, 0, 2, 7]));
-        let at = |seconds| began + Duration::from_secs(seconds);
-        assert_eq!(limit.count_omitted(peer, at(0)), Some(0));
-        for second in 1..60 {
-            assert_eq!(limit.count_omitted(peer, at(second)), None);
-        }
-        assert_eq!(limit.count_omitted(IpAddr::from([192, 0, 2, 8]), at(30)), Some(0));
-        assert_eq!(limit.count_omitted(peer, at(60)), Some(59));
-        assert_eq!(limit.count_omitted(peer, at(121)), Some(0));
-        let addresses =
-            (0..2 * MAX_WARNED_PEERS as u32).map(|n| IpAddr::from((n + (10 << 24)).to_be_bytes()));
-        let printed = addresses.filter(|ip| limit.count_omitted(*ip, at(300)).is_some()).count();
-        assert_eq!(printed, MAX_WARNED_PEERS);
-        assert_eq!(limit.count_omitted(peer, at(361)), Some(0), "old addresses are forgotten");
     }
 }

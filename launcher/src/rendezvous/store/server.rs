@@ -5,11 +5,12 @@
 //! closed. Addresses are never resolved to names.
 use super::{
     StoreClientError,
-    admission::{Admission, WarningLimit},
+    admission::Admission,
     core::{ClientId, RendezvousStore},
     limits::MAX_TOTAL,
     wire::{self, RequestParseOutcome, StoreRequest},
 };
+use crate::warning_limit::WarningLimit;
 use diagnostic::{Diagnostic, codes::run, quantity::format_count};
 use nix::sys::{
     resource::{Resource, getrlimit, setrlimit},

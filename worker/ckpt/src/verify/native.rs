@@ -177,10 +177,10 @@ fn verify_blocks(
     describe_error: &dyn Fn(&Range<u64>, &CkptError) -> String,
 ) -> Result<bool> {
     let open = |_| BlockReader::open(directory, &entry.name);
-    let all = 0..readable;
+    let readable_blocks = 0..readable;
     let stored = match open(0) {
-        Ok(reader) => reader.list_data_blocks(all),
-        Err(_) => Vec::from([all]),
+        Ok(reader) => reader.list_data_blocks(readable_blocks),
+        Err(_) => Vec::from([readable_blocks]),
     };
     let mut invalid: Vec<(u64, DamageReason)> = Vec::new();
     let holes = list_gaps(&stored, readable);

@@ -11,8 +11,8 @@ use crate::controller::{
 use jobspec::ids::Rank;
 use protocol::{
     control::{
-        AttachPurpose, ControllerToken, HostInventory, HostPlan, JobKey, PROTOCOL_VERSION, RendezvousRequest,
-        SupervisionTerms, WorkerPlan,
+        AttachPurpose, ControllerToken, FromAgent, HostInventory, HostPlan, JobKey, PROTOCOL_VERSION,
+        RendezvousRequest, SupervisionTerms, WorkerPlan,
     },
     event::Event,
 };
@@ -23,6 +23,9 @@ use std::{
 
 /// The longest time by which the clock of a controller advances while the controller is suspended.
 const MAX_CLOCK_STEP: Duration = Duration::from_secs(2);
+
+/// How long a controller waits after a pause for the news that it was replaced.
+const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The index of a controller.
 pub(super) type ControllerIndex = usize;
@@ -144,13 +147,38 @@ impl Simulation {
         }
     }
 
-    /// Continues a suspended controller.
+    /// Continues a suspended controller. After a pause, the controller first sends heartbeats, and
+    /// then waits for the news that it was replaced.
     pub(super) fn resume_controller(&mut self, index: ControllerIndex) -> Result<(), String> {
+        let ControllerState::Suspended { since } = self.controllers[index].state else { return Ok(()) };
+        let pause = self.now - since;
+        if pause <= MAX_CLOCK_STEP {
+            return self.process_delayed_events(index);
+        }
+        self.controllers[index].lag += pause + NEWS_TIMEOUT;
+        let heartbeats = self.controllers[index].core.build_heartbeats();
+        self.execute_actions(index, heartbeats);
+        self.schedule_event(self.now + NEWS_TIMEOUT, SimEvent::ControlConfirmed(index));
+        Ok(())
+    }
+
+    /// Lets a controller process the events that happened while it was suspended. Ends the
+    /// controller if one of these events states that it was replaced.
+    pub(super) fn process_delayed_events(&mut self, index: ControllerIndex) -> Result<(), String> {
         let controller = &mut self.controllers[index];
-        let ControllerState::Suspended { since } = controller.state else { return Ok(()) };
+        if !matches!(controller.state, ControllerState::Suspended { .. }) {
+            return Ok(());
+        }
         controller.state = ControllerState::Alive;
-        controller.lag += (self.now - since).saturating_sub(MAX_CLOCK_STEP);
         let delayed: Vec<SimEvent> = controller.delayed.drain(..).collect();
+        let is_release = |event: &SimEvent| {
+            matches!(event, SimEvent::ToController(id, FromAgent::Released { .. })
+            if controller.connections.values().any(|open| open == id))
+        };
+        if delayed.iter().any(is_release) {
+            self.end_controller(index, ControllerState::Ended);
+            return Ok(());
+        }
         delayed.into_iter().try_for_each(|event| self.process_event(event))
     }
 
@@ -187,13 +215,6 @@ impl Simulation {
         if let Some(recorded) = self.recorded.as_mut().filter(|_| index == 0) {
             recorded.push((now, input.clone()));
         }
-        if std::env::var("TR").is_ok() {
-            eprintln!(
-                "{:?} C{index} <- {}",
-                self.now,
-                format!("{input:?}").chars().take(400).collect::<String>()
-            );
-        }
         let actions = self.controllers[index].core.handle_input(now, input);
         self.execute_actions(index, actions);
     }
@@ -217,13 +238,6 @@ impl Simulation {
 
     /// Executes an action of a controller's core.
     fn execute_controller_action(&mut self, index: ControllerIndex, action: ControllerAction) {
-        if std::env::var("TR").is_ok() {
-            eprintln!(
-                "{:?} C{index} -> {}",
-                self.now,
-                format!("{action:?}").chars().take(300).collect::<String>()
-            );
-        }
         match action {
             ControllerAction::Send(host, message) => self.send_to_agent(index, host, message),
             ControllerAction::SendHello(host) => self.send_hello(index, host),

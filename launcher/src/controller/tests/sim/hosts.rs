@@ -75,19 +75,7 @@ impl Simulation {
         while let Some(input) = inputs.pop_front() {
             let now = self.now;
             let Some(agent) = self.find_agent(host, number) else { return Ok(()) };
-            if std::env::var("TR").is_ok() {
-                eprintln!(
-                    "{now:?} A{host}.{number} <- {}",
-                    format!("{input:?}").chars().take(300).collect::<String>()
-                );
-            }
             for action in agent.core.handle_input(now, input) {
-                if std::env::var("TR").is_ok() {
-                    eprintln!(
-                        "{now:?} A{host}.{number} -> {}",
-                        format!("{action:?}").chars().take(300).collect::<String>()
-                    );
-                }
                 inputs.extend(self.execute_action(host, number, action)?);
             }
         }

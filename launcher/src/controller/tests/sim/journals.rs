@@ -1,6 +1,10 @@
 //! Simulated journals. A controller writes with a delay, and loses what it has not written.
 use super::{ControllerIndex, ControllerInput, SimEvent, Simulation};
-use crate::controller::{core::TakenJournal, journal::JournalSummary, report_id::ReportId};
+use crate::controller::{
+    core::TakenJournal,
+    journal::{JournalSummary, is_void},
+    report_id::ReportId,
+};
 use protocol::event::Event;
 use std::collections::BTreeMap;
 
@@ -50,7 +54,8 @@ impl Simulation {
     /// Copies the journal for a controller that takes over the run.
     pub(super) fn take_over_journal(&mut self, index: ControllerIndex) {
         let Some(stored) = self.controllers[index].taken_memo.take() else { return };
-        let lines = self.journal().to_vec();
+        let is_kept = |line: &&JournalLine| !is_void(&line.0, stored.memo.restarts);
+        let lines: Vec<JournalLine> = self.journal().iter().filter(is_kept).cloned().collect();
         let mut summary = JournalSummary::default();
         for (event, report) in &lines {
             summary.add_event(event, Some(*report));

@@ -1,0 +1,90 @@
+//! [`OpenHandshakes`]: the connections that have not proved the key, and which of them are closed when
+//! there are too many.
+use std::{collections::VecDeque, net::IpAddr};
+use tokio::task::AbortHandle;
+
+/// The largest number of simultaneous connections from one address that have not proved the key.
+/// This is more than an agent opens.
+const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
+/// The largest number of simultaneous connections that have not proved the key, in addition to
+/// those of the agents.
+const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
+
+/// The connections that have not proved the key.
+///
+/// A new connection always gets a place. If its address or the listener has no place left, an older
+/// connection is closed: the oldest one of the address with the most connections. So no number of
+/// idle connections keeps the agent of another address away.
+pub(super) struct OpenHandshakes {
+    /// The addresses and the tasks of the connections, from the oldest to the latest.
+    connections: VecDeque<(IpAddr, AbortHandle)>,
+    limit: usize,
+}
+
+impl OpenHandshakes {
+    /// Creates an empty set of connections for a number of agents.
+    pub(super) fn new(agents: usize) -> OpenHandshakes {
+        OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
+    }
+
+    /// Makes a place for a connection from `peer`. If a connection was closed for this, returns its
+    /// address.
+    pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
+        self.connections.retain(|(_, task)| !task.is_finished());
+        let address = if self.count(peer) >= MAX_PER_ADDRESS {
+            peer
+        } else if self.connections.len() >= self.limit {
+            self.connections.iter().map(|(address, _)| *address).max_by_key(|address| self.count(*address))?
+        } else {
+            return None;
+        };
+        let oldest = self.connections.iter().position(|(other, _)| *other == address)?;
+        self.connections.remove(oldest)?.1.abort();
+        Some(address)
+    }
+
+    /// Adds a connection from `peer`.
+    pub(super) fn add(&mut self, peer: IpAddr, task: AbortHandle) {
+        self.connections.push_back((peer, task));
+    }
+
+    /// Returns the number of connections from an address.
+    fn count(&self, address: IpAddr) -> usize {
+        self.connections.iter().filter(|(other, _)| *other == address).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn idle_connections_do_not_displace_those_of_other_addresses() {
+        let mut handshakes = OpenHandshakes::new(1);
+        let connect = |handshakes: &mut OpenHandshakes, address: IpAddr| {
+            let closed = handshakes.make_space(address);
+            let task = tokio::spawn(std::future::pending::<()>());
+            handshakes.add(address, task.abort_handle());
+            (closed, task)
+        };
+        let agent = IpAddr::from([10, 0, 0, 1]);
+        let (closed, agent_task) = connect(&mut handshakes, agent);
+        assert_eq!(closed, None);
+        let idle = IpAddr::from([10, 0, 0, 2]);
+        let (_, oldest) = connect(&mut handshakes, idle);
+        for count in 2..=3 * MAX_PER_ADDRESS {
+            let (closed, _) = connect(&mut handshakes, idle);
+            assert_eq!(closed, (count > MAX_PER_ADDRESS).then_some(idle));
+            tokio::task::yield_now().await;
+        }
+        assert!(oldest.is_finished() && !agent_task.is_finished());
+        for host in 0..=255 {
+            for _ in 0..3 {
+                connect(&mut handshakes, IpAddr::from([10, 0, 1, host]));
+                tokio::task::yield_now().await;
+            }
+        }
+        assert!(!agent_task.is_finished(), "an agent that connected once keeps its place");
+        assert!(handshakes.connections.len() <= handshakes.limit);
+    }
+}

@@ -1,0 +1,264 @@
+//! `launch torchrun`, `launch accelerate` and `launch deepspeed`: run the command lines of other
+//! launchers, also if launch is called by their names.
+//!
+//! The conversion of the arguments to a job is in [`crate::import`]. Commands of the other
+//! launchers that do not start a job are passed on to the original program.
+mod original_program;
+mod other_launcher;
+
+pub(crate) use other_launcher::OtherLauncher;
+
+use super::{
+    context::CommandContext,
+    output::{combine_mistakes, print_output},
+    prepare::discover_inventory,
+    run::run_command_line_job,
+};
+use crate::{
+    cluster::read_hostfile,
+    import::{self, AccelerateCommand, DeepSpeedCommand, DeepSpeedFiles, DropInContext, ImportedJob},
+    report::command_output,
+};
+use clap::Args;
+use diagnostic::{Category, Diagnostic, codes::command};
+use jobspec::{Document, DocumentSyntax, env};
+use original_program::{find_python, run_original};
+use protocol::control::HostInventory;
+use std::{
+    collections::BTreeMap,
+    ffi::{OsStr, OsString},
+    fs::{self, OpenOptions},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+/// The end of the help of `launch torchrun`.
+pub(crate) const TORCHRUN_HELP: &str = "The options are those of torchrun for one machine. An option that \
+    launch cannot honour is an error.\n`torchrun --help` of the original program describes them; \
+    docs/cli.md#drop-in-commands lists the differences.";
+/// The end of the help of `launch accelerate`.
+pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate launch` for one machine. An \
+    option that launch cannot honour is an error.\nOther commands, such as `accelerate config`, run the \
+    original program.\n`accelerate launch --help` of the original program describes the options; \
+    docs/cli.md#drop-in-commands lists the differences.";
+/// The end of the help of `launch deepspeed`.
+pub(crate) const DEEPSPEED_HELP: &str = "The options are those of deepspeed. An option that launch cannot \
+    honour is an error.\n`deepspeed --help` of the original program describes them; \
+    docs/cli.md#drop-in-commands lists the differences.";
+
+/// The directory of the files that `deepspeed --save_pid` writes.
+const PID_DIRECTORY: &str = "/tmp";
+/// The name of the file with variables for workers on several hosts, unless `DS_ENV_FILE` is set.
+const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
+
+/// Returns whether `program`, the first word of a command line, is the name or path of a launcher
+/// whose place launch takes.
+pub fn is_other_launcher(program: &OsStr) -> bool {
+    OtherLauncher::from_program_name(program).is_some()
+}
+
+/// Arguments of `launch torchrun`, `launch accelerate` and `launch deepspeed`.
+#[derive(Debug, Args)]
+pub(crate) struct DropInArgs {
+    /// Options of the other launcher, the script, and the script's arguments
+    #[arg(last = true, value_name = "ARGUMENT")]
+    arguments: Vec<OsString>,
+}
+
+/// Runs a command line of another launcher: runs the job for which it stands or, if it does not
+/// start a job, the original program. Returns the exit code.
+pub(crate) fn run(
+    launcher: OtherLauncher,
+    args: DropInArgs,
+    context: &CommandContext,
+) -> diagnostic::Result<u8> {
+    let Some(arguments) = select_job_arguments(launcher, &args.arguments) else {
+        return Err(run_original(launcher, &args.arguments));
+    };
+    let words: Option<Vec<String>> = arguments.iter().map(|word| word.to_str().map(str::to_owned)).collect();
+    let words = words.ok_or_else(|| {
+        let message = format!("an argument of {} is not UTF-8 text", launcher.name());
+        Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
+    })?;
+    if import::requests_help(&words) {
+        return print_help(launcher, context);
+    }
+    let inventory = discover_inventory()?;
+    let variables = read_variables();
+    let python = find_python(launcher, &words)?;
+    let directory = std::env::current_dir().map_err(|error| {
+        let message = "cannot determine the current directory";
+        Diagnostic::error(command::CURRENT_DIRECTORY_UNAVAILABLE, message).with_cause(&error)
+    })?;
+    let directory = directory.display().to_string();
+    let machine = describe_machine(&inventory, &variables, &python, &directory);
+    let pid_file = launcher == OtherLauncher::Deepspeed && saves_pid(&words);
+    let ImportedJob { job, notes } = convert(launcher, &words, &machine)?;
+    command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
+    let pid_file = if pid_file { Some(PidFile::create()?) } else { None };
+    let code = run_command_line_job(job, context);
+    drop(pid_file);
+    code
+}
+
+/// Returns the arguments of a command line that starts a job. Returns `None` if the command line is
+/// one for the original program.
+fn select_job_arguments(launcher: OtherLauncher, arguments: &[OsString]) -> Option<&[OsString]> {
+    match launcher {
+        OtherLauncher::Accelerate => match arguments.first().and_then(|first| first.to_str()) {
+            Some("launch") => Some(&arguments[1..]),
+            Some("-h" | "--help") => Some(arguments),
+            _ => None,
+        },
+        OtherLauncher::Torchrun => {
+            let options = arguments.iter().take_while(|word| word.as_encoded_bytes().starts_with(b"-"));
+            let is_completion = |word: &OsString| {
+                word.to_str().is_some_and(|word| word.replace('_', "-").starts_with("--print-completion"))
+            };
+            (!options.into_iter().any(is_completion)).then_some(arguments)
+        }
+        OtherLauncher::Deepspeed => Some(arguments),
+    }
+}
+
+/// Prints the help of a drop-in command.
+fn print_help(launcher: OtherLauncher, context: &CommandContext) -> diagnostic::Result<u8> {
+    let mut definition = (context.build_definition)();
+    definition.build();
+    let help =
+        definition.find_subcommand_mut(launcher.name()).map(|command| command.render_help().to_string());
+    print_output(&help.unwrap_or_default())
+}
+
+/// Returns the environment variables of this process whose names and values are UTF-8 text.
+fn read_variables() -> BTreeMap<String, String> {
+    let text =
+        |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    std::env::vars_os().filter_map(text).collect()
+}
+
+/// Describes this machine for the conversion of a command line.
+fn describe_machine<'a>(
+    inventory: &HostInventory,
+    variables: &'a BTreeMap<String, String>,
+    python: &'a str,
+    directory: &'a str,
+) -> DropInContext<'a> {
+    let visible =
+        [env::CUDA_VISIBLE_DEVICES, env::HIP_VISIBLE_DEVICES].iter().find_map(|name| variables.get(*name));
+    let installed_gpus = inventory.gpus.len();
+    let listed = visible.map(|list| list.split(',').take_while(|id| !id.is_empty() && *id != "-1").count());
+    let mut nodes: Vec<u32> = inventory.topology.cores.iter().map(|core| core.numa_node).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    DropInContext {
+        variables,
+        python,
+        directory,
+        cpus: inventory.cpus.len(),
+        cores: inventory.topology.cores.len(),
+        numa_nodes: nodes.len(),
+        gpus: listed.unwrap_or(installed_gpus).min(installed_gpus),
+        installed_gpus,
+    }
+}
+
+/// Converts the arguments of a command line to a job. Reads the files that the other launcher would
+/// read.
+fn convert(
+    launcher: OtherLauncher,
+    words: &[String],
+    machine: &DropInContext<'_>,
+) -> diagnostic::Result<ImportedJob> {
+    let rejected = |mistakes: Vec<Diagnostic>| combine_rejections(launcher, mistakes);
+    match launcher {
+        OtherLauncher::Torchrun => import::convert_torchrun_command(words, machine).map_err(rejected),
+        OtherLauncher::Accelerate => {
+            let command = AccelerateCommand::parse(words).map_err(rejected)?;
+            let (files, is_required) = command.config_files(machine);
+            let config = read_config(&files, is_required)?;
+            command.convert(config.as_ref(), machine).map_err(rejected)
+        }
+        OtherLauncher::Deepspeed => {
+            let command = DeepSpeedCommand::parse(words).map_err(rejected)?;
+            let files = read_deepspeed_files(Path::new(command.hostfile()), machine)?;
+            command.convert(&files, machine).map_err(rejected)
+        }
+    }
+}
+
+/// Combines the reasons for which a command line was rejected into one error.
+fn combine_rejections(launcher: OtherLauncher, mut mistakes: Vec<Diagnostic>) -> Diagnostic {
+    match mistakes.len() {
+        1 => mistakes.remove(0).with_category(Category::Usage),
+        _ => {
+            let name = format!("the command line of {}", launcher.name());
+            combine_mistakes(command::DROP_IN_UNSUPPORTED, &name, mistakes, "nothing was started")
+        }
+    }
+}
+
+/// Reads the first of `files` that exists as a configuration of Accelerate. If `is_required` is
+/// true, a missing file is an error.
+fn read_config(files: &[PathBuf], is_required: bool) -> diagnostic::Result<Option<Document>> {
+    let Some(file) = files.iter().find(|file| is_required || file.is_file()) else { return Ok(None) };
+    let is_json = file.extension().is_some_and(|extension| extension == "json");
+    let syntax = if is_json { DocumentSyntax::Json } else { DocumentSyntax::Yaml };
+    Document::read(file, syntax).map(Some).map_err(|error| error.with_category(Category::Usage))
+}
+
+/// Reads the files that `deepspeed` reads: the hostfile, and the files with variables for workers
+/// on several hosts. Files that do not exist are left out.
+fn read_deepspeed_files(hostfile: &Path, machine: &DropInContext<'_>) -> diagnostic::Result<DeepSpeedFiles> {
+    let mut files = DeepSpeedFiles::default();
+    if hostfile.is_file() {
+        let text = read_hostfile(hostfile);
+        files.hostfile =
+            Some(text.map_err(|error| error.with_subject("--hostfile").with_category(Category::Usage))?);
+    }
+    let variable = |name: &str| machine.variables.get(name).map(String::as_str);
+    let name = variable(env::DS_ENV_FILE).unwrap_or(DEEPSPEED_ENV_FILE);
+    for directory in [variable(env::HOME).unwrap_or_default(), "."] {
+        let path = Path::new(directory).join(name);
+        if path.is_file() {
+            let text = fs::read_to_string(&path).map_err(|error| {
+                let message = format!("cannot read {}", path.display());
+                Diagnostic::error(command::IMPORT_VALUE_INVALID, message).with_cause(&error)
+            })?;
+            files.variables.push(text);
+        }
+    }
+    Ok(files)
+}
+
+/// Returns whether a command line of `deepspeed` requests a file with the process id. An invalid
+/// command line does not.
+fn saves_pid(words: &[String]) -> bool {
+    DeepSpeedCommand::parse(words).is_ok_and(|command| command.saves_pid())
+}
+
+/// The file of `deepspeed --save_pid`, which contains the id of this process. Dropping the value
+/// removes the file.
+struct PidFile {
+    path: PathBuf,
+}
+
+impl PidFile {
+    /// Creates the file. Fails if it exists.
+    fn create() -> diagnostic::Result<PidFile> {
+        let pid = std::process::id();
+        let path = Path::new(PID_DIRECTORY).join(format!("{pid}.deepspeed"));
+        let written = OpenOptions::new().write(true).create_new(true).open(&path);
+        written.and_then(|mut file| write!(file, "{pid}")).map_err(|error| {
+            super::output::path_error(command::PID_FILE_FAILED, "cannot write", &path, &error)
+        })?;
+        Ok(PidFile { path })
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        // A file that is already gone needs no removal.
+        _ = fs::remove_file(&self.path);
+    }
+}

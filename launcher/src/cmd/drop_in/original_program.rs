@@ -1,0 +1,110 @@
+//! Finds the original torchrun, accelerate or deepspeed in PATH, its Python, and replaces this
+//! process by it.
+use super::other_launcher::OtherLauncher;
+use diagnostic::{Diagnostic, codes::command};
+use jobspec::env;
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io::Read,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// The number of bytes at the start of a script that are searched for its interpreter.
+const HEADER_BYTES: u64 = 4096;
+
+/// Replaces this process by the original program with the arguments `arguments`. Returns only if
+/// that fails, with the error.
+pub(super) fn run_original(launcher: OtherLauncher, arguments: &[OsString]) -> Diagnostic {
+    let name = launcher.name();
+    let Some(program) = find_program(name) else {
+        let shown = arguments.first().map(|first| format!(" {}", first.display())).unwrap_or_default();
+        let message = format!("`{name}{shown}` needs the original {name}, which is not in PATH");
+        let help = format!("install {name}, or activate its Python environment");
+        return Diagnostic::error(command::DROP_IN_ORIGINAL_MISSING, message)
+            .with_subject(name)
+            .with_help(help);
+    };
+    let error = Command::new(&program).args(arguments).exec();
+    Diagnostic::error(command::DROP_IN_ORIGINAL_MISSING, format!("cannot run {}", program.display()))
+        .with_subject(name)
+        .with_cause(&error)
+}
+
+/// Returns the Python that runs scripts: that of the original program or, without the original
+/// program, `python` or `python3` of PATH. Without a Python, `python` is enough for a command line
+/// with `--no-python`, and an error otherwise.
+pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
+    let interpreter = find_program(launcher.name()).and_then(|program| read_interpreter(&program));
+    let python = interpreter.or_else(|| find_program("python")).or_else(|| find_program("python3"));
+    let is_optional = words.iter().any(|word| word.replace('_', "-") == "--no-python")
+        || launcher == OtherLauncher::Torchrun && std::env::var_os(env::PYTHON_EXEC).is_some();
+    match python {
+        Some(python) => Ok(python.display().to_string()),
+        None if is_optional => Ok("python".to_owned()),
+        None => {
+            let message = format!("found no Python to run the script of {}", launcher.name());
+            Err(Diagnostic::error(command::DROP_IN_PYTHON_MISSING, message)
+                .with_help("activate the Python environment of the script"))
+        }
+    }
+}
+
+/// Returns the first executable file with the name `name` in PATH that is not launch itself.
+fn find_program(name: &str) -> Option<PathBuf> {
+    let launch = fs::canonicalize("/proc/self/exe").ok();
+    let path = std::env::var_os(env::PATH)?;
+    std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| {
+        let is_executable =
+            fs::metadata(file).is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0);
+        is_executable && fs::canonicalize(file).ok() != launch
+    })
+}
+
+/// Returns the Python in the first lines of the script `program`: `#!/path/python`, or the line
+/// `'''exec' /path/python "$0" "$@"` of scripts with long paths. Returns `None` for other files.
+fn read_interpreter(program: &Path) -> Option<PathBuf> {
+    let mut header = Vec::new();
+    File::open(program).ok()?.take(HEADER_BYTES).read_to_end(&mut header).ok()?;
+    let text = String::from_utf8_lossy(&header);
+    let mut lines = text.lines();
+    let first = lines.next()?.strip_prefix("#!")?.trim();
+    let path = match lines.next().and_then(|second| second.strip_prefix("'''exec' ")) {
+        Some(command) => match command.strip_prefix('"') {
+            Some(quoted) => quoted.split('"').next()?,
+            None => command.split_whitespace().next()?,
+        },
+        None => first,
+    };
+    let path = Path::new(path);
+    let name = path.file_name()?.to_str()?;
+    let is_python = name.starts_with("python") || name.starts_with("pypy");
+    (is_python && path.is_absolute() && path.is_file()).then(|| path.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interpreter_of_a_script_is_read() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let python = directory.path().join("python3");
+        fs::write(&python, "").expect("written");
+        let script = directory.path().join("torchrun");
+        let shown = python.display();
+        for (text, found) in [
+            (format!("#!{shown}\nimport x\n"), true),
+            (format!("#!/bin/sh\n'''exec' {shown} \"$0\" \"$@\"\n' '''\n"), true),
+            (format!("#!/bin/sh\n'''exec' \"{shown}\" \"$0\" \"$@\"\n' '''\n"), true),
+            ("#!/usr/bin/env python3\n".to_owned(), false),
+            ("#!/bin/sh\npython \"$0\"\n".to_owned(), false),
+            ("\u{7f}ELF".to_owned(), false),
+        ] {
+            fs::write(&script, &text).expect("written");
+            assert_eq!(read_interpreter(&script), found.then(|| python.clone()), "{text}");
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! [`OtherLauncher`]: the launchers whose command lines launch runs.
+use std::{ffi::OsStr, path::Path};
+
+/// A launcher whose command lines launch runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OtherLauncher {
+    /// torch's torchrun.
+    Torchrun,
+    /// Hugging Face Accelerate.
+    Accelerate,
+    /// The launcher of DeepSpeed.
+    Deepspeed,
+}
+
+impl OtherLauncher {
+    /// All launchers.
+    pub(crate) const ALL: [OtherLauncher; 3] =
+        [OtherLauncher::Torchrun, OtherLauncher::Accelerate, OtherLauncher::Deepspeed];
+
+    /// Returns the name of the program, which is also the name of the command of launch.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            OtherLauncher::Torchrun => "torchrun",
+            OtherLauncher::Accelerate => "accelerate",
+            OtherLauncher::Deepspeed => "deepspeed",
+        }
+    }
+
+    /// Returns the launcher with the name `name`.
+    pub(crate) fn from_name(name: &OsStr) -> Option<OtherLauncher> {
+        OtherLauncher::ALL.into_iter().find(|launcher| name == launcher.name())
+    }
+
+    /// Returns the launcher whose name is the file name of the path `program`.
+    pub(crate) fn from_program_name(program: &OsStr) -> Option<OtherLauncher> {
+        OtherLauncher::from_name(Path::new(program).file_name()?)
+    }
+}

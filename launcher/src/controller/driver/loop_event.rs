@@ -1,0 +1,31 @@
+//! [`LoopEvent`]: an event that the controller's event loop processes.
+use super::{AgentId, EvictionAnswer, PlanningAttempt};
+use crate::{
+    connection::FrameError,
+    controller::{
+        file_watch::WatchedFileContent, journal::JournalSummary, report_id::ReportId, signals::SignalEvent,
+    },
+};
+use protocol::control::FromAgent;
+
+/// An event of the controller's event loop.
+pub(super) enum LoopEvent {
+    /// A message of an agent, or the end of its stream.
+    Agent(AgentId, Result<Option<FromAgent>, FrameError>),
+    /// A line for the user.
+    Line(String),
+    Signal(SignalEvent),
+    Planned(PlanningAttempt),
+    /// The journal contains these reports.
+    Stored(Vec<ReportId>),
+    /// The journal of a lost controller was taken over.
+    JournalTaken(Box<JournalSummary>),
+    /// A lost agent has answered the request to end.
+    Eviction(EvictionAnswer),
+    /// The job file has changed.
+    JobFile(WatchedFileContent),
+    /// The hostfile has changed.
+    Hostfile(WatchedFileContent),
+    /// A deadline of the core may be due.
+    Tick,
+}

@@ -1,0 +1,47 @@
+//! Continues after a pause of this process, such as a Ctrl-Z, in which another controller may have
+//! taken over the run.
+use super::{ControllerDriver, loop_event::LoopEvent};
+use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch};
+use protocol::control::FromAgent;
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
+
+/// How long the controller waits after a pause for the news that another controller has taken over
+/// the run. Agents sent this news when it happened.
+const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl ControllerDriver {
+    /// Processes the first event after a pause. If another controller has taken over the run in the
+    /// meantime, ends the run for this controller without an order and without an event.
+    ///
+    /// Heartbeats are sent first. From their arrival on, an agent obeys no new controller.
+    pub(super) async fn process_event_after_pause(
+        &mut self,
+        event: LoopEvent,
+        job_file: &mut JobFileWatch,
+        hostfile: &mut HostfileWatch,
+    ) {
+        let heartbeats = self.core.build_heartbeats();
+        heartbeats.into_iter().for_each(|action| self.execute_action(action));
+        let deadline = Instant::now() + NEWS_TIMEOUT;
+        let mut events = vec![event];
+        loop {
+            if let Some(LoopEvent::Agent((host, number), Ok(Some(FromAgent::Released { .. })))) =
+                events.last()
+                && self.agents.get(host).is_some_and(|agent| agent.number == *number)
+            {
+                events.drain(..events.len() - 1);
+                break;
+            }
+            match timeout_at(deadline, self.messages.1.recv()).await {
+                Ok(Some((agent, message))) => events.push(LoopEvent::Agent(agent, message)),
+                Ok(None) | Err(_) => break,
+            }
+        }
+        // No lease may expire because messages have waited.
+        self.clock.skip_pause();
+        for event in events {
+            self.process_event(event, job_file, hostfile).await;
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Core dumps of the controller and the agents. Their memory contains the job's key and the values
+//! of secret variables, and a core file is readable by whoever collects core files.
+use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
+use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
+
+/// The limit at which the kernel writes no core file and starts no program that collects core
+/// files. At the limit 0 it starts such a program.
+const NO_CORE_DUMP: rlim_t = 1;
+
+/// The limits with which this process was started, after [`disable_core_dumps`].
+static INHERITED: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
+
+/// Prevents core dumps of this process. Processes that it starts inherit the setting, unless they
+/// are started with [`restore_core_dumps`].
+pub(crate) fn disable_core_dumps() -> io::Result<()> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_CORE)?;
+    INHERITED.get_or_init(|| (soft, hard));
+    Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP.min(hard), hard)?)
+}
+
+/// Gives the process that `command` starts the limit of core dumps with which this process was
+/// started. For workers, and for agents, which pass it on to their workers.
+pub(crate) fn restore_core_dumps(command: &mut Command) {
+    let Some((soft, hard)) = INHERITED.get().copied() else { return };
+    // SAFETY: the closure makes one system call, which is allowed between fork and exec.
+    unsafe { command.pre_exec(move || Ok(setrlimit(Resource::RLIMIT_CORE, soft, hard)?)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Changes the limits of this process, so that no other test may check them.
+    #[test]
+    fn a_child_has_the_limits_that_this_process_had() {
+        let limit_of_child = |restore: bool| {
+            let mut command = Command::new("sh");
+            command.args(["-c", "ulimit -c"]);
+            if restore {
+                restore_core_dumps(&mut command);
+            }
+            String::from_utf8(command.output().expect("sh runs").stdout).expect("text").trim().to_owned()
+        };
+        let before = limit_of_child(false);
+        disable_core_dumps().expect("disabled");
+        disable_core_dumps().expect("disabled again");
+        assert_eq!(
+            getrlimit(Resource::RLIMIT_CORE).expect("limits").0,
+            NO_CORE_DUMP.min(getrlimit(Resource::RLIMIT_CORE).expect("limits").1)
+        );
+        assert_eq!(limit_of_child(true), before);
+    }
+}

@@ -1,0 +1,374 @@
+//! [`Conversion`]: the steps that convert a command line of `accelerate launch` to a job.
+use super::{
+    TPU_KEYS,
+    arguments::{ACCELERATE_OPTIONS, find_section},
+    distributed_type::DistributedType,
+    env::set_environment,
+    merged_config::MergedConfig,
+};
+use crate::import::{
+    command_line::CommandLine,
+    draft::JobDraft,
+    drop_in::{
+        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, change_environment,
+        check_workers, reject_option, reject_several_machines, set_console, set_local_job, set_threads,
+    },
+    import_options::{ImportErrors, set_hostfile},
+    remaining_keys::RemainingKeys,
+};
+use diagnostic::Diagnostic;
+use jobspec::{DocumentItem, DocumentValue, env, quote_yaml};
+use std::path::PathBuf;
+
+/// The name of the other program in messages.
+pub(super) const PROGRAM: &str = "accelerate launch";
+
+/// The variables that launch sets for the workers of a program, but `accelerate launch` does not
+/// set for a single process.
+const RANK_VARIABLES: [&str; 19] = [
+    env::RANK,
+    env::LOCAL_RANK,
+    env::WORLD_SIZE,
+    env::LOCAL_WORLD_SIZE,
+    env::MASTER_ADDR,
+    env::MASTER_PORT,
+    env::GROUP_RANK,
+    env::GROUP_WORLD_SIZE,
+    env::ROLE_RANK,
+    env::ROLE_WORLD_SIZE,
+    env::ROLE_NAME,
+    env::NODE_RANK,
+    env::LOCAL_SIZE,
+    env::CROSS_RANK,
+    env::CROSS_SIZE,
+    env::TORCHELASTIC_RUN_ID,
+    env::TORCHELASTIC_RESTART_COUNT,
+    env::TORCHELASTIC_MAX_RESTARTS,
+    env::TORCHELASTIC_USE_AGENT_STORE,
+];
+
+/// The options that `accelerate launch` ignores if it starts a single process.
+const SINGLE_RULES: &[OptionRule] = &[
+    ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
+    ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
+    ("role", &["default"], NoEffect("Accelerate ignores it for a single process")),
+    ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
+];
+
+/// What `accelerate launch` starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LaunchKind {
+    /// The kind of job; [`DistributedType::Single`] for a single process.
+    pub(super) distributed: DistributedType,
+    /// Whether `--cpu` was given.
+    pub(super) cpu: bool,
+    /// Whether the settings of `parallelism_config` apply.
+    pub(super) parallelism: bool,
+}
+
+/// The number of processes of a job, and the hosts on which they run.
+#[derive(Debug)]
+pub(super) struct ProcessCount {
+    /// The value of `num_processes`; 0 if there is none.
+    requested: i64,
+    /// The number of workers on each host.
+    workers: i64,
+    /// The hostfile of mpirun, if mpirun starts the processes.
+    hostfile: Option<PathBuf>,
+}
+
+/// The conversion of a command line to a job.
+pub(super) struct Conversion<'a> {
+    pub(super) kind: LaunchKind,
+    /// Whether there is a configuration file.
+    pub(super) has_config: bool,
+    pub(super) context: &'a DropInContext<'a>,
+}
+
+impl Conversion<'_> {
+    /// Returns whether `accelerate launch` starts a single process or mpirun, without torchrun.
+    fn is_simple(&self) -> bool {
+        self.kind.distributed == DistributedType::Single
+    }
+
+    /// Moves the options that have a key in the configuration from `given` to `merged`. Removes the
+    /// sections that do not apply to the job, and adds a note for each option of such a section.
+    pub(super) fn merge_options(
+        &self,
+        draft: &mut JobDraft,
+        merged: &mut MergedConfig,
+        given: &mut CommandLine,
+    ) -> Result<(), Diagnostic> {
+        for key in ["mixed_precision", "num_processes", "num_machines", "gpu_ids", "main_process_port"] {
+            if let Some(value) = given.take_last_value(key) {
+                merged.set_option(own_name(key), &value)?;
+            }
+        }
+        if given.take_flag("debug") {
+            merged.set_option("debug", "")?;
+        }
+        let precision = merged.value("mixed_precision").map(|item| item.text.to_lowercase());
+        let applies = |section: &str| match section {
+            "deepspeed_config" => self.kind.distributed == DistributedType::DeepSpeed,
+            "fsdp_config" => self.kind.distributed == DistributedType::Fsdp,
+            "megatron_lm_config" => self.kind.distributed == DistributedType::Megatron,
+            "parallelism_config" => self.kind.parallelism && !self.is_simple(),
+            "dynamo_config" => self.kind.distributed != DistributedType::DeepSpeed,
+            "fp8_config" => precision.as_deref() == Some("fp8"),
+            _ => true,
+        };
+        let names = ACCELERATE_OPTIONS.values.iter().chain(ACCELERATE_OPTIONS.flags);
+        for (name, section) in names.filter_map(|name| Some((*name, find_section(name)?.0))) {
+            let Some(value) = given.take_last_value(name) else { continue };
+            match applies(section) {
+                true => merged.set_option(name, &value)?,
+                false => {
+                    let reason = format!("the job does not use the settings of `{section}`");
+                    draft.add_key_note(&format!("--{name}"), reason, "");
+                }
+            }
+        }
+        for section in [
+            "deepspeed_config",
+            "fsdp_config",
+            "megatron_lm_config",
+            "parallelism_config",
+            "dynamo_config",
+            "fp8_config",
+        ] {
+            if !applies(section) {
+                merged.remove(section);
+            }
+        }
+        if self.kind.parallelism && !self.has_config && merged.value("parallelism_config").is_none() {
+            merged.set_option("parallelism_config_tp_size", "1")?;
+        }
+        // These settings apply to several machines only.
+        let hosts = [
+            "deepspeed_hostfile",
+            "deepspeed_exclusion_filter",
+            "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher",
+        ];
+        merged.remove_in("deepspeed_config", &hosts);
+        Ok(())
+    }
+
+    /// Determines the number of processes and their hosts. Fails if there are too few for the kind
+    /// of job.
+    pub(super) fn count_processes(
+        &self,
+        merged: &MergedConfig,
+        given: &CommandLine,
+    ) -> Result<ProcessCount, Diagnostic> {
+        const OPTION: &str = "--num_processes";
+        let reject = |reason: &str, help: &str| Err(reject_option(PROGRAM, OPTION, reason, help));
+        let requested = match merged.value("num_processes") {
+            Some(item) => read_integer(item).unwrap_or_default(),
+            None if !self.has_config => self.context.gpus as i64,
+            None if merged
+                .value("distributed_type")
+                .is_some_and(|item| item.text.eq_ignore_ascii_case("no")) =>
+            {
+                1
+            }
+            None => -1,
+        };
+        if requested == -1 && self.has_config {
+            return reject("the configuration file does not contain the number", "give `--num_processes`");
+        }
+        let machines = merged.value("num_machines").and_then(read_integer).unwrap_or(1).max(1);
+        let hostfile = given.last_value("mpirun_hostfile").map(PathBuf::from).or_else(|| {
+            let DocumentValue::Map(entries) = &merged.value("mpirun_config")?.value else { return None };
+            let (_, file) = entries.iter().find(|(name, _)| name == "mpirun_hostfile")?;
+            (!matches!(file.value, DocumentValue::Null)).then(|| PathBuf::from(&file.text))
+        });
+        let hostfile = hostfile.filter(|_| self.is_simple());
+        let workers = match (self.is_simple(), &hostfile) {
+            (true, None) => 1,
+            (true, Some(_)) => (requested / machines).max(1),
+            (false, _) => requested,
+        };
+        if self.kind.distributed == DistributedType::Gpu && workers < 2 && !self.has_config {
+            return reject(
+                "`--multi_gpu` requires at least 2 processes",
+                "give the number, or remove `--multi_gpu`",
+            );
+        }
+        if workers == 0 {
+            return reject("this machine has no GPU, so the number is 0", "give the number");
+        }
+        check_workers(PROGRAM, OPTION, workers)?;
+        Ok(ProcessCount { requested, workers, hostfile })
+    }
+
+    /// Adds an error if the user has to start `accelerate launch` on several machines.
+    pub(super) fn check_machines(&self, merged: &MergedConfig, errors: &mut ImportErrors) {
+        let machines = merged.value("num_machines").and_then(read_integer).unwrap_or(1);
+        let mpi = self.is_simple() && merged.value("mpirun_config").is_some();
+        if machines > 1 && !mpi {
+            let reason =
+                format!("the job has {machines} machines, and `accelerate launch` runs on each of them");
+            errors.push(reject_several_machines(PROGRAM, "--num_machines", &reason));
+        }
+    }
+
+    /// Sets the command of the workers, their number, their hosts, and their supervision.
+    pub(super) fn set_program(
+        &self,
+        draft: &mut JobDraft,
+        given: &mut CommandLine,
+        merged: &MergedConfig,
+        processes: &ProcessCount,
+    ) -> Result<(), Diagnostic> {
+        let (module, no_python) = (given.take_flag("module"), given.take_flag("no_python"));
+        if module && no_python {
+            let reason = "it contradicts `--no_python`, as in Accelerate";
+            return Err(reject_option(PROGRAM, "--module", reason, "remove one of them"));
+        }
+        let form = ProgramForm { module, no_python, unbuffered: !self.is_simple() };
+        let mut command = form.build_command(self.context.python, &given.program);
+        let port = merged.value("main_process_port").and_then(read_integer);
+        if self.is_simple() {
+            given.take_last_value("mpirun_hostfile");
+            apply_rules(draft, &mut Vec::new(), PROGRAM, given, SINGLE_RULES);
+        }
+        if self.is_simple() && processes.hostfile.is_none() {
+            let mut set = Vec::new();
+            if processes.requested > 1 {
+                let reason = "Accelerate starts one process on CPUs without mpirun";
+                let help = "`launch torchrun --nproc-per-node N` starts several";
+                draft.add_key_note("--num_processes", reason, help);
+                let address = given.last_value("main_process_ip").unwrap_or("127.0.0.1");
+                set.push((env::MASTER_ADDR, address.to_owned()));
+                set.push((env::MASTER_PORT, port.unwrap_or(29500).to_string()));
+            }
+            command = change_environment(command, self.context, &RANK_VARIABLES, &set);
+        } else if let Some(port) = port.filter(|port| *port > 0) {
+            draft.set_imported("--main_process_port", "cluster.master_port", port.to_string());
+        }
+        if let Some(role) = given.take_last_value("role").filter(|role| role != "default") {
+            command = change_environment(command, self.context, &[], &[(env::ROLE_NAME, role)]);
+        }
+        set_local_job(draft, &given.program, &command, processes.workers);
+        if let Some(file) = &processes.hostfile {
+            set_hostfile(draft, "--mpirun_hostfile", file);
+        }
+        if let Some(restarts) = given.take_last_value("max_restarts").filter(|n| n != "0") {
+            draft.set_imported("--max_restarts", "run.restarts", restarts);
+        }
+        if let Some(dir) = given.take_last_value("log_dir") {
+            let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
+            draft.set_imported("--log_dir", "run.logs.dir", quote_yaml(&dir));
+        }
+        let tee = given.take_last_value("tee");
+        set_console(draft, PROGRAM, processes.workers, [tee.as_deref(), None, None])?;
+        self.set_gpus(draft, merged)
+    }
+
+    /// Converts `gpu_ids` to `cluster.devices`.
+    fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
+        const OPTION: &str = "--gpu_ids";
+        let Some(ids) = merged.value("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
+        else {
+            return Ok(());
+        };
+        let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
+        let Some(numbers) = numbers else {
+            let reason = format!("`{}` is not a list of numbers", ids.escape_debug());
+            return Err(reject_option(PROGRAM, OPTION, reason, "set CUDA_VISIBLE_DEVICES instead"));
+        };
+        if numbers.len() < 2 && self.kind.distributed == DistributedType::Gpu && self.has_config {
+            let reason = "a job on several GPUs requires at least two";
+            return Err(reject_option(PROGRAM, OPTION, reason, "list more, or use `--gpu_ids all`"));
+        }
+        let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
+        draft.set_imported(OPTION, "cluster.devices", format!("[{}]", numbers.join(", ")));
+        Ok(())
+    }
+
+    /// Sets the environment variables that Accelerate's library reads in a worker. Fails if the
+    /// configuration contains invalid or unknown keys.
+    pub(super) fn set_variables(
+        &self,
+        draft: &mut JobDraft,
+        given: &mut CommandLine,
+        merged: &MergedConfig,
+        deepspeed_fields: &str,
+        processes: &ProcessCount,
+    ) -> Result<(), ImportErrors> {
+        let document = merged.document();
+        let mut keys = RemainingKeys::from_document(document)?;
+        let use_cpu = keys.take_boolean("use_cpu").unwrap_or(false);
+        // Accelerate's launcher reads this option on the command line only.
+        keys.take("enable_cpu_affinity");
+        for key in TPU_KEYS.iter().chain(&HANDLED_KEYS) {
+            keys.take(key);
+        }
+        let cpu = self.kind.cpu || use_cpu && self.is_simple();
+        set_environment(draft, &mut keys, self.kind.distributed, cpu);
+        if given.take_flag("enable_cpu_affinity") {
+            draft.set_env("--enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY", "1");
+        }
+        let threads = given.take_last_value("num_cpu_threads_per_process");
+        if self.kind.distributed == DistributedType::DeepSpeed {
+            draft.set_env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", deepspeed_fields);
+            let path = self.context.variable(env::PYTHONPATH).unwrap_or_default();
+            let parts = path.split(':').filter(|part| !part.is_empty()).chain([self.context.directory]);
+            draft.set_env("--use_deepspeed", env::PYTHONPATH, &parts.collect::<Vec<_>>().join(":"));
+            if processes.workers > 1 {
+                set_threads(draft, self.context, 1);
+            }
+        } else {
+            let uses_cpu = if self.has_config { use_cpu } else { self.kind.cpu };
+            let threads = threads.unwrap_or_else(|| self.count_threads(uses_cpu, processes.requested));
+            draft.set_env("--num_cpu_threads_per_process", env::OMP_NUM_THREADS, threads.trim());
+        }
+        let (unknown, errors) = keys.into_untaken();
+        for (key, value) in unknown {
+            draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// Returns the default of `num_cpu_threads_per_process`: `OMP_NUM_THREADS` of the user, the
+    /// share of the cores of a process on CPUs, or 1.
+    fn count_threads(&self, uses_cpu: bool, processes: i64) -> String {
+        let user = self.context.variable(env::OMP_NUM_THREADS);
+        if let Some(threads) = user.filter(|text| text.trim().parse::<i64>().is_ok_and(|n| n > 0)) {
+            return threads.trim().to_owned();
+        }
+        let share = match uses_cpu && processes >= 1 {
+            true => self.context.cores as i64 / processes,
+            false => 1,
+        };
+        share.max(1).to_string()
+    }
+}
+
+/// The keys of a configuration that other functions have handled.
+const HANDLED_KEYS: [&str; 13] = [
+    "compute_environment",
+    "distributed_type",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "gpu_ids",
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "same_network",
+    "main_training_function",
+    "mpirun_config",
+    "use_cpu",
+];
+
+/// Returns the name of an option as a name of the table of options.
+fn own_name(name: &str) -> &'static str {
+    ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
+}
+
+/// Reads an integer that may be quoted.
+fn read_integer(item: &DocumentItem) -> Option<i64> {
+    item.text.trim().parse().ok()
+}

@@ -1,0 +1,269 @@
+//! What the drop-in commands for torchrun, accelerate and deepspeed share: the machine on which
+//! they run, and rejected options.
+//!
+//! In contrast to an import, an option that a drop-in command cannot convert is an error.
+use super::{
+    command_line::CommandLine,
+    draft::{ImportNote, ImportedJob, JobDraft, NoteKind},
+    import_options::ImportErrors,
+    value_text::format_yaml_list,
+};
+use diagnostic::{Diagnostic, codes::command};
+use jobspec::{env, make_job_name, quote_yaml};
+use std::{collections::BTreeMap, path::Path};
+
+/// The largest number of workers on a host (`cluster.workers_per_host`).
+const MAX_WORKERS: i64 = 1024;
+
+/// The user's environment and this machine, on which the conversion of a command line depends.
+#[derive(Debug)]
+pub(crate) struct DropInContext<'a> {
+    /// The environment variables of the user.
+    pub(crate) variables: &'a BTreeMap<String, String>,
+    /// The Python that runs scripts.
+    pub(crate) python: &'a str,
+    /// The current directory.
+    pub(crate) directory: &'a str,
+    /// The number of CPUs that this process may use.
+    pub(crate) cpus: usize,
+    /// The number of physical cores that this process may use.
+    pub(crate) cores: usize,
+    /// The number of NUMA nodes of these cores.
+    pub(crate) numa_nodes: usize,
+    /// The number of GPUs that programs see, which `CUDA_VISIBLE_DEVICES` may restrict.
+    pub(crate) gpus: usize,
+    /// The number of GPUs of this machine.
+    pub(crate) installed_gpus: usize,
+}
+
+impl<'a> DropInContext<'a> {
+    /// Returns the value of an environment variable of the user.
+    pub(super) fn variable(&self, name: &str) -> Option<&'a str> {
+        self.variables.get(name).map(String::as_str)
+    }
+}
+
+/// How a worker is started from the script or program of a command line.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ProgramForm {
+    /// Whether the program is the name of a Python module.
+    pub(super) module: bool,
+    /// Whether the program is run without Python.
+    pub(super) no_python: bool,
+    /// Whether Python runs with `-u`.
+    pub(super) unbuffered: bool,
+}
+
+impl ProgramForm {
+    /// Returns the command that runs `program` with the interpreter `python`.
+    pub(super) fn build_command(self, python: &str, program: &[String]) -> Vec<String> {
+        let mut words: Vec<&str> = Vec::new();
+        if !self.no_python {
+            words.push(python);
+            words.extend(self.unbuffered.then_some("-u"));
+            words.extend(self.module.then_some("-m"));
+        }
+        words.into_iter().map(str::to_owned).chain(program.iter().cloned()).collect()
+    }
+}
+
+/// Creates the error that the option `option` of `program`, such as `--tpu`, cannot be honoured.
+pub(super) fn reject_option(program: &str, option: &str, reason: impl AsRef<str>, help: &str) -> Diagnostic {
+    let message = format!("launch does not support `{option}` of {program}: {}", reason.as_ref());
+    let error = Diagnostic::error(command::DROP_IN_UNSUPPORTED, message).with_subject(option);
+    if help.is_empty() { error } else { error.with_help(help) }
+}
+
+/// Creates the error that the option `option` is for jobs of several machines on which the user
+/// starts the program.
+pub(super) fn reject_several_machines(program: &str, option: &str, reason: &str) -> Diagnostic {
+    let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
+                of a job.yaml; `launch import` writes one";
+    reject_option(program, option, reason, help)
+}
+
+/// What a drop-in command does with an option that has no counterpart in a job.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum OptionEffect {
+    /// The option changes nothing on one machine or with launch; the reason is shown as a note.
+    NoEffect(&'static str),
+    /// The option is an error, with the reason and advice.
+    Rejected(&'static str, &'static str),
+}
+
+/// The treatment of an option without counterpart: the name of the option, values that are accepted
+/// without a note, and the effect of other values.
+pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
+
+/// Takes the options in `rules` from `given`. Adds a note or an error for each option that was
+/// given with a value other than its neutral ones.
+pub(super) fn apply_rules(
+    draft: &mut JobDraft,
+    errors: &mut ImportErrors,
+    program: &str,
+    given: &mut CommandLine,
+    rules: &[OptionRule],
+) {
+    for (name, neutral, effect) in rules {
+        let Some(value) = given.take_last_value(name).filter(|value| !neutral.contains(&value.as_str()))
+        else {
+            continue;
+        };
+        let option = format!("--{name}");
+        match effect {
+            OptionEffect::NoEffect(reason) => draft.add_key_note(&option, reason, ""),
+            OptionEffect::Rejected(reason, help) => {
+                let shown: String = value.chars().take(60).flat_map(char::escape_debug).collect();
+                let reason = if value.is_empty() {
+                    (*reason).to_owned()
+                } else {
+                    format!("{reason} (value: {shown})")
+                };
+                errors.push(reject_option(program, &option, reason, help));
+            }
+        }
+    }
+}
+
+/// Sets the keys that all drop-in jobs have: the name, the command, this machine as host, the
+/// number of workers, and no binding of workers to CPUs.
+pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
+    draft.set_required("name", &quote_yaml(&derive_name(program)));
+    draft.set_required("run.command", &format_yaml_list(command));
+    draft.set_required("run.cpu_bind", "none");
+    draft.set_required("cluster.hosts", "local");
+    draft.set_required("cluster.workers_per_host", &workers.to_string());
+}
+
+/// Derives the name of a job from the script, module or program.
+fn derive_name(program: &[String]) -> String {
+    let first = program.first().map_or("", String::as_str);
+    let script = Path::new(first).file_stem().filter(|_| first.ends_with(".py") || first.contains('/'));
+    make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
+}
+
+/// Fails if the number of workers is not one that a host can have. `option` is the option of
+/// `program` that states the number.
+pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
+    match workers {
+        1..=MAX_WORKERS => Ok(()),
+        _ => {
+            let reason = format!("the number of workers is {workers}; expected 1 to {MAX_WORKERS}");
+            Err(reject_option(program, option, reason, ""))
+        }
+    }
+}
+
+/// Returns a command that runs `command` after a change of its environment: without the variables
+/// `removed`, and with the variables `set`. A removed variable keeps the value that the user gave.
+pub(super) fn change_environment(
+    command: Vec<String>,
+    context: &DropInContext<'_>,
+    removed: &[&str],
+    set: &[(&str, String)],
+) -> Vec<String> {
+    if removed.is_empty() && set.is_empty() {
+        return command;
+    }
+    let mut words = vec!["env".to_owned()];
+    let mut assignments = Vec::new();
+    for name in removed.iter().filter(|name| !set.iter().any(|(given, _)| given == *name)) {
+        match context.variable(name) {
+            Some(value) => assignments.push(format!("{name}={value}")),
+            None => words.extend(["-u".to_owned(), (*name).to_owned()]),
+        }
+    }
+    assignments.extend(set.iter().map(|(name, value)| format!("{name}={value}")));
+    words.into_iter().chain(assignments).chain(command).collect()
+}
+
+/// Sets the ranks on the console from torchrun's options `--tee`, `--redirects` and
+/// `--local-ranks-filter`. Fails if a value is not valid, or if only one of the two streams of a
+/// rank is redirected.
+pub(super) fn set_console(
+    draft: &mut JobDraft,
+    program: &str,
+    workers: i64,
+    [tee, redirects, filter]: [Option<&str>; 3],
+) -> Result<(), Diagnostic> {
+    let invalid = |option: &str, value: &str| {
+        let reason = format!("`{}` is not 0, 1, 2, 3 or a mapping such as 0:3,1:3", value.escape_debug());
+        reject_option(program, option, reason, "")
+    };
+    let streams = |option: &str, value: Option<&str>| match value {
+        None => Ok(vec![0; workers as usize]),
+        Some(value) => parse_streams(value, workers).ok_or_else(|| invalid(option, value)),
+    };
+    let (tee, redirects) = (streams("--tee", tee)?, streams("--redirects", redirects)?);
+    let filter: Option<Vec<i64>> = match filter.filter(|ranks| !ranks.is_empty()) {
+        None => None,
+        Some(text) => {
+            let ranks: Option<Vec<i64>> = text.split(',').map(|rank| rank.trim().parse().ok()).collect();
+            let reason = || format!("`{}` is not a list of ranks such as 0,1", text.escape_debug());
+            Some(ranks.ok_or_else(|| reject_option(program, "--local-ranks-filter", reason(), ""))?)
+        }
+    };
+    let chosen = tee.iter().chain(&redirects).any(|streams| *streams != 0);
+    if !chosen && filter.is_none() {
+        return Ok(());
+    }
+    let mut shown = Vec::new();
+    for (rank, (tee, redirect)) in tee.iter().zip(&redirects).enumerate() {
+        let hidden = redirect & !tee;
+        if hidden == 1 || hidden == 2 {
+            let stream = if hidden == 1 { "stdout" } else { "stderr" };
+            let reason = format!("only {stream} of rank {rank} is redirected");
+            let help = "a rank's log has both streams; use `--redirects 3`, or `--tee 3`";
+            return Err(reject_option(program, "--redirects", reason, help));
+        }
+        if hidden == 0 && filter.as_ref().is_none_or(|ranks| ranks.contains(&(rank as i64))) {
+            shown.push(rank.to_string());
+        }
+    }
+    draft.set_imported("--tee", "run.logs.show", format!("[{}]", shown.join(", ")));
+    Ok(())
+}
+
+/// Parses a value of `--tee` or `--redirects`: a number of streams for all ranks (0 none, 1 stdout,
+/// 2 stderr, 3 both), or a mapping from ranks to numbers. Returns the number of each rank, or
+/// `None` for other text.
+fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
+    let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
+    if let Some(streams) = number(text) {
+        return Some(vec![streams; workers as usize]);
+    }
+    let mut streams = vec![0; workers as usize];
+    for part in text.split(',') {
+        let (rank, value) = part.split_once(':')?;
+        let (rank, value) = (rank.parse::<usize>().ok()?, number(value)?);
+        if let Some(slot) = streams.get_mut(rank) {
+            *slot = value;
+        }
+    }
+    Some(streams)
+}
+
+/// Sets `OMP_NUM_THREADS` of the workers, unless the user has set the variable.
+pub(super) fn set_threads(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
+    if context.variable(env::OMP_NUM_THREADS).is_none() {
+        draft.set_required(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
+    }
+}
+
+/// Loads the job of a drop-in command. An option that the job does not honour is an error.
+/// `program` is the name of the other launcher.
+pub(super) fn finish_drop_in(
+    draft: JobDraft,
+    program: &str,
+    mut errors: ImportErrors,
+) -> Result<ImportedJob, ImportErrors> {
+    let job = match draft.finish_job(&format!("{program}'s command line")) {
+        Ok(job) => job,
+        Err(mistakes) if errors.is_empty() => return Err(mistakes),
+        Err(_) => return Err(errors),
+    };
+    let (unsupported, notes): (Vec<ImportNote>, Vec<ImportNote>) =
+        job.notes.into_iter().partition(|note| note.kind == NoteKind::NotConverted);
+    errors.extend(unsupported.iter().map(|note| reject_option(program, &note.key, &note.text, "")));
+    if errors.is_empty() { Ok(ImportedJob { job: job.job, notes }) } else { Err(errors) }
+}

@@ -1,0 +1,189 @@
+//! Tests of the conversion of command lines that need GPUs or several hosts. tests/end_to_end
+//! compares command lines for CPUs with the original programs.
+use super::*;
+use diagnostic::{Diagnostic, codes::command};
+use jobspec::{
+    DeviceSelection, Document, DocumentSyntax, HostSelection, JobSource, JobSpec, VisibleDevices,
+    WorkersPerHost,
+};
+use std::collections::BTreeMap;
+
+/// Calls `convert` with a machine that has 8 CPUs, 4 cores and `gpus` GPUs.
+fn on_machine<R>(gpus: usize, variables: &[(&str, &str)], convert: impl Fn(&DropInContext<'_>) -> R) -> R {
+    let variables: BTreeMap<String, String> =
+        variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    let context = DropInContext {
+        variables: &variables,
+        python: "/venv/python",
+        directory: "/work",
+        cpus: 8,
+        cores: 4,
+        numa_nodes: 1,
+        gpus,
+        installed_gpus: gpus,
+    };
+    convert(&context)
+}
+
+fn split(line: &str) -> Vec<String> {
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Loads a converted job.
+fn load(imported: &ImportedJob) -> JobSpec {
+    let source = JobSource::Text { name: "job.yaml".to_owned(), text: imported.job.clone() };
+    jobspec::load_job(source, &[]).expect("a job").0
+}
+
+fn torchrun(line: &str, gpus: usize) -> Result<ImportedJob, Vec<Diagnostic>> {
+    on_machine(gpus, &[], |machine| convert_torchrun_command(&split(line), machine))
+}
+
+fn accelerate(line: &str, config: Option<&str>, gpus: usize) -> Result<ImportedJob, Vec<Diagnostic>> {
+    let config = config.map(|text| Document::parse("c.yaml", text, DocumentSyntax::Yaml).expect("YAML"));
+    on_machine(gpus, &[], |machine| AccelerateCommand::parse(&split(line))?.convert(config.as_ref(), machine))
+}
+
+fn deepspeed(
+    line: &str,
+    hostfile: Option<&str>,
+    variables: &[(&str, &str)],
+    gpus: usize,
+) -> Result<ImportedJob, Vec<Diagnostic>> {
+    let files = DeepSpeedFiles {
+        hostfile: hostfile.map(str::to_owned),
+        variables: vec!["A=b=c\n\nNCCL_DEBUG=INFO\n".into()],
+    };
+    on_machine(gpus, variables, |machine| DeepSpeedCommand::parse(&split(line))?.convert(&files, machine))
+}
+
+/// Returns the value of a variable of `run.env`.
+fn variable<'a>(job: &'a JobSpec, name: &str) -> Option<&'a str> {
+    job.run.env.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
+}
+
+#[test]
+fn torchrun_starts_a_worker_per_gpu() {
+    for (line, gpus, workers) in [("auto", 4, 4), ("gpu", 2, 2), ("auto", 0, 8), ("cpu", 4, 8), ("3", 4, 3)] {
+        let job = load(&torchrun(&format!("--nproc-per-node {line} a.py"), gpus).expect(line));
+        assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(workers), "{line}");
+        assert_eq!(job.cluster.hosts, HostSelection::Local);
+        assert_eq!(job.run.command.expect("a command"), ["/venv/python", "-u", "a.py"]);
+    }
+    let error = torchrun("--nproc-per-node gpu a.py", 0).expect_err("no GPU").remove(0);
+    assert_eq!((error.code(), error.subject()), (command::DROP_IN_UNSUPPORTED, Some("--nproc-per-node")));
+}
+
+#[test]
+fn torchruns_options_become_keys() {
+    let line = "--nproc-per-node 4 --virtual-local-rank --max-restarts 2 --rdzv-endpoint localhost:4000 \
+                --shutdown-timeout 7 -r 0:3 a.py";
+    let imported = torchrun(line, 4).expect("a job");
+    let job = load(&imported);
+    assert_eq!((job.run.restarts, job.run.grace_period_ms), (2, 7000));
+    assert_eq!(job.run.visible_devices, VisibleDevices::One);
+    assert_eq!(job.cluster.master_port, jobspec::MasterPort::Fixed(4000));
+    assert_eq!(job.run.logs.show, [1, 2, 3]);
+    assert_eq!(variable(&job, "OMP_NUM_THREADS"), Some("1"));
+    assert!(imported.notes.is_empty(), "{:?}", imported.notes);
+    let noted = torchrun("--master-addr 10.0.0.1 --start-method fork a.py", 0).expect("a job").notes;
+    let keys: Vec<&str> = noted.iter().map(|note| note.key.as_str()).collect();
+    assert_eq!(keys, ["--master-addr", "--start-method"]);
+}
+
+#[test]
+fn accelerate_uses_all_gpus_by_default() {
+    let job = load(&accelerate("a.py", None, 4).expect("a job"));
+    assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(4));
+    let single = load(&accelerate("a.py", None, 1).expect("a job"));
+    assert_eq!(single.cluster.workers_per_host, WorkersPerHost::Exactly(1));
+    let command = single.run.command.expect("a command");
+    assert_eq!(&command[..3], ["env", "-u", "RANK"]);
+    assert_eq!(&command[command.len() - 2..], ["/venv/python", "a.py"]);
+    let listed =
+        accelerate("--multi_gpu --num_processes 2 --gpu_ids 1,3 --main_process_port 0 a.py", None, 4);
+    assert_eq!(load(&listed.expect("a job")).cluster.devices, DeviceSelection::List(vec![1, 3]));
+    let none = accelerate("--use_fsdp a.py", None, 0).expect_err("no process").remove(0);
+    assert_eq!(none.subject(), Some("--num_processes"));
+}
+
+#[test]
+fn options_replace_keys_of_accelerates_configuration() {
+    let config = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n\
+                  fsdp_config: {offload_params: false, fsdp_version: 1}\n";
+    let job = load(
+        &accelerate("--fsdp_offload_params true --num-processes 3 a.py", Some(config), 0).expect("a job"),
+    );
+    assert_eq!(variable(&job, "FSDP_OFFLOAD_PARAMS"), Some("true"));
+    assert_eq!(variable(&job, "ACCELERATE_MIXED_PRECISION"), Some("bf16"));
+    assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(3));
+    let unused = accelerate("--zero_stage 2 a.py", Some(config), 0).expect("a job").notes;
+    assert_eq!(unused[0].key, "--zero_stage");
+    let unknown = accelerate("a.py", Some(&format!("{config}new_key: 3\n")), 0).expect_err("an unknown key");
+    assert_eq!(unknown[0].subject(), Some("new_key"));
+}
+
+#[test]
+fn deepspeed_selects_gpus_of_this_machine() {
+    let devices = |line: &str, variables: &[(&str, &str)]| {
+        let job = load(&deepspeed(line, None, variables, 4).expect(line));
+        (job.cluster.workers_per_host, job.cluster.devices)
+    };
+    let list = |numbers: &[u32]| DeviceSelection::List(numbers.to_vec());
+    let exactly = WorkersPerHost::Exactly;
+    assert_eq!(devices("a.py", &[]), (exactly(4), DeviceSelection::Auto));
+    assert_eq!(devices("--num_gpus 2 a.py", &[]), (exactly(2), list(&[0, 1])));
+    assert_eq!(devices("--include localhost:1,3 a.py", &[]), (exactly(2), list(&[1, 3])));
+    assert_eq!(devices("-e localhost:0 a.py", &[]), (exactly(3), list(&[1, 2, 3])));
+    assert_eq!(devices("a.py", &[("CUDA_VISIBLE_DEVICES", "2,3")]), (exactly(2), DeviceSelection::Auto));
+    assert_eq!(
+        devices("--num_gpus 2 a.py", &[("DS_ACCELERATOR", "cpu")]),
+        (exactly(2), DeviceSelection::Auto)
+    );
+}
+
+#[test]
+fn deepspeed_runs_on_the_hosts_of_a_hostfile() {
+    let hosts = Some("a slots=4\nb slots=4\nc slots=4\n");
+    let line = "--hostfile h --include a@b:0,2 --ssh_port 2222 --master_port 4000 a.py x";
+    let job = load(&deepspeed(line, hosts, &[("PYTHONPATH", "/p")], 0).expect("a job"));
+    assert_eq!(job.cluster.hosts, HostSelection::File("h".into()));
+    assert_eq!((job.cluster.include, job.cluster.ssh.port), (vec!["a@b:0,2".to_owned()], Some(2222)));
+    assert!(job.run.local_rank_argument && job.run.pass_env.contains(&"NCCL*".to_owned()));
+    let env: BTreeMap<String, String> = job.run.env.into_iter().collect();
+    assert_eq!((env["A"].as_str(), env["NCCL_DEBUG"].as_str()), ("b=c", "INFO"));
+    assert_eq!(env["PYTHONPATH"], "/work:/p");
+    let limited = load(&deepspeed("-H h --num_nodes 2 --num_gpus 1 a.py", hosts, &[], 0).expect("a job"));
+    assert_eq!(
+        (limited.cluster.use_hosts, limited.cluster.workers_per_host),
+        (Some(2), WorkersPerHost::Exactly(1))
+    );
+    let local = load(&deepspeed("-H h --num_nodes 1 --no_local_rank a.py", hosts, &[], 0).expect("a job"));
+    assert_eq!((local.cluster.hosts, local.run.local_rank_argument), (HostSelection::Local, false));
+    assert_eq!(local.cluster.workers_per_host, WorkersPerHost::Exactly(4));
+    for (line, subject) in [
+        ("-H h --no_ssh --node_rank 1 a.py", "--no_ssh"),
+        ("-H h --launcher openmpi a.py", "--launcher openmpi"),
+        ("-H h --launcher slurm a.py", "--launcher slurm"),
+    ] {
+        let error = deepspeed(line, hosts, &[], 0).expect_err(line).remove(0);
+        assert_eq!(error.subject(), Some(subject), "{line}");
+    }
+}
+
+proptest::proptest! {
+    /// Checks that any argument of a script reaches the worker unchanged, except torchrun's macros.
+    #[test]
+    fn any_argument_reaches_the_script(words in proptest::collection::vec("[^\0$]{0,8}", 0..4)) {
+        let words: Vec<String> = ["a.py", "x"].map(str::to_owned).into_iter().chain(words).collect();
+        let jobs = on_machine(0, &[], |machine| [
+            convert_torchrun_command(&words, machine),
+            AccelerateCommand::parse(&words).and_then(|command| command.convert(None, machine)),
+            DeepSpeedCommand::parse(&words).and_then(|command| command.convert(&DeepSpeedFiles::default(), machine)),
+        ]);
+        for job in jobs {
+            let command = load(&job.expect("a job")).run.command.expect("a command");
+            proptest::prop_assert!(command.ends_with(&words), "{:?}", command);
+        }
+    }
+}

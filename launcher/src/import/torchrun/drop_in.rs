@@ -1,0 +1,242 @@
+//! [`convert_torchrun_command`]: converts a command line of torchrun to the job that `launch
+//! torchrun` runs on this machine.
+use super::{
+    arguments::{insert_variables, parse_torchrun_args},
+    check_values, parse_host_range, set_binding, set_restarts_and_signals,
+};
+use crate::import::{
+    command_line::{CommandLine, CommandLineError},
+    draft::{ImportedJob, JobDraft},
+    drop_in::{
+        DropInContext,
+        OptionEffect::{NoEffect, Rejected},
+        OptionRule, ProgramForm, apply_rules, change_environment, check_workers, finish_drop_in,
+        reject_option, reject_several_machines, set_console, set_local_job, set_threads,
+    },
+    import_options::ImportErrors,
+};
+use diagnostic::Diagnostic;
+use jobspec::{env, quote_yaml};
+
+const PROGRAM: &str = "torchrun";
+/// The port of torchrun's rendezvous if `--rdzv-endpoint` names a host without a port.
+const LOOPBACK: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
+
+/// The options of torchrun without counterpart in a job.
+const RULES: &[OptionRule] = &[
+    ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
+    ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
+    ("monitor-interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
+    ("start-method", &["spawn"], NoEffect("workers are separate programs")),
+    ("local-addr", &[""], NoEffect("the ranks of one host meet at its loopback address")),
+    ("event-log-handler", &["null"], Rejected("launch records events itself", "see `launch events`")),
+    (
+        "log-line-prefix-template",
+        &[""],
+        Rejected("lines begin with `[rank N]`", "set `run.logs.prefix: false` in a job.yaml for plain lines"),
+    ),
+    (
+        "duplicate-stdout-filters",
+        &[""],
+        Rejected("no filtered copies are written", "use `launch logs --grep`"),
+    ),
+    (
+        "duplicate-stderr-filters",
+        &[""],
+        Rejected("no filtered copies are written", "use `launch logs --grep`"),
+    ),
+    ("logs-specs", &[], Rejected("launch has its own log format", "use `launch logs`")),
+];
+
+/// Converts the arguments that follow `torchrun` to a job on this machine. Fails if torchrun would
+/// reject the command line, or if launch cannot honour an option.
+pub(crate) fn convert_torchrun_command(
+    args: &[String],
+    context: &DropInContext<'_>,
+) -> Result<ImportedJob, ImportErrors> {
+    let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM)];
+    let mut given = parse_torchrun_args(args).map_err(rejected)?;
+    insert_variables(&mut given, |name| context.variable(name)).map_err(rejected)?;
+    check_values(&given).map_err(rejected)?;
+    if given.take_flag("standalone") {
+        for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id"] {
+            given.take_last_value(name);
+        }
+    }
+    let mut errors: ImportErrors = check_one_machine(&mut given).err().into_iter().collect();
+    let (mut draft, workers) = match count_workers(&mut given, context) {
+        Ok(workers) => (JobDraft::default(), workers),
+        Err(error) => return Err(errors.into_iter().chain([error]).collect()),
+    };
+    let command = take_command(&mut given, context, workers).unwrap_or_else(|error| {
+        errors.push(error);
+        Vec::new()
+    });
+    set_local_job(&mut draft, &given.program, &command, workers);
+    set_master(&mut draft, &mut given);
+    set_binding(&mut draft, &mut given);
+    set_restarts_and_signals(&mut draft, &mut given);
+    errors.extend(set_logs(&mut draft, &mut given, workers).err());
+    if workers > 1 {
+        set_threads(&mut draft, context, 1);
+    }
+    apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
+    match errors.is_empty() {
+        true => finish_drop_in(draft, PROGRAM, errors),
+        false => Err(errors),
+    }
+}
+
+/// Fails if the options require several machines.
+fn check_one_machine(given: &mut CommandLine) -> Result<(), Diagnostic> {
+    let node = given.take_last_value("node-rank");
+    if let Some(nodes) = given.take_last_value("nnodes")
+        && parse_host_range(&nodes).is_none_or(|(_, high)| high > 1)
+    {
+        let reason =
+            format!("the job has `{}` nodes, and torchrun runs on each of them", nodes.escape_debug());
+        return Err(reject_several_machines(PROGRAM, "--nnodes", &reason));
+    }
+    match node.filter(|rank| !rank.trim_start_matches('0').is_empty()) {
+        Some(rank) => {
+            let reason = format!("a job on one node has no node {}", rank.escape_debug());
+            Err(reject_several_machines(PROGRAM, "--node-rank", &reason))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Takes `--nproc-per-node`, and returns the number of workers.
+fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
+    const OPTION: &str = "--nproc-per-node";
+    let workers = match given.take_last_value("nproc-per-node").as_deref() {
+        None => 1,
+        Some("cpu") => context.cpus as i64,
+        Some("auto") if context.gpus == 0 => context.cpus as i64,
+        Some("gpu" | "auto") => match context.gpus {
+            0 => {
+                return Err(reject_option(
+                    PROGRAM,
+                    OPTION,
+                    "this machine has no GPU",
+                    "use a number, or `cpu`",
+                ));
+            }
+            gpus => gpus as i64,
+        },
+        Some("xpu") => {
+            return Err(reject_option(PROGRAM, OPTION, "launch does not count XPUs", "use a number"));
+        }
+        Some(number) => number.trim().parse().unwrap_or_default(),
+    };
+    check_workers(PROGRAM, OPTION, workers).map(|()| workers)
+}
+
+/// Takes the options that select how the script is run, and returns the command of a worker.
+fn take_command(
+    given: &mut CommandLine,
+    context: &DropInContext<'_>,
+    workers: i64,
+) -> Result<Vec<String>, Diagnostic> {
+    let (module, no_python) = (given.take_flag("module"), given.take_flag("no-python"));
+    let run_path = given.take_flag("run-path");
+    if module && no_python && !run_path {
+        let reason = "it contradicts `--no-python`, as in torchrun";
+        return Err(reject_option(PROGRAM, "--module", reason, "remove one of them"));
+    }
+    // With --run-path torchrun runs the script inside a Python process, which the script does not
+    // notice.
+    let form = match run_path {
+        true => ProgramForm { unbuffered: true, ..ProgramForm::default() },
+        false => ProgramForm { module, no_python, unbuffered: true },
+    };
+    let program: Result<Vec<String>, Diagnostic> = given
+        .program
+        .iter()
+        .enumerate()
+        .map(|(index, word)| match index {
+            0 => Ok(word.clone()),
+            _ => substitute_macros(word, workers),
+        })
+        .collect();
+    let python = context.variable(env::PYTHON_EXEC).unwrap_or(context.python);
+    let command = form.build_command(python, &program?);
+    let variables = [(env::ROLE_NAME, "role", "default"), (env::TORCHELASTIC_RUN_ID, "rdzv-id", "none")];
+    let set: Vec<(&str, String)> = variables
+        .into_iter()
+        .filter_map(|(name, option, default)| {
+            let value = given.take_last_value(option).filter(|value| value != default)?;
+            Some((name, value))
+        })
+        .collect();
+    Ok(change_environment(command, context, &[], &set))
+}
+
+/// Replaces torchrun's macros in an argument of the script: `$$` becomes `$`, and `${local_rank}`
+/// the local rank. Fails if the result differs between workers.
+fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic> {
+    let mut text = String::new();
+    let mut rest = argument;
+    while let Some(at) = rest.find('$') {
+        text.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        if let Some(after) = rest.strip_prefix('$') {
+            text.push('$');
+            rest = after;
+            continue;
+        }
+        let plain = rest
+            .strip_prefix("local_rank")
+            .filter(|after| !after.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'));
+        match rest.strip_prefix("{local_rank}").or(plain) {
+            Some(after) if workers == 1 => {
+                text.push('0');
+                rest = after;
+            }
+            Some(_) => {
+                let help = "read the variable LOCAL_RANK in the script";
+                let reason = "launch gives all workers the same arguments";
+                return Err(reject_option(PROGRAM, "${local_rank}", reason, help));
+            }
+            None => text.push('$'),
+        }
+    }
+    text.push_str(rest);
+    Ok(text)
+}
+
+/// Converts the addresses and ports of the rendezvous. The port becomes `MASTER_PORT`; the ranks of
+/// one host meet at its loopback address.
+fn set_master(draft: &mut JobDraft, given: &mut CommandLine) {
+    const REASON: &str = "the ranks of one host meet at its loopback address";
+    if given.take_flag("virtual-local-rank") {
+        draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
+    }
+    let endpoint = given.take_last_value("rdzv-endpoint").unwrap_or_default();
+    let (host, port) = endpoint.rsplit_once(':').unwrap_or((&endpoint, "0"));
+    if !LOOPBACK.contains(&host) {
+        draft.add_key_note("--rdzv-endpoint", REASON, "");
+    }
+    if port != "0" {
+        draft.set_imported("--rdzv-endpoint", "cluster.master_port", quote_number(port));
+    }
+    if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK.contains(&address.as_str())) {
+        draft.add_key_note("--master-addr", REASON, "");
+    }
+}
+
+/// Formats a text of digits as a YAML number, and quotes other text, which the job rejects.
+fn quote_number(text: &str) -> String {
+    crate::import::value_text::format_whole_number(text)
+}
+
+/// Converts the options for the log directory and for the ranks on the console.
+fn set_logs(draft: &mut JobDraft, given: &mut CommandLine, workers: i64) -> Result<(), Diagnostic> {
+    if let Some(dir) = given.take_last_value("log-dir") {
+        let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
+        draft.set_imported("--log-dir", "run.logs.dir", quote_yaml(&dir));
+    }
+    let [tee, redirects, filter] =
+        ["tee", "redirects", "local-ranks-filter"].map(|name| given.take_last_value(name));
+    set_console(draft, PROGRAM, workers, [tee.as_deref(), redirects.as_deref(), filter.as_deref()])
+}

@@ -1,0 +1,70 @@
+//! [`SlowedWorker`]: makes the steps of a training slow, so that the training lasts longer than a
+//! disturbance without the use of CPU time.
+use super::RunHosts;
+use crate::support::simulated_hosts::list_processes_of_host;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+/// How long the worker is suspended in each round.
+const SUSPENDED: Duration = Duration::from_millis(60);
+/// How long the worker runs in each round.
+const RUNNING: Duration = Duration::from_millis(6);
+/// The pause before another search for a worker.
+const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Suspends the built-in worker of a host again and again. The other workers wait for it. Dropping
+/// the value lets the worker run.
+pub(super) struct SlowedWorker {
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl SlowedWorker {
+    /// Starts to suspend the worker of a host, and each worker that replaces it.
+    pub(super) fn start(hosts: &RunHosts, host: &str) -> SlowedWorker {
+        let ends = Arc::new(AtomicBool::new(false));
+        let has_to_end = ends.clone();
+        let directory = hosts.hosts.host_directory(host);
+        let find_worker = move || {
+            let processes = list_processes_of_host(&directory);
+            let worker = processes.iter().find(|(_, line)| line.starts_with("launch worker"));
+            worker.map(|(pid, _)| Pid::from_raw(*pid))
+        };
+        let thread = thread::spawn(move || {
+            let mut worker: Option<Pid> = None;
+            while !has_to_end.load(Ordering::Relaxed) {
+                let Some(pid) = worker.filter(|pid| kill(*pid, Signal::SIGSTOP).is_ok()) else {
+                    worker = find_worker();
+                    if worker.is_none() {
+                        thread::sleep(SEARCH_INTERVAL);
+                    }
+                    continue;
+                };
+                thread::sleep(SUSPENDED);
+                // An error means that the worker has been killed.
+                _ = kill(pid, Signal::SIGCONT);
+                thread::sleep(RUNNING);
+            }
+        });
+        SlowedWorker { ends, thread: Some(thread) }
+    }
+}
+
+impl Drop for SlowedWorker {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            _ = thread.join();
+        }
+    }
+}
