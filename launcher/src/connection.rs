@@ -1,6 +1,6 @@
 //! Control connections: framed messages over any byte stream.
 //!
-//! A connection inside SSH or through a pipe carries the frames as they are. Any other connection
+//! A connection inside SSH or through a pipe carries unencrypted frames. Any other connection
 //! begins with the [`handshake`] and is encrypted.
 //!
 //! Each connection has one task that reads and one that writes. A frame is a little-endian u32

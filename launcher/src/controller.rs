@@ -8,6 +8,7 @@ mod control_file;
 mod controller_events;
 mod controller_identity;
 mod core;
+mod descriptor_limit;
 mod driver;
 mod file_watch;
 mod hostfile;

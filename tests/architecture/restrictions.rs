@@ -38,7 +38,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
     },
     NameRestriction {
         description: "only agent/process.rs, cluster/, detached_controller.rs and sandbox/ start processes; \
-                      original_program.rs replaces its own",
+                      original_program.rs replaces its own, and core_dumps.rs sets a limit of new ones",
         searched_paths: PRODUCT_DIRECTORIES,
         names: &["Command::new", "process::Command", "fork(", "vfork(", "posix_spawn", "execve", "execv("],
         allowed_paths: &[
@@ -46,6 +46,7 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
             "launcher/src/cluster/",
             "launcher/src/detached_controller.rs",
             "launcher/src/cmd/drop_in/original_program.rs",
+            "launcher/src/core_dumps.rs",
             "worker/sandbox/src/sandbox_process.rs",
         ],
     },

@@ -60,8 +60,15 @@ fn assert_no_secret(place: &str, text: &[u8]) {
 fn assert_no_secret_in_processes() {
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         // A process may end meanwhile.
-        let arguments = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        assert_no_secret(&entry.path().display().to_string(), &arguments);
+        let read = |name: &str| fs::read(entry.path().join(name)).unwrap_or_default();
+        assert_no_secret(&entry.path().display().to_string(), &read("cmdline"));
+        // The user gave two of the secrets to launch in its environment. Workers have all of them.
+        let environment = String::from_utf8_lossy(&read("environ")).into_owned();
+        if !environment.split('\0').any(|variable| variable.starts_with("RANK=")) {
+            for secret in [SECRETS[0], SECRETS[1], SECRETS[4], SECRETS[5]] {
+                assert!(!environment.contains(secret), "{}: {environment}", entry.path().display());
+            }
+        }
     }
 }
 

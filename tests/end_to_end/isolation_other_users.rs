@@ -17,7 +17,7 @@ use std::{
 /// The uid and gid of the other user.
 const OTHER_USER: u32 = 65_534;
 /// The longest wait for a condition.
-const WAIT_LIMIT: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(40);
 
 /// Connects to each address of the arguments again and again until it is killed: `PORT`, or `@NAME`
 /// for a socket in the abstract namespace. Sends a set request of the store, the begin of a
@@ -279,7 +279,7 @@ fn another_user_cannot_keep_agents_from_their_socket() {
 name: squat
 run:
   command: [sh, -c, ': > started; while [ ! -e done ]; do sleep 0.05; done']
-  max_restarts: 3
+  restarts: 3
 ";
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     let child = job_dir.start(&[]);

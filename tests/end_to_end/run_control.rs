@@ -1,6 +1,10 @@
 //! Tests the commands that control runs (`ps`, `logs`, `events`, `stop`), detached runs, changed
 //! job files and `launch import` with the real executable.
-use crate::support::{self, JobDirectory, expand_details, output_to_text, parse_rejection};
+use crate::support::{
+    self, FinishedRun, JobDirectory,
+    environment::{LAUNCH_EXECUTABLE, isolated_command},
+    expand_details, output_to_text, parse_rejection,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -207,6 +211,20 @@ fn a_detached_run_that_does_not_start_returns_the_error() {
     let started: Value = serde_json::from_slice(&ended.stdout).unwrap();
     let is_done = |run: &Value| run["run"] == started["run"] && run["state"] == "done";
     wait_until("the run is done", || operator.list_runs().iter().any(is_done));
+}
+
+#[test]
+fn a_controller_that_may_open_too_few_files_starts_nothing() {
+    let job_dir = JobDirectory::new();
+    let job = "name: many\ncluster: {hosts: ['h[0-39]']}\nrun: {command: ['true']}\n";
+    fs::write(job_dir.path("job.yaml"), job).unwrap();
+    let mut shell = isolated_command("bash", &job_dir.path(""));
+    shell.args(["-c", "ulimit -n 200 && exec \"$0\" job.yaml --json", LAUNCH_EXECUTABLE]);
+    let ran = FinishedRun::from_output(&shell.output().unwrap());
+    assert_eq!(ran.code, 3, "{}", ran.stderr);
+    assert_eq!(ran.failure_reason_kind(), "controller_failed");
+    assert_eq!(ran.failure_diagnostics()[0]["code"], "descriptors-too-few");
+    assert_eq!(ran.failure_diagnostics()[0]["fields"], serde_json::json!({"needed": 336, "available": 200}));
 }
 
 #[test]

@@ -174,6 +174,11 @@ codes! {
         cause: "The operating system reached a limit of threads, processes or open files.",
         remedy: "Check the limits with `ulimit -a`.",
     }
+    DESCRIPTORS_TOO_FEW: Cluster = "descriptors-too-few" {
+        summary: "The controller may not open as many files as it needs for the hosts of the job.",
+        cause: "The hard limit of open files (`ulimit -Hn`) is too low for the number of hosts.",
+        remedy: "Raise the hard limit, or use fewer hosts.",
+    }
     INTERNAL: Failed = "internal" {
         summary: "launch reached a state that its authors considered impossible.",
         cause: "A bug of launch.",

@@ -5,6 +5,7 @@ mod config;
 mod connect;
 mod connection_progress;
 mod copy_failure;
+mod dial;
 mod known_hosts;
 mod relay;
 mod ssh_error;

@@ -19,6 +19,7 @@ use super::{
         AttachFailure, ControllerCore, ControllerInput, CoreSetup, HostIndex, HostSetup, RunOutcome,
         StoredMemo,
     },
+    descriptor_limit::reserve_descriptors,
     hostfile::FilteredHostfile,
     job_file::JobFile,
     journal::{Journal, JournalSummary, StoredReports},
@@ -387,6 +388,7 @@ impl ControllerDriver {
 
     /// Prepares this process for child processes and signals.
     fn prepare_process(&mut self) -> diagnostic::Result<SignalReceiver> {
+        reserve_descriptors(self.hosts.iter().filter(|host| !host.local).count())?;
         self.preexisting_children = list_children();
         become_subreaper()
             .map_err(|error| build_setup_error("cannot become a child subreaper").with_cause(&error))?;

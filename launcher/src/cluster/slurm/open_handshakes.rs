@@ -1,5 +1,5 @@
-//! [`OpenHandshakes`]: the connections that have not proved the key, and which of them are closed when
-//! there are too many.
+//! [`OpenHandshakes`]: the connections that have not proved the key, and which of them are closed
+//! when there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 

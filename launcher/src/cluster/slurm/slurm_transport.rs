@@ -141,7 +141,8 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
 }
 
 /// Returns the addresses of this machine to which agents connect: those that the job selects or, if
-/// it selects none of this machine, every IPv4 address. `known` are the addresses of this machine.
+/// it selects no address of this machine, every IPv4 address. `known` are the addresses of this
+/// machine.
 fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
     let is_usable = |a: &&InterfaceAddress| a.interface != "lo" && !a.address.is_unspecified();
     if let InterfaceSelector::Named(_) = interface {

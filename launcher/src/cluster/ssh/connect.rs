@@ -3,6 +3,7 @@
 use super::{
     auth,
     connection_progress::ConnectionProgress,
+    dial::connect_to_any,
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
     relay::{self, KEEPALIVE_S},
     ssh_error::build_ssh_error,
@@ -120,8 +121,8 @@ fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// Resolves the host's name and opens a TCP connection to the first of its addresses that accepts
-/// one. Tries the addresses one after the other, within the timeout of the target.
+/// Resolves the host's name and opens a TCP connection to one of its addresses, within the timeout
+/// of the target.
 fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
     progress.set_stage(ConnectionStage::Name);
     let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
@@ -129,26 +130,14 @@ fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic:
         .map_err(|error| build_name_error(target, &format_system_error(&error)))?
         .collect();
     progress.set_stage(ConnectionStage::Tcp);
-    let deadline = Instant::now() + target.timeout;
-    let mut last_error = None;
-    for address in &addresses {
-        let remaining = deadline.saturating_duration_since(Instant::now());
-        if remaining.is_zero() {
-            break;
-        }
-        match TcpStream::connect_timeout(address, remaining) {
-            Ok(stream) => {
-                _ = stream.set_nodelay(true);
-                _ = setsockopt(&stream, sockopt::TcpUserTimeout, &TCP_USER_TIMEOUT_MS);
-                return Ok(stream);
-            }
-            Err(error) => last_error = Some((error, address)),
-        }
-    }
-    Err(match last_error {
-        Some((error, address)) => build_connect_error(target, &error, *address),
-        None => build_name_error(target, "the name has no address"),
-    })
+    let stream =
+        connect_to_any(addresses, Instant::now() + target.timeout).map_err(|failed| match failed {
+            Some((error, address)) => build_connect_error(target, &error, address),
+            None => build_name_error(target, "the name has no address"),
+        })?;
+    _ = stream.set_nodelay(true);
+    _ = setsockopt(&stream, sockopt::TcpUserTimeout, &TCP_USER_TIMEOUT_MS);
+    Ok(stream)
 }
 
 /// Builds the error for a host name that cannot be resolved.

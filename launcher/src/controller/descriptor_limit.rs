@@ -1,0 +1,71 @@
+//! [`reserve_descriptors`]: raises the limit of open files of the controller, if the hosts of a job
+//! need more.
+use diagnostic::{
+    Diagnostic,
+    codes::run::{CONTROLLER_SETUP_FAILED, DESCRIPTORS_TOO_FEW},
+    quantity::format_count,
+};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+/// The number of file descriptors that the controller needs without a host.
+const BASE_DESCRIPTORS: u64 = 96;
+/// The number of file descriptors that the controller needs for each host: the SSH connection, and
+/// both ends of the control stream and of the stream for stderr, with one in reserve.
+const DESCRIPTORS_PER_HOST: u64 = 6;
+
+/// Raises the limit of open files of this process to the hard limit, if a job on this number of
+/// hosts needs more than the soft limit. Fails if even the hard limit is too low.
+pub(super) fn reserve_descriptors(hosts: usize) -> diagnostic::Result<()> {
+    let failed = |message: &str, error: nix::Error| {
+        Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)
+    };
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)
+        .map_err(|error| failed("cannot read the limit of open files", error))?;
+    let needed = count_needed(hosts);
+    if needed <= soft {
+        return Ok(());
+    }
+    check_limit(hosts, hard)?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+        .map_err(|error| failed("cannot raise the limit of open files", error))
+}
+
+/// Returns how many file descriptors the controller of a job on this number of hosts needs.
+fn count_needed(hosts: usize) -> u64 {
+    BASE_DESCRIPTORS + DESCRIPTORS_PER_HOST * hosts as u64
+}
+
+/// Fails if a limit of open files is too low for the controller of a job on this number of hosts.
+fn check_limit(hosts: usize, limit: u64) -> diagnostic::Result<()> {
+    let needed = count_needed(hosts);
+    if needed <= limit {
+        return Ok(());
+    }
+    let hosts = format_count(hosts, "host");
+    let message = format!(
+        "the controller needs {needed} file descriptors for {hosts}, and this process may open {limit}"
+    );
+    Err(Diagnostic::error(DESCRIPTORS_TOO_FEW, message)
+        .with_field("needed", needed)
+        .with_field("available", limit)
+        .with_help(format!(
+            "raise the hard limit (`ulimit -Hn {needed}` as root, `nofile` in /etc/security/limits.conf, or \
+             `LimitNOFILE` of a service), or use fewer hosts"
+        )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_rejected_only_if_the_hosts_need_more() {
+        assert!(check_limit(150, 1024).is_ok());
+        let error = check_limit(256, 1024).expect_err("too few");
+        assert_eq!(error.code(), DESCRIPTORS_TOO_FEW);
+        assert_eq!(
+            error.to_string(),
+            "the controller needs 1632 file descriptors for 256 hosts, and this process may open 1024"
+        );
+    }
+}
