@@ -1,4 +1,4 @@
-//! [`dynamic_library!`](crate::dynamic_library): declares the functions of a C library that is
+//! [`dynamic_library!`](macro@crate::dynamic_library): declares the functions of a C library that is
 //! opened at run time. The compiler compares their signatures with the signatures in the crate
 //! `cudarc`.
 

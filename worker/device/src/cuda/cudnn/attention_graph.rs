@@ -1,4 +1,5 @@
-//! Attention as graphs of cuDNN's operations, in the layout of [`crate::Ops::attention_forward`].
+//! Attention as graphs of cuDNN's operations, in the layout of
+//! [`crate::ops::AttentionOps::attention_forward`].
 use super::super::bindings::cudnn_sys::{
     cudnnBackendAttributeName_t, cudnnBackendDescriptorType_t, cudnnDataType_t::*, cudnnPointwiseMode_t::*,
     cudnnReduceTensorOp_t::*,
