@@ -1,5 +1,5 @@
-//! [`dynamic_library!`](macro@crate::dynamic_library): declares the functions of a C library that is
-//! opened at run time. The compiler compares their signatures with the signatures in the crate
+//! [`dynamic_library!`](macro@crate::dynamic_library): declares the functions of a C library that
+//! is opened at run time. The compiler compares their signatures with the signatures in the crate
 //! `cudarc`.
 
 /// Name of a function that an opened library lacks, because the library is too old.

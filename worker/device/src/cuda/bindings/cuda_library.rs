@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_char, c_int};
 pub(in crate::cuda) type Status = c_int;
 
 /// Defines a struct with the functions of a library like
-/// [`dynamic_library!`](macro@crate::dynamic_library). Each function that returns a status code also
-/// becomes a method that returns a `Result`.
+/// [`dynamic_library!`](macro@crate::dynamic_library). Each function that returns a status code
+/// also becomes a method that returns a `Result`.
 ///
 /// The invoking module must define `describe_status`, which returns the library's own message for a
 /// status code that is an error.
