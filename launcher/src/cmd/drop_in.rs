@@ -27,8 +27,8 @@ use protocol::control::HostInventory;
 use std::{
     collections::BTreeMap,
     ffi::{OsStr, OsString},
-    fs::{self, OpenOptions},
-    io::Write,
+    fs::{self, File, OpenOptions},
+    io::{Read, Write},
     path::{Path, PathBuf},
 };
 
@@ -50,6 +50,8 @@ pub(crate) const DEEPSPEED_HELP: &str = "The options are those of deepspeed. An 
 const PID_DIRECTORY: &str = "/tmp";
 /// The name of the file with variables for workers on several hosts, unless `DS_ENV_FILE` is set.
 const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
+/// The largest size of a file with variables for workers, in bytes.
+const MAX_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 
 /// Returns whether `program`, the first word of a command line, is the name or path of a launcher
 /// whose place launch takes.
@@ -221,14 +223,25 @@ fn read_deepspeed_files(hostfile: &Path, machine: &DropInContext<'_>) -> diagnos
     for directory in [variable(env::HOME).unwrap_or_default(), "."] {
         let path = Path::new(directory).join(name);
         if path.is_file() {
-            let text = fs::read_to_string(&path).map_err(|error| {
-                let message = format!("cannot read {}", path.display());
-                Diagnostic::error(command::IMPORT_VALUE_INVALID, message).with_cause(&error)
-            })?;
-            files.variables.push(text);
+            files.variables.push(read_variable_file(&path)?);
         }
     }
     Ok(files)
+}
+
+/// Reads a file with variables for workers. Fails if the file is too large or not UTF-8 text.
+fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
+    let rejected = |problem: &str| {
+        let message = format!("{problem} {}", path.display());
+        Diagnostic::error(command::IMPORT_VALUE_INVALID, message).with_category(Category::Usage)
+    };
+    let mut text = String::new();
+    let read = File::open(path).and_then(|f| f.take(MAX_VARIABLE_FILE_BYTES + 1).read_to_string(&mut text));
+    read.map_err(|error| rejected("cannot read").with_cause(&error))?;
+    if text.len() as u64 > MAX_VARIABLE_FILE_BYTES {
+        return Err(rejected("a file of variables has more than 1 MiB:"));
+    }
+    Ok(text)
 }
 
 /// Returns whether a command line of `deepspeed` requests a file with the process id. An invalid

@@ -4,7 +4,7 @@ use super::frame::{self, FrameError};
 use serde::{Serialize, de::DeserializeOwned};
 use std::collections::VecDeque;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
     sync::mpsc,
 };
 
@@ -32,12 +32,14 @@ pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameErro
 
 /// Reads messages from a stream into `inbox`, each with the id `sender`, until the stream ends or
 /// fails, or the inbox is closed. Waits while the inbox is full.
-pub(crate) async fn read_frames<K, R, T>(sender: K, mut stream: R, inbox: InboxSender<K, T>)
+pub(crate) async fn read_frames<K, R, T>(sender: K, stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
     R: AsyncRead + Unpin,
     T: DeserializeOwned,
 {
+    // Many small frames take one system call.
+    let mut stream = BufReader::new(stream);
     loop {
         let message = frame::read_frame(&mut stream).await;
         let is_last = !matches!(message, Ok(Some(_)));

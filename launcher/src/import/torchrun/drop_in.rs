@@ -19,7 +19,7 @@ use diagnostic::Diagnostic;
 use jobspec::{env, quote_yaml};
 
 const PROGRAM: &str = "torchrun";
-/// The port of torchrun's rendezvous if `--rdzv-endpoint` names a host without a port.
+/// The names of this machine that need no note in `--rdzv-endpoint` and `--master-addr`.
 const LOOPBACK: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 
 /// The options of torchrun without counterpart in a job.
