@@ -1,4 +1,4 @@
-//! Takes rights away from a sandbox process: limits of resources, Landlock and seccomp.
+//! Confines a sandbox process with resource limits, Landlock and seccomp.
 use crate::{
     limits::{ARENA_BYTES, RequestLimits, SERVICE_STACKS_BYTES, STACK_BYTES, SandboxSettings},
     system_calls::build_filters,
@@ -9,38 +9,41 @@ use landlock::{
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
 use std::io;
 
-/// Largest number of open files of a sandbox process: its socket, and files that it received.
+/// Limit on the open files of a sandbox process: its socket, and the files that it receives.
 const MAX_OPEN_FILES: u64 = 64;
 
-/// Which facilities of the kernel confine a sandbox process, in addition to limits of resources.
+/// The kernel facilities that confine a sandbox process, in addition to resource limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Confinement {
-    /// Landlock denies access to every path and to the network.
+    /// True if Landlock denies access to every path and to the network.
     pub landlock: bool,
-    /// seccomp denies every system call that is not needed.
+    /// True if seccomp denies every system call that is not needed.
     pub seccomp: bool,
 }
 
 impl Confinement {
-    /// Returns the names of the facilities that the kernel lacks.
+    /// Returns the names of the facilities that the kernel lacks: `Landlock`, `seccomp`, both or
+    /// none.
     pub fn missing(self) -> Vec<&'static str> {
         let facilities = [(self.landlock, "Landlock"), (self.seccomp, "seccomp")];
         facilities.into_iter().filter(|(present, _)| !present).map(|(_, name)| name).collect()
     }
 
-    /// Encodes the facilities as a byte.
+    /// Encodes the facilities as one byte, with which the sandbox process reports them to its
+    /// caller.
     pub(crate) fn to_byte(self) -> u8 {
         u8::from(self.landlock) | u8::from(self.seccomp) << 1
     }
 
-    /// Decodes the facilities. Ignores unknown bits.
+    /// Decodes the facilities from the byte that a sandbox process reported. Ignores unknown bits.
     pub(crate) fn from_byte(byte: u8) -> Self {
         Confinement { landlock: byte & 1 != 0, seccomp: byte & 2 != 0 }
     }
 }
 
-/// Takes all rights that a sandbox process does not need away from this process. Fails if a limit
-/// of resources cannot be set. Facilities that the kernel lacks are absent from the result.
+/// Confines this process: sets its resource limits, and denies all access and system calls that a
+/// sandbox process does not need. Returns the kernel facilities in use, and the limiter of single
+/// requests. Fails if a resource limit cannot be set.
 ///
 /// Landlock and seccomp confine this thread and the threads that it starts later, so the process
 /// must not have other threads that interpret untrusted input.
@@ -54,7 +57,8 @@ pub(crate) fn confine(settings: &SandboxSettings) -> io::Result<(Confinement, Re
     Ok((Confinement { landlock, seccomp }, limiter))
 }
 
-/// Sets the limits that hold for the life of the process. Returns the limiter of requests.
+/// Sets the resource limits that hold until the process ends. Returns the limiter of single
+/// requests.
 fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let threads = u64::from(settings.threads);
@@ -79,14 +83,14 @@ fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     Ok(RequestLimiter { idle_bytes, memory_bytes })
 }
 
-/// Returns the value of a field of /proc/self/status in bytes.
+/// Returns the value, in bytes, of the field `field` in `status`, the content of /proc/self/status.
 fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     let size = status.lines().find_map(|line| line.strip_prefix(field)?.strip_suffix("kB"));
     let kibibytes = size.and_then(|size| size.trim().parse::<u64>().ok());
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Sets the limits of each request.
+/// Sets the memory and CPU time that this process may use for each request.
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,
@@ -107,8 +111,8 @@ impl RequestLimiter {
     }
 }
 
-/// Denies with Landlock the access to every path, to TCP ports and to other processes. Returns
-/// false if the kernel has no Landlock.
+/// Denies this process access to every path, to TCP ports and to other processes, by Landlock.
+/// Returns false if the kernel has no Landlock.
 fn deny_paths_and_network() -> bool {
     let restrict = || -> Result<RulesetStatus, landlock::RulesetError> {
         let ruleset = Ruleset::default()
@@ -121,7 +125,7 @@ fn deny_paths_and_network() -> bool {
     matches!(restrict(), Ok(RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced))
 }
 
-/// Denies with seccomp the system calls that a sandbox process does not need. Returns false if the
+/// Denies the system calls that a sandbox process does not need, by seccomp. Returns false if the
 /// kernel has no seccomp.
 fn deny_system_calls() -> bool {
     build_filters()

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-/// Interval at which the CPU time of limited work is checked.
+/// Interval between two checks whether limited work has exceeded its CPU time.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Work that runs on a thread with a limit of CPU time.
@@ -21,7 +21,7 @@ struct LimitedWork {
     limit: Duration,
 }
 
-/// The limited work that runs now.
+/// All work with a limit of CPU time that is running in this process.
 static RUNNING: Mutex<Vec<LimitedWork>> = Mutex::new(Vec::new());
 
 /// Runs `work` on this thread with a limit of CPU time. If the work needs more CPU time than
@@ -33,11 +33,12 @@ pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Removes limited work from [`RUNNING`] on drop, also after a panic.
+/// The entry of limited work in [`RUNNING`]. Dropping this value removes the entry, also after a
+/// panic.
 struct Registration(u64);
 
 impl Registration {
-    /// Registers work of this thread.
+    /// Adds an entry for work of this thread that may use `limit` of CPU time from now on.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);

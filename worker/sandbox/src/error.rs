@@ -16,33 +16,34 @@ pub enum SandboxError {
     /// The work needs more CPU time than the limit.
     #[error("the work needs more than {limit_s} s of CPU time")]
     OutOfCpuTime {
-        /// CPU time of the request, seconds.
+        /// Limit of CPU time, in seconds.
         limit_s: u64,
     },
-    /// The process did not answer, and did not use its CPU time.
+    /// The process did not answer within the longest wait, although it had not used up its CPU
+    /// time.
     #[error("the sandbox process did not answer for {} s", .limit.as_secs())]
     TimedOut {
-        /// The longest wait.
+        /// The longest wait for a reply, which has passed.
         limit: Duration,
     },
     /// The result has more bytes than the limit.
     #[error("the result has {bytes} bytes, more than {limit_bytes}")]
     ReplyTooLong {
-        /// Size of the result.
+        /// Size of the result in bytes.
         bytes: u64,
-        /// Largest result.
+        /// Limit on the size of a result in bytes.
         limit_bytes: u64,
     },
     /// The stack of the process overflowed, or the process accessed invalid memory.
     #[error("the values or expressions are nested too deeply for a stack of {} MiB", .stack_bytes >> 20)]
     StackOverflow {
-        /// Stack of a thread, in bytes.
+        /// Stack size of each thread, in bytes.
         stack_bytes: u64,
     },
     /// The library panicked.
     #[error("the library failed: {message}")]
     Panicked {
-        /// The message and the place of the panic.
+        /// The message and the source location of the panic.
         message: String,
     },
     /// The process ended for another reason.
@@ -53,7 +54,7 @@ pub enum SandboxError {
     InvalidReply,
 }
 
-/// The failure of a request.
+/// Why a request to a sandbox process failed, and in which step of the request.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SandboxFailure {
@@ -66,6 +67,7 @@ pub struct SandboxFailure {
 
 impl SandboxError {
     /// Returns the name and the value of the limit that the work exceeded, for a diagnostic.
+    /// Returns `None` for other errors.
     pub fn exceeded_limit(&self) -> Option<(&'static str, u64)> {
         match *self {
             SandboxError::OutOfMemory { limit_bytes } => Some(("memory_limit_bytes", limit_bytes)),
@@ -77,7 +79,7 @@ impl SandboxError {
         }
     }
 
-    /// Returns the failure of a request in this step.
+    /// Adds the number of the step in which the error occurred.
     pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -1,5 +1,5 @@
 //! The frames between a caller and its sandbox process: a header with the length of the body, and
-//! the body. Numbers are little-endian. The sandbox process believes the caller. The caller checks
+//! the body. Numbers are little-endian. The sandbox process trusts the caller. The caller checks
 //! each header before it reads the body.
 use crate::{
     error::SandboxError,
@@ -13,12 +13,13 @@ pub(crate) const REQUEST_HEADER_BYTES: usize = 32;
 pub(crate) const REPLY_HEADER_BYTES: usize = 16;
 /// Size in bytes of the settings, which the caller sends first.
 pub(crate) const SETTINGS_BYTES: usize = 16;
-/// Longest message of a panic, in bytes.
+/// Limit on the length of a panic message in a reply, in bytes.
 pub(crate) const MAX_PANIC_BYTES: usize = 4096;
-/// Largest number of reports of progress per request. A request with more is an invalid reply.
+/// Limit on the progress reports per request. The caller rejects a reply after more reports as
+/// invalid.
 const MAX_PROGRESS_REPORTS: u32 = 64;
 
-/// The kind of a reply, as its number in the header.
+/// The kind of a reply. The header of the reply has the number of the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyKind {
     /// The result of the request.
@@ -27,10 +28,10 @@ pub(crate) enum ReplyKind {
     Panicked = 1,
     /// The result is longer than the limit. The body is its length.
     TooLong = 2,
-    /// A part of the work needs more CPU time than its limit. The body is the limit in seconds, and
-    /// the process then ends.
+    /// A part of the work needs more CPU time than its limit, and the process then ends. The body
+    /// is the limit in seconds.
     OutOfCpuTime = 3,
-    /// The request is not complete. The body is the number of the step that begins.
+    /// A progress report: the next step of the request begins. The body is the number of this step.
     Progress = 4,
 }
 
@@ -48,14 +49,14 @@ impl ReplyKind {
     }
 }
 
-/// Returns the number in the bytes from `at` to `at + 8`.
+/// Decodes the little-endian number in the bytes from `at` to `at + 8`.
 fn read_u64(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(number)
 }
 
-/// Encodes numbers one after another.
+/// Encodes numbers as little-endian bytes, one number after another.
 fn encode_u64s<const N: usize, const BYTES: usize>(numbers: [u64; N]) -> [u8; BYTES] {
     let mut bytes = [0; BYTES];
     for (place, number) in bytes.chunks_exact_mut(8).zip(numbers) {
@@ -112,7 +113,8 @@ impl FrameDecoder {
         self.progress.0
     }
 
-    /// Returns the buffer for the next bytes, and how many bytes may be appended to it at most.
+    /// Returns the buffer to which the caller must append the bytes that arrive next, and the
+    /// largest number of bytes that it may append.
     pub(crate) fn buffer(&mut self) -> (&mut Vec<u8>, usize) {
         match self.body {
             None => {
@@ -127,7 +129,8 @@ impl FrameDecoder {
     }
 
     /// Returns the reply if its last byte has been appended to the buffer. Fails if the reply is an
-    /// error, is malformed, or is longer than `reply_bytes`. Nothing is allocated for such a reply.
+    /// error, is malformed, or is longer than `reply_bytes`. No memory is allocated for a rejected
+    /// reply.
     pub(crate) fn take_reply(&mut self, reply_bytes: u64) -> Result<Option<Vec<u8>>, SandboxError> {
         if self.body.is_none() && self.header.len() == REPLY_HEADER_BYTES {
             self.body = Some(decode_reply_header(&self.header, reply_bytes)?);

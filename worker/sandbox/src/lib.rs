@@ -1,11 +1,11 @@
-//! Crate `sandbox`: a process of the same executable, in which libraries interpret files of other
-//! people within limits.
+//! Crate `sandbox`: runs libraries that interpret untrusted files in a confined process of the same
+//! executable.
 //!
 //! The process has a limit of memory, of CPU time per request and of bytes per reply. It opens no
 //! file, has no network, starts no process, and gets no environment variables. Requests, replies
 //! and open files pass through one socket. [`SandboxProcess`] is the caller's side, and [`serve`]
-//! is the process. A panic, a crash or an exceeded limit of the process is a [`SandboxError`] of
-//! the caller. docs/design/sandbox.md describes the design.
+//! is the process. A panic, a crash or an exceeded limit of the process becomes a [`SandboxError`]
+//! in the caller. docs/design/sandbox.md describes the design.
 mod confinement;
 mod cpu_watch;
 mod error;

@@ -1,26 +1,26 @@
 //! The limits of a sandbox process: those that hold for its life, and those of one request.
 use std::time::Duration;
 
-/// Stack of each thread of a sandbox process that interprets files, in bytes. Deeper recursion ends
-/// the process.
+/// Stack size in bytes of each thread of a sandbox process that interprets files. Deeper recursion
+/// ends the process.
 pub const STACK_BYTES: usize = 4 << 20;
-/// Stack of each thread of a sandbox process that interprets nothing, in bytes.
+/// Stack size in bytes of each service thread of a sandbox process. Service threads read requests
+/// and check limits, but do not interpret files.
 pub(crate) const SERVICE_STACK_BYTES: usize = 512 << 10;
-/// Stacks of all threads that interpret nothing, in bytes.
+/// Total size in bytes of the stacks of all service threads.
 pub(crate) const SERVICE_STACKS_BYTES: u64 = 4 * SERVICE_STACK_BYTES as u64;
 /// Address space that an allocator reserves for each thread without using it, in bytes.
 pub(crate) const ARENA_BYTES: u64 = 128 << 20;
-/// Number of requests that wait in the sandbox process while it handles one.
+/// Limit on the requests that wait in the sandbox process while it handles another request.
 pub(crate) const REQUESTS_QUEUED: usize = 2;
-/// The constant part of the longest wait for a reply, to which [`WAIT_PER_CPU_TIME`] adds. The
-/// limit of CPU time ends a process that computes, so this limit ends only a process that is
-/// blocked.
+/// Longest wait for a reply, not counting the additional [`WAIT_PER_CPU_TIME`]. The limit of CPU
+/// time ends a process that computes, so this limit ends only a process that is blocked.
 pub(crate) const WAIT_BASE: Duration = Duration::from_secs(60);
-/// Number of seconds of the longest wait for a reply, for each second of CPU time that the request
+/// Seconds by which the longest wait for a reply grows for each second of CPU time that the request
 /// may use.
 pub(crate) const WAIT_PER_CPU_TIME: u32 = 8;
 
-/// The settings of a sandbox process.
+/// The settings with which a sandbox process starts: its threads and its largest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SandboxSettings {
     /// Number of threads that compute.
@@ -29,24 +29,24 @@ pub struct SandboxSettings {
     pub memory_bytes: u64,
 }
 
-/// The limits of one request.
+/// The limits of one request: CPU time, memory and size of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
-    /// CPU time of all threads together, rounded up to seconds.
+    /// CPU time that all threads together may use, rounded up to seconds.
     pub cpu: Duration,
-    /// Memory of the sandbox process while it handles the request, in bytes.
+    /// Memory that the sandbox process may use while it handles the request, in bytes.
     pub memory_bytes: u64,
-    /// Size of the reply, in bytes.
+    /// Largest size of the reply, in bytes.
     pub reply_bytes: u64,
 }
 
 impl RequestLimits {
-    /// Returns the CPU time in whole seconds, at least 1.
+    /// Returns the limit of CPU time, rounded up to whole seconds, and at least 1.
     pub(crate) fn cpu_seconds(&self) -> u64 {
         (self.cpu.as_secs() + u64::from(self.cpu.subsec_nanos() > 0)).max(1)
     }
 
-    /// Returns the longest wait for the reply.
+    /// Returns how long the caller waits for the reply before it kills the sandbox process.
     pub(crate) fn wait(&self) -> Duration {
         WAIT_BASE + Duration::from_secs(self.cpu_seconds()) * WAIT_PER_CPU_TIME
     }

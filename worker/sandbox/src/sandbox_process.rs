@@ -29,14 +29,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest single wait for the socket. A longer pause, in which this process was stopped, counts as
-/// this much waiting.
+/// Longest single wait for the socket. A longer pause counts only as this long, since this process
+/// was stopped in the meantime.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Longest time from the close of a process's socket to the end of the process.
+/// How long the caller waits for a sandbox process to end after the process has closed its socket.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which the end of a process is checked.
+/// Interval between two checks whether a process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The limits of the start, during which the sandbox process interprets nothing.
+/// The limits while the sandbox process starts, which is before it interprets files.
 const START_LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(10), memory_bytes: 0, reply_bytes: 1 };
 
@@ -66,11 +66,12 @@ pub struct SandboxProcess {
     decoder: FrameDecoder,
     /// The limits of the requests whose replies are not decoded yet, in order.
     pending: VecDeque<RequestLimits>,
-    /// Replies that were decoded and not received yet, and the failure that ended the process.
+    /// Replies that are decoded and that [`SandboxProcess::receive`] has not returned yet, and then
+    /// the failure that ended the process.
     replies: VecDeque<Result<Vec<u8>, SandboxFailure>>,
     /// Whether the process failed, so that no further reply is decoded.
     has_failed: bool,
-    /// How long the next reply was waited for.
+    /// How long the caller has waited for the next reply so far.
     waited: Duration,
     confinement: Confinement,
 }
@@ -100,7 +101,7 @@ impl SandboxProcess {
             waited: Duration::ZERO,
             confinement: Confinement::default(),
         };
-        process.greet(settings).map_err(|error| {
+        process.exchange_settings(settings).map_err(|error| {
             SandboxError::NotStarted(io::Error::other(format!("{} ({error})", command.program.display())))
         })?;
         tracing::debug!(target: "sandbox", pid = process.child.id(), threads = settings.threads,
@@ -109,8 +110,8 @@ impl SandboxProcess {
         Ok(process)
     }
 
-    /// Sends the settings and receives the confinement.
-    fn greet(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
+    /// Sends the settings to the new process, and receives which kernel facilities confine it.
+    fn exchange_settings(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
         self.socket.set_nonblocking(true).map_err(SandboxError::NotStarted)?;
@@ -120,19 +121,19 @@ impl SandboxProcess {
         Ok(())
     }
 
-    /// Returns which facilities of the kernel confine the process.
+    /// Returns which kernel facilities confine the process.
     pub fn confinement(&self) -> Confinement {
         self.confinement
     }
 
-    /// Returns the number of requests whose replies were not received yet.
+    /// Returns the number of requests whose replies the caller has not received yet.
     pub fn pending(&self) -> usize {
         self.pending.len() + self.replies.len()
     }
 
-    /// Sends a request, and `file` with it. Receives replies meanwhile if the process waits for
-    /// that. If the process fails, [`SandboxProcess::receive`] returns the reason after the replies
-    /// that precede it.
+    /// Sends a request, and with it the open file `file`, if there is one. While the process cannot
+    /// accept more bytes, reads the replies that arrive. If the process fails,
+    /// [`SandboxProcess::receive`] returns the reason after the replies that precede it.
     pub fn send(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
         let header = encode_request_header(body.len(), limits);
         self.pending.push_back(*limits);
@@ -172,8 +173,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits for the socket and decodes the replies that have arrived. A failure is kept behind
-    /// them, because they may arrive together with the end of the process.
+    /// Waits for the socket and decodes the replies that have arrived. Queues a failure after these
+    /// replies, because they may arrive together with the end of the process.
     fn wait_and_read(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
@@ -182,7 +183,7 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits until bytes have arrived or can be sent. Ends the process if the wait for the next
+    /// Waits until bytes have arrived or can be sent. Kills the process if the wait for the next
     /// reply takes too long.
     fn wait_for_socket(&mut self, events: PollFlags) -> Result<(), SandboxFailure> {
         loop {
@@ -229,12 +230,13 @@ impl SandboxProcess {
         Ok(())
     }
 
+    /// Returns the process id of the sandbox process.
     #[cfg(test)]
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Closes the socket as the end of this process would.
+    /// Shuts down the socket, so that the sandbox process sees the same as if its caller had ended.
     #[cfg(test)]
     pub(crate) fn shut_down_socket(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");
@@ -254,13 +256,13 @@ impl SandboxProcess {
         SandboxError::Ended("it closed its socket".to_owned())
     }
 
-    /// Ends the process because of an error, and returns the failure of the oldest request.
+    /// Kills the process because of `error`. Returns `error` as the failure of the oldest request.
     fn kill_after(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
         error.in_step(self.decoder.step())
     }
 
-    /// Ends the process, and waits for its end.
+    /// Kills the process, and waits until it has ended.
     fn kill(&mut self) {
         // A process that has ended cannot be killed.
         _ = self.child.kill();

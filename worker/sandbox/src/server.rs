@@ -1,4 +1,4 @@
-//! [`serve`]: the sandbox process.
+//! [`serve`]: the main function of a sandbox process, which answers the requests of its caller.
 use crate::{
     confinement::{RequestLimiter, confine},
     cpu_watch::watch_cpu_time,
@@ -40,11 +40,11 @@ const DONE: u8 = 0;
 /// limit that it reported.
 const FAILED: u8 = 1;
 
-/// The message and the place of the last panic.
+/// The message and the source location of the last panic.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// Reports that the step with this number of the current request begins. An error of the request
-/// names the last step.
+/// A callback that reports that the step with the given number of the current request begins. An
+/// error of the request names the last reported step.
 pub type ReportStep<'a> = dyn FnMut(u64) + 'a;
 
 /// Interprets requests in the sandbox process.
@@ -55,7 +55,7 @@ pub trait RequestHandler {
     fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8>;
 }
 
-/// A request with its limits.
+/// A request that has arrived, with its file and its limits.
 struct Request {
     body: Vec<u8>,
     file: Option<File>,
@@ -104,7 +104,7 @@ fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     process::exit(FAILED.into())
 }
 
-/// Starts a thread of the sandbox process that interprets nothing.
+/// Starts a service thread of the sandbox process, which does not interpret files.
 fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new().name(name.to_owned()).stack_size(SERVICE_STACK_BYTES).spawn(run).map(drop)
 }
@@ -125,7 +125,7 @@ fn prepare_signals() {
     }
 }
 
-/// Records the message and the place of a panic for the reply.
+/// Records the message and the source location of a panic for the reply.
 fn record_panic(info: &panic::PanicHookInfo) {
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied();
@@ -171,7 +171,8 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     Ok(Request { body, file, limits })
 }
 
-/// Reads bytes of a header, and a file if one was sent with them.
+/// Reads bytes of a header into `buffer`. Returns their number, and the file that came with them,
+/// if there is one.
 fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
     let mut control = cmsg_space!(RawFd);
     let mut parts = [IoSliceMut::new(buffer)];
@@ -210,7 +211,7 @@ fn answer_requests(
     Ok(())
 }
 
-/// Returns the message and the place of the last panic of this process.
+/// Returns the message and the source location of the last panic of this process.
 pub fn take_panic_message() -> String {
     let mut last = LAST_PANIC.lock().unwrap_or_else(PoisonError::into_inner);
     let mut message = std::mem::take(&mut *last);

@@ -55,14 +55,15 @@ const ALLOWED: &[i64] = &[
     libc::SYS_poll,
 ];
 
-/// System calls that fail with ENOSYS, as on an older kernel. The C library and std then use older
-/// ones, whose arguments the filter can check.
+/// System calls that the filter rejects with ENOSYS, as if the kernel did not have them. The C
+/// library and std then use older system calls, whose arguments the filter can check.
 const MISSING: [i64; 2] = [libc::SYS_clone3, libc::SYS_statx];
-/// `PR_SET_VMA` of `prctl`, with which allocators name their memory.
+/// The option `PR_SET_VMA` of the system call `prctl`, with which allocators name their memory.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// Builds the filters of system calls. A process applies all of them, in this order, and the kernel
-/// then takes the strictest answer. System calls that no rule allows fail with EPERM.
+/// Builds the two seccomp filters of a sandbox process. The process must apply both, in this order.
+/// For each system call, the kernel then takes the strictest answer. System calls that no rule
+/// allows fail with EPERM.
 pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let argument = |number, expected| {

@@ -1,4 +1,5 @@
-//! Tests of a sandbox process that does what an untrusted file could make a library do.
+//! Tests of a sandbox process whose handler misbehaves on request, as a library could with an
+//! untrusted file.
 use super::*;
 use std::{
     fs::{self, File},
@@ -9,10 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Environment variable of the sandbox process.
+/// Name of the environment variable that only the sandbox process of a test has.
 const IS_SANDBOX: &str = "LAUNCH_TEST_IS_SANDBOX";
 
-/// The sandbox process process of the tests. Does nothing in a usual run of the tests.
+/// The main function of the sandbox process that other tests start. Does nothing if run as a test.
 #[test]
 fn run_sandbox() {
     if std::env::var_os(IS_SANDBOX).is_some() {
@@ -20,7 +21,7 @@ fn run_sandbox() {
     }
 }
 
-/// Executes the operation that a request names.
+/// A handler that executes the operation that a request names, such as a panic or an endless loop.
 struct TestHandler;
 
 impl RequestHandler for TestHandler {
@@ -97,11 +98,11 @@ fn recurse(depth: usize) -> usize {
     if depth == 0 { 0 } else { recurse(depth - 1) + bytes.len() }
 }
 
-/// The limits of most requests of the tests.
+/// The limits of most requests in these tests.
 const LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(2), memory_bytes: 64 << 20, reply_bytes: 1 << 20 };
 
-/// Starts a sandbox process.
+/// Starts this test program as a sandbox process that runs [`run_sandbox`].
 fn start_sandbox() -> SandboxProcess {
     let command = SandboxCommand {
         program: std::env::current_exe().unwrap().into(),
