@@ -1,4 +1,5 @@
-//! [`AbortReason`]: why a group was aborted, in the form in which it travels to every rank.
+//! [`AbortReason`]: why a group of ranks was aborted, and the encoding in which the reason reaches
+//! every rank.
 //!
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
 //! Both carry the bytes of [`AbortReason::encode`]: kind (u8), rank (u32), observer (u32),
@@ -26,7 +27,8 @@ pub enum AbortReason {
         /// The message of the failed rank's error.
         message: String,
     },
-    /// The connection to a rank ended without a farewell: its process or host ended.
+    /// The connection to a rank ended without a farewell message, because the process or the host
+    /// of that rank ended.
     #[error("rank {rank} is gone: its connection ended without a farewell")]
     PeerLost {
         /// The rank whose process or host ended.
@@ -42,7 +44,7 @@ pub enum AbortReason {
         /// The silence timeout that expired.
         silence: Duration,
     },
-    /// A rank left the group in order while a peer still needed it.
+    /// A rank left the group cleanly while a peer still needed it.
     #[error("rank {rank} left the group before {collective}")]
     PeerLeft {
         /// The rank that left.

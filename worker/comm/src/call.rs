@@ -43,8 +43,8 @@ pub(crate) struct CollectiveCall {
     pub(crate) kind: CollectiveKind,
     /// Call number: how many collectives this rank had called before.
     pub(crate) number: u64,
-    /// Element count that must be equal on all ranks; 0 for collectives in which ranks may pass
-    /// different counts.
+    /// Number of elements, which must be equal on all ranks. 0 for collectives in which ranks may
+    /// pass different numbers of elements.
     elements: u64,
     /// Hash of the other arguments that must be equal on all ranks: counts, root and element size.
     digest: u64,
@@ -52,8 +52,8 @@ pub(crate) struct CollectiveCall {
     element_bytes: usize,
 }
 
-/// Writes the collective and the call number: `barrier (call 12)`. All transports name a call in
-/// this form.
+/// Formats the collective and the call number as `barrier (call 12)`, the form in which all
+/// messages name a call.
 impl fmt::Display for CollectiveCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} (call {})", self.kind, self.number)
@@ -62,8 +62,8 @@ impl fmt::Display for CollectiveCall {
 
 impl CollectiveCall {
     /// Describes a call of `kind`, with the call number 0. The description contains `elements` and
-    /// a hash of the numbers in `agreed`. Both are compared with those of the peers, so calls with
-    /// different values do not match.
+    /// a hash of `agreed`, the numbers on which all ranks must agree. Calls that differ in either
+    /// do not match.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
@@ -98,8 +98,8 @@ impl CollectiveCall {
         Ok(call.with_element_size(recv.element_bytes))
     }
 
-    /// Describes an ordered reduce-scatter for comparison with the peers' calls. Fails if a
-    /// partial's length is not the sum of `counts`.
+    /// Describes an ordered reduce-scatter for comparison with the peers' calls. Fails if the
+    /// length of a partial vector is not the sum of `counts`.
     pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
@@ -215,8 +215,8 @@ impl CollectiveCall {
     }
 
     /// Fails if the number of bytes that rank `from` sends to rank `to` (`sent`) differs from the
-    /// number that `to` expects. The error has amounts in elements if these differ, otherwise in
-    /// bytes.
+    /// number that `to` expects. The error states numbers of elements if these differ, and numbers
+    /// of bytes otherwise.
     pub(crate) fn check_byte_transfer(
         &self,
         from: usize,

@@ -1,5 +1,5 @@
-//! [`ArgumentError`] and [`CallMismatch`]: calls of a collective whose arguments contradict each
-//! other.
+//! [`ArgumentError`] and [`CallMismatch`]: errors about the arguments of a collective, within one
+//! call or between the calls of two ranks.
 use crate::collective_kind::CollectiveKind;
 use diagnostic::Diagnostic;
 
@@ -143,7 +143,8 @@ pub enum CallMismatch {
         /// Number of ranks in the group.
         world: usize,
     },
-    /// A rank passes bytes to a collective of numbers that are no whole number of numbers.
+    /// A rank passes bytes to a collective of u64 numbers, and the number of bytes is not a
+    /// multiple of 8.
     #[error("rank {rank} gives {bytes} bytes to all_gather_u64, which takes multiples of 8 bytes")]
     IncompleteNumber {
         /// The rank that passes the bytes.
@@ -168,12 +169,13 @@ pub enum CallMismatch {
 /// The call of a rank, as the rank announced it to its peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSummary {
-    /// The collective that was called; `None` if the peer sent an unknown number.
+    /// The collective that was called, or `None` if the peer sent a number that stands for no
+    /// collective.
     pub collective: Option<CollectiveKind>,
     /// Call number: how many collectives the rank had called before.
     pub call_number: u64,
-    /// Element count that must be equal on all ranks; 0 for collectives in which ranks may pass
-    /// different counts.
+    /// Number of elements, which must be equal on all ranks. 0 for collectives in which ranks may
+    /// pass different numbers of elements.
     pub elements: u64,
 }
 

@@ -1,4 +1,4 @@
-//! [`CollectiveKind`]: names a collective in calls and errors.
+//! [`CollectiveKind`]: identifies a collective in descriptions of calls and in errors.
 use std::fmt;
 
 /// Identifies a collective of [`Comm`](crate::Comm). Ranks exchange the variant's number to detect

@@ -8,7 +8,8 @@ use device::{Dtype, View, ViewMut};
 /// A callback that receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index
 /// of the partial on that rank, piece)`.
 ///
-/// The callback may call [`Comm::abort`], but no collective. A piece is aligned for `f32` only.
+/// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
+/// of 4 bytes, the alignment of `f32`, and not of more.
 pub type PartialSink<'a> = dyn FnMut(usize, usize, View<'_>) + 'a;
 
 /// The communicator of one rank: its handle to the collectives of a group.

@@ -11,7 +11,7 @@ use device::{cuda::CudaError, storage::DeviceError};
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Error of a collective, or of an attempt to join a group.
+/// Why a collective, or an attempt to join a group, failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
     /// The group was aborted, by this rank or by a peer. An abort is never the root cause of a
@@ -69,7 +69,7 @@ pub enum CommError {
         /// The last failed attempt to connect to a peer, if there was one.
         last_failure: Option<Box<ConnectFailure>>,
     },
-    /// The group cannot be joined as described, for example because the number of ranks is out of
+    /// The description of the group is invalid, for example because the number of ranks is out of
     /// range.
     #[error(transparent)]
     InvalidGroup(#[from] GroupError),
@@ -94,7 +94,7 @@ pub enum CommError {
         /// The operating system's message.
         error: String,
     },
-    /// A step of a collective needs a connection that does not exist: a bug.
+    /// A step of a collective needs a connection that does not exist, which is a bug of this crate.
     #[error("rank {rank} has no connection to rank {peer}")]
     NotConnected {
         /// The rank that called the collective.

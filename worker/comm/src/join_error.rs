@@ -3,7 +3,7 @@
 use crate::message_text::format_ranks;
 use std::net::SocketAddr;
 
-/// Why a group cannot be joined as described.
+/// Why the description of a group, or of this rank's place in the group, is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD`].

@@ -9,8 +9,8 @@
 //!
 //! - [`local`]: the ranks are threads of one process. It serves jobs of one rank, and tests.
 //! - [`shm`]: the ranks are processes of one host and share a memory segment.
-//! - [`tcp`]: the ranks are on several hosts. TCP connects the hosts; the ranks of each host share
-//!   memory.
+//! - [`tcp`]: the ranks are on several hosts. TCP connects the hosts, and the ranks of each host
+//!   share memory.
 //!
 //! Two more communicators accept buffers in GPU memory: [`staged`] copies them through host memory,
 //! and [`nccl`] transfers them with NCCL.

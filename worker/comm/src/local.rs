@@ -1,7 +1,8 @@
 //! [`LocalComm`]: collectives between threads of one process, which read each other's buffers
 //! directly.
 //!
-//! A collective is one or two exchanges of the addresses of data (`exchange.rs`).
+//! In a collective, the threads exchange the addresses of their buffers once or twice
+//! (`exchange.rs`).
 use crate::{
     AbortReason, Comm, PartialSink, Result, SharedWindow,
     call::{self, BufferShape, CollectiveCall, GroupPosition},
@@ -25,15 +26,16 @@ mod published_slice;
 
 pub use communicator::LocalComm;
 
-/// How long a rank waits for its peers in one collective of a group from [`create_group`].
+/// How long a rank waits for its peers in one collective, in a group that [`create_group`] creates.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// The largest timeout of a collective. Longer timeouts are reduced to it, so that deadlines do not
 /// overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The largest length, in elements, of an all-reduce that needs one exchange instead of two,
-/// because every rank computes the whole sum.
+/// The largest number of elements of an all-reduce that takes one exchange, in which every rank
+/// computes the whole sum. A larger all-reduce takes two exchanges, and each rank sums only its
+/// share.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
 /// Creates the communicators of `world` ranks, indexed by rank. Each communicator is meant for one

@@ -1,4 +1,4 @@
-//! Ranks in messages.
+//! Formats lists of ranks for messages.
 
 /// Formats ranks for a message, such as `ranks 1, 3 of 4`.
 pub(crate) fn format_ranks(ranks: &[usize], world: usize) -> String {

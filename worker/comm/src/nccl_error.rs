@@ -4,7 +4,7 @@ use device::cuda::CudaError;
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::{path::PathBuf, time::Duration};
 
-/// Error of opening NCCL, of a call of NCCL, or of work that a group enqueued.
+/// Why NCCL could not be opened, or why a call of NCCL or the work that it enqueued failed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum NcclError {
     /// No file of the NCCL library could be opened.
@@ -58,7 +58,8 @@ pub enum NcclError {
         /// Number of ranks in the group.
         world: usize,
     },
-    /// The transport between host memories, over which the ranks connect, failed.
+    /// The transport between host memories, through which the ranks exchange NCCL's unique id,
+    /// failed.
     #[error("the ranks cannot connect with NCCL: {}", .0.message())]
     HostComm(Box<Diagnostic>),
     /// The GPU of this rank cannot be used.

@@ -1,9 +1,9 @@
-//! [`SharedWindow`]: memory that the ranks of a group share, so that peers read without a copy.
+//! [`SharedWindow`]: memory that the ranks of a group share, so that each rank reads the data of
+//! its peers without a copy.
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
-/// The memory of a shared window. It stays mapped while this object lives, and its pages can be
-/// released.
+/// The memory of a shared window, which stays mapped as long as this object exists.
 pub(crate) trait WindowMemory: Send + Sync {
     /// Unmaps from this process the pages that are inside the byte range `bytes` of the window.
     /// Their contents stay, and the next access maps them again.

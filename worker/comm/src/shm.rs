@@ -8,10 +8,10 @@
 //!
 //! Memory: a rank touches 2 × min(`MAX_CHUNK_BYTES`, staging) of the segment in streaming
 //! collectives and up to 2 × staging in [`reduce_scatter_ordered`](Comm::reduce_scatter_ordered).
-//! If the partials do not fit into staging, the latter also keeps a private buffer of 8 × staging
-//! or two of the largest pieces, whichever is more (`ordered_reduce.rs`). The kernel allocates a
-//! page of the segment when it is first accessed. If the machine has no memory left at that time,
-//! the rank gets SIGBUS.
+//! If the partial vectors do not fit into the staging memory, the latter also keeps a private
+//! buffer of 8 × staging or two of the largest pieces, whichever is more (`ordered_reduce.rs`). The
+//! kernel allocates a page of the segment when it is first accessed. If the machine has no memory
+//! left at that time, the rank gets SIGBUS.
 use crate::{
     AbortReason, CallMismatch, Comm, PartialSink, Result, SharedWindow,
     call::{self, BufferShape, CollectiveCall, compute_consecutive_ranges},

@@ -20,7 +20,7 @@ pub struct StagedComm {
 struct StagingBuffers {
     send: PinnedBuffers,
     recv: PinnedBuffers,
-    /// GPU memory for one piece that is passed to the caller's sink.
+    /// GPU memory for one piece, from which the caller's sink reads it.
     device_piece: Buf,
 }
 

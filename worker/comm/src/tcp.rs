@@ -29,8 +29,9 @@ mod topology;
 pub use communicator::{TcpComm, TcpLimits};
 pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankListener};
 
-/// The largest size, in bytes, of an all-reduce that needs one network step instead of two, because
-/// every rank computes the whole sum.
+/// The largest size, in bytes, of an all-reduce that takes one network step, in which every rank
+/// computes the whole sum. A larger all-reduce takes two steps per block, and each rank sums only
+/// its share.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
 /// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;

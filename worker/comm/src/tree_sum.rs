@@ -9,8 +9,8 @@
 //! n = 4: (0+1)+(2+3)      n = 5: ((0+1)+(2+3))+4      n = 7: ((0+1)+(2+3))+((4+5)+6)
 //! ```
 //!
-//! Additions are in f32 and none is skipped. So the bits of an element depend only on the ranks'
-//! values, not on the chunks in which messages travel or on the rank that computes the sum.
+//! Additions are in f32 and none is skipped. So the bits of a sum depend only on the ranks' values,
+//! and not on how messages are divided into chunks or which rank computes the sum.
 
 /// The number of elements that are summed at a time if there are intermediate sums. The
 /// intermediate sums then stay in the first-level cache.

@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct LocalComm {
     pub(super) position: GroupPosition,
     pub(super) group: Arc<LocalGroup>,
-    /// Serializes the collectives of this rank.
+    /// The call state of this rank. A collective holds the lock, so that collectives of one rank
+    /// never overlap.
     pub(super) call_state: Mutex<LocalCallState>,
 }
 

@@ -137,8 +137,8 @@ impl LocalComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Waits until no rank reads its peers' memory, and then returns `error`. The group must be
-    /// aborted, so that no further rank begins to read.
+    /// Waits until no rank reads the memory of its peers any more, and then fails with `error`. The
+    /// group must be aborted, so that no further rank begins to read.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);

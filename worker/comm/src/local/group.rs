@@ -10,7 +10,7 @@ use std::{
 pub(super) struct LocalGroup {
     pub(super) timeout: Duration,
     pub(super) state: Mutex<GroupState>,
-    /// Notified when the state changes.
+    /// The condition variable on which ranks wait for a change of the state.
     pub(super) changed: Condvar,
 }
 

@@ -1,7 +1,7 @@
 //! [`NcclComm`]: collectives of buffers in GPU memory by NCCL.
 //!
-//! Everything else (lengths, reports, barriers, buffers in host memory) uses a transport between
-//! host memories, which also carries aborts.
+//! Everything else uses a transport between host memories: lengths, reports, barriers, aborts, and
+//! buffers in host memory.
 //!
 //! Transfers are enqueued on the stream of the calling thread's GPU work. A call returns before
 //! they are done, and they run in order with the operations around them. Only pieces are
@@ -54,14 +54,14 @@ impl NcclComm {
         Ok(NcclComm { group, host_comm, cuda, received: Mutex::default() })
     }
 
-    /// Returns the stream of the calling thread's GPU work. Fails if the GPU has failed, so that no
-    /// invalid data is sent.
+    /// Returns the CUDA stream of the calling thread, after enqueueing GPU work that the thread has
+    /// recorded but not launched. Fails if the GPU has failed, so that no invalid data is sent.
     fn flushed_stream(&self) -> Result<CudaStream> {
         Ok(CudaStream(self.cuda.flushed_stream()?))
     }
 
     /// Enqueues the `sends` to peers and the `receives` from peers, all of elements of type
-    /// `dtype`. They run at the same time.
+    /// `dtype`. NCCL runs all of them at the same time.
     fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());

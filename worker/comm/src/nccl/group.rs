@@ -43,8 +43,8 @@ impl PollBackoff {
     }
 }
 
-/// NCCL's communicator and the reason of its abort, which a lock protects. The lock is held only
-/// for calls that do not wait.
+/// NCCL's handle of a communicator, and the reason of its abort. A lock protects this state, and is
+/// held only for calls that do not wait.
 struct CommunicatorState {
     /// NCCL's handle of the communicator; null after the communicator was aborted.
     comm: ncclComm_t,
@@ -192,7 +192,7 @@ impl NcclGroup {
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Returns whether the communicator is still working on an earlier call. If the communicator
+    /// Polls whether the communicator is still working on an earlier call. If the communicator
     /// reports an asynchronous error, aborts the communicator and fails with that error.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
@@ -204,14 +204,14 @@ impl NcclGroup {
         Ok(state == IN_PROGRESS)
     }
 
-    /// Polls until the communicator has accepted its latest call. Fails after the timeout or with
-    /// the communicator's error.
+    /// Polls until NCCL has accepted the latest call of the communicator. Fails after the timeout,
+    /// or with the communicator's error.
     fn wait_until_accepted(&self, operation: &str) -> Result<()> {
         self.wait_until_accepted_unless(operation, &|| Ok(()))
     }
 
-    /// Polls until the communicator has accepted its latest call. Fails as soon as `check_abort`
-    /// fails, after the timeout, or with the communicator's error.
+    /// Polls until NCCL has accepted the latest call of the communicator. Fails as soon as
+    /// `check_abort` fails, after the timeout, or with the communicator's error.
     fn wait_until_accepted_unless(
         &self,
         operation: &str,
@@ -241,7 +241,8 @@ impl NcclGroup {
         }
     }
 
-    /// Calls a function of NCCL and waits until the communicator has accepted the call.
+    /// Calls a function of NCCL that enqueues work on a stream, and waits until NCCL has accepted
+    /// the call.
     fn enqueue_call(
         &self,
         function: &str,

@@ -13,8 +13,8 @@ use std::{
     sync::{Mutex, MutexGuard, atomic::Ordering},
 };
 
-/// The largest number of bytes that a rank publishes in one round of a streaming collective. A
-/// smaller staging slot lowers the number.
+/// Limit on the bytes that a rank publishes in one round of a streaming collective. If a staging
+/// slot is smaller, the size of the slot is the limit.
 pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
@@ -28,13 +28,14 @@ pub struct ShmComm {
     pub(super) position: GroupPosition,
     pub(super) job_ranks: JobRanks,
     pub(super) limits: ShmLimits,
-    /// Whether a rank spins briefly before it sleeps in a wait. True only if the machine has at
-    /// least one processor per rank.
+    /// Whether this rank spins briefly before it sleeps while it waits for peers. True only if the
+    /// machine has at least one processor per rank.
     pub(super) can_spin: bool,
     pub(super) segment: Segment,
     /// The file (a memfd) of the segment. Shared windows are stored in the file after the segment.
     pub(super) fd: OwnedFd,
-    /// Serializes the collectives of this rank.
+    /// The call state of this rank. A collective holds the lock, so that collectives of one rank
+    /// never overlap.
     pub(super) call_state: Mutex<ShmCallState>,
 }
 
@@ -53,8 +54,8 @@ pub(crate) struct ShmCallState {
     pub(super) calls: u64,
     /// Number of rounds entered so far.
     pub(super) rounds: u64,
-    /// Memory in which pieces are assembled that do not fit into the staging memory; reused by all
-    /// calls.
+    /// Memory in which a rank assembles received pieces that do not fit into the staging memory.
+    /// All calls reuse it.
     pub(super) scratch: Buf,
     /// Bytes that shared windows occupy after the segment in the file.
     pub(super) window_bytes: usize,
@@ -235,8 +236,8 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Returns the ranks other than this one, starting with the next higher rank. So at one time
-    /// each rank reads from a different peer.
+    /// Returns the ranks other than this one, starting with the next higher rank. With this order,
+    /// all ranks read from different peers at the same time.
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let GroupPosition { rank, world } = self.position;
         (1..world).map(move |i| (rank + i) % world)

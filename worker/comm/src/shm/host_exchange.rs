@@ -1,6 +1,6 @@
 //! Exchanges data among the ranks of one host. Data moves through the staging slots chunk by chunk,
-//! one round per chunk. Collectives that span several hosts use them as steps. Lengths and offsets
-//! are in bytes.
+//! one round per chunk. Such an exchange is also a step of collectives that span several hosts.
+//! Lengths and offsets are in bytes.
 //!
 //! Ranks in this module are ranks within the segment, which are local ranks of the job. Every
 //! function of [`ShmComm`] that exchanges data runs at least one round, so it is also a barrier of

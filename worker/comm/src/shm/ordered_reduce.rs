@@ -16,14 +16,15 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// The largest size of the pieces that a rank assembles in one window, as a multiple of its staging
-/// size.
+/// Limit on the total size of the pieces that a rank assembles in one window, as a multiple of its
+/// staging size.
 const WINDOW_FACTOR: usize = 8;
 
 /// The largest number of partials that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// The partials of one window, by rank: a range of indices of that rank's partials.
+/// The partial vectors that belong to one window: for each rank, a range of indices of that rank's
+/// partial vectors.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
 /// Aborts the group if dropped during a panic of the caller's sink, so that peers do not wait for
@@ -40,8 +41,8 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Runs an ordered reduce-scatter in a group of two or more ranks. The caller has checked the
-    /// lengths of the partials.
+    /// Runs an ordered reduce-scatter in a group of two or more ranks. The caller must have checked
+    /// the lengths of the partial vectors.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -99,8 +100,8 @@ impl ShmComm {
         }
     }
 
-    /// Passes this rank's part of all partials to the sink, in the order (rank, index). Reads the
-    /// peers' pieces directly in their staging slots.
+    /// Passes this rank's part of every partial vector to the sink, in the order (rank, index).
+    /// Reads the peers' pieces directly in their staging slots.
     fn deliver_staged(
         &self,
         slot: usize,
@@ -223,7 +224,8 @@ fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether the pieces of `partials` partials of `rank` fit into a slot of `staging` bytes.
+/// Returns whether one staging slot of `staging` bytes can hold the pieces that `rank` sends, if
+/// `rank` passes `partials` partial vectors.
 fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
@@ -263,8 +265,8 @@ pub fn count_assembly_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Fills `to` with the elements of a stream from element `offset` on. The stream consists of the
-/// elements `start..start + count` of each partial, one partial after another.
+/// Fills `to` with the elements of a stream that begin at element `offset`. The stream consists of
+/// the elements `start..start + count` of each partial, one partial after another.
 fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
@@ -281,8 +283,9 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the partials of all ranks, in the order (rank, index), into windows in which no rank
-/// assembles more than `max_elements`. A partial that exceeds the limit gets a window for itself.
+/// Divides the partial vectors of all ranks, in the order (rank, index), into windows in which no
+/// rank assembles more than `max_elements`. A partial vector that exceeds the limit gets a window
+/// for itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],

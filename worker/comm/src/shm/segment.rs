@@ -44,7 +44,8 @@ pub(super) struct SegmentHeader {
     world: AtomicU64,
     staging: AtomicU64,
     pad: [u64; 13],
-    /// The number of events that sleepers wait for. Sleepers sleep on this futex.
+    /// A counter that is incremented to wake sleeping ranks. Ranks sleep on this counter as a
+    /// futex.
     pub(super) event_count: AtomicU32,
     /// The number of ranks that sleep or are about to.
     pub(super) sleepers: AtomicU32,
@@ -68,7 +69,7 @@ pub(super) struct RankStatus {
     pub(super) call: [[AtomicU64; 3]; 2],
     /// The process id of the rank; 0 until the rank has joined.
     pub(super) joined_pid: AtomicU32,
-    /// Not 0 once the rank has left the group in order.
+    /// Not 0 once the rank has left the group cleanly.
     pub(super) has_left: AtomicU32,
     /// The processor on which this rank entered its last round.
     pub(super) cpu: AtomicU32,
@@ -249,8 +250,8 @@ impl Segment {
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the table of `2 × world` words in which `rank` publishes numbers for its peers, in
-    /// rounds that use the slot `slot`.
+    /// Returns the table of `2 × world` words in which `rank` publishes lengths and counts for its
+    /// peers, in rounds that use the slot `slot`.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);

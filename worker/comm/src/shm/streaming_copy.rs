@@ -1,8 +1,8 @@
 //! Copies that bypass the processor caches, for destinations that are too large to stay in the
 //! caches.
 //!
-//! An ordinary store first reads the cache line that it overwrites, which is a third of the memory
-//! traffic of a large gather.
+//! An ordinary store first reads the cache line that it overwrites. In a large gather, these reads
+//! are a third of the memory traffic.
 
 /// The smallest destination of a collective, in bytes, for which copies that bypass the caches are
 /// faster.

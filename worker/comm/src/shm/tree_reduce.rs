@@ -7,8 +7,8 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The largest size, in bytes, of an all-reduce that needs one round instead of two, because every
-/// rank computes the whole sum.
+/// The largest size, in bytes, of an all-reduce that takes one round, in which every rank computes
+/// the whole sum. A larger all-reduce takes several rounds, and each rank sums only its share.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {

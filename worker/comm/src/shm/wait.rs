@@ -44,14 +44,14 @@ const MAX_SLEEP: Duration = Duration::from_millis(100);
 /// separate processor. A sleep and a wake-up take about as long.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Error of a wait for peers. Ranks are numbered within the segment.
+/// Why a wait for peers failed. Ranks are numbered within the segment.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// The group was aborted.
     Aborted(AbortReason),
     /// Ranks had not arrived when the timeout expired. The value lists them, ascending.
     TimedOut(Vec<usize>),
-    /// A rank left the group without having arrived. The value is its rank.
+    /// A rank left the group before it arrived. The value is the number of that rank.
     PeerLeft(usize),
 }
 
@@ -218,7 +218,7 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps on a futex while `word` is `value`, for at most `timeout`. May return early for no
+/// Sleeps on a futex while `word` is `value`, for at most `timeout`. May also wake up without a
 /// reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
@@ -236,7 +236,7 @@ fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores `values` in `table`, which peers read after this rank entered its next round.
+/// Stores `values` in `table`, which peers read after this rank has entered its next round.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// The largest size of a rank's private buffer for received pieces, as a multiple of
+/// Limit on the size of a rank's private buffer for received pieces, as a multiple of
 /// `staging_bytes`.
 const WINDOW_FACTOR: usize = 8;
 /// Timeouts and memory of a group on several hosts.
@@ -48,7 +48,8 @@ pub struct TcpComm {
     /// host.
     pub(super) shm: Option<Arc<ShmComm>>,
     pub(super) limits: TcpLimits,
-    /// Serializes the collectives of this rank.
+    /// The call state of this rank. A collective holds the lock, so that collectives of one rank
+    /// never overlap.
     pub(super) call_state: Mutex<TcpCallState>,
     pub(super) monitor: Option<JoinHandle<()>>,
 }
@@ -139,8 +140,8 @@ impl TcpComm {
         step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Gathers `buf` on all ranks: runs a replication step. Before the call, each rank r has only
-    /// the bytes `parts[r]`; afterwards, every rank has all parts.
+    /// Runs a replication step, which gathers `buf` on all ranks. Before the call, each rank r has
+    /// only the bytes `parts[r]`; afterwards, every rank has all parts.
     pub(super) fn replicate(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -167,8 +168,8 @@ impl TcpComm {
             .map_err(|error| self.abort_on_error(error))
     }
 
-    /// Sends `messages[r]` to each rank r, and receives the message of rank r in
-    /// `buf[recv_ranges[r]]`: runs an exchange step.
+    /// Runs an exchange step, which sends `messages[r]` to each rank r and receives the message of
+    /// rank r in `buf[recv_ranges[r]]`.
     ///
     /// The entries for this rank itself are ignored.
     pub(super) fn exchange_messages(

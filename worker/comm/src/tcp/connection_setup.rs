@@ -23,15 +23,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of connections that are accepted before their handshakes advance.
+/// Limit on the connections that are accepted in a row, before the handshakes of accepted
+/// connections advance.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of connections from unknown addresses that are not authenticated yet. A peer
 /// may connect from another address than that on which it listens.
 const MAX_PENDING_UNKNOWN: usize = 32;
-/// How many more unauthenticated connections from the address of a peer are kept than its ranks
-/// need.
+/// Number of unauthenticated connections from one peer's address that are kept in addition to those
+/// that the ranks at this address need.
 const SPARE_PENDING: usize = 8;
-/// The time limit of one handshake, from the connection to the welcome.
+/// The time limit of one handshake, from the new connection to the WELCOME message.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit of one attempt to open a TCP connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(900);
@@ -43,8 +44,8 @@ const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Authenticated connections, each with the rank of the peer and the kind of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
-/// The inputs of connecting one rank to its peers on other hosts: identities, addresses, timeouts
-/// and the state of the group.
+/// What a rank needs to connect to its peers on other hosts: identities, addresses, timeouts and
+/// the state of the group.
 pub(super) struct ConnectionSetup<'a> {
     pub(super) id: &'a RankIdentity,
     pub(super) topology: &'a Topology,
@@ -289,8 +290,8 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
     Ok(setsockopt(stream, TcpUserTimeout, &ms)?)
 }
 
-/// The largest numbers of unauthenticated connections by the address from which they come. A
-/// program that opens many connections cannot displace those of other addresses.
+/// For each source address, the limit on unauthenticated connections. Because of these limits, a
+/// program that opens many connections cannot displace those from other addresses.
 struct PendingQuotas(HashMap<IpAddr, usize>);
 
 impl PendingQuotas {
@@ -315,7 +316,8 @@ impl PendingQuotas {
         self.0.get(&source).map_or((None, MAX_PENDING_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds a connection. Closes the oldest connection of the same address if there are too many.
+    /// Adds `connection` to the queue `pending`. If the address now has more connections than its
+    /// quota, closes the oldest of them.
     fn add(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find(connection.source);
         let is_counted = |other: &PendingConnection| self.find(other.source).0 == source;
@@ -366,8 +368,8 @@ struct PendingConnection {
     hello: [u8; HELLO_BYTES],
     proof: [u8; SECRET_BYTES],
     filled: usize,
-    /// The peer's HELLO, the proof that the peer must send, and this rank's answer to the proof.
-    /// `None` until the challenge was sent.
+    /// The peer's HELLO, the PROOF that the peer must send, and the WELCOME with which this rank
+    /// will answer. `None` until this rank has sent its CHALLENGE.
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 

@@ -86,7 +86,7 @@ pub(super) fn encode_hello(
 
 /// Decodes and checks a HELLO that the acceptor with the identity `id` received. Fails with the
 /// reject reason if the HELLO does not match `id`. Returns `None` if the bytes belong to another
-/// protocol and deserve no answer.
+/// protocol, so that the acceptor must not answer.
 pub(super) fn check_hello(
     id: &RankIdentity,
     hello: &[u8; HELLO_BYTES],
@@ -144,7 +144,8 @@ pub(super) enum ChallengeAnswer {
     Accepted,
     /// A peer with the key rejects the connection.
     Rejected(RejectReason),
-    /// The sender did not prove that it has the key. A rank of another attempt has another key.
+    /// The sender did not prove that it has the key of this attempt. It may be a rank of another
+    /// attempt, which has another key.
     Unproven,
     /// The bytes belong to another protocol.
     OtherProtocol,

@@ -1,7 +1,7 @@
 //! [`NetworkStep`]: one step of a collective, over all data connections at the same time.
 //!
-//! The calling thread sends and receives on whichever connection is ready next, directly from and
-//! to the caller's memory. The kernel's socket buffers are the only intermediate ones.
+//! The calling thread sends and receives on whichever connection is ready next. Data moves directly
+//! between the caller's memory and the kernel's socket buffers.
 //!
 //! Each message has a header: its number on this connection, its call (three words), and its
 //! length. The receiver knows these values beforehand and compares them. So no memory is ever
@@ -26,8 +26,8 @@ use std::{
 
 /// Size of a message header in bytes: five words.
 const HEADER_BYTES: usize = 40;
-/// The approximate number of bytes that one connection transfers in each direction before the next
-/// connection gets a turn.
+/// The approximate number of bytes that one connection transfers in each direction before the
+/// thread turns to the next connection.
 const MAX_TURN_BYTES: usize = 1 << 20;
 /// The longest wait for readable or writable connections before the step checks its timeout.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
@@ -96,10 +96,12 @@ impl<'a> PeerTransfer<'a> {
         }
     }
 
+    /// Returns true if the message to the peer is not completely sent.
     fn has_bytes_to_send(&self) -> bool {
         self.source.as_ref().is_some_and(|source| self.sent_bytes < HEADER_BYTES + source.len())
     }
 
+    /// Returns true if the message from the peer is not completely received.
     fn has_bytes_to_receive(&self) -> bool {
         self.recv_range.as_ref().is_some_and(|range| self.received_bytes < HEADER_BYTES + range.len())
     }

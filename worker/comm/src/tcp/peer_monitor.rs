@@ -88,7 +88,7 @@ impl GroupHealth {
         })
     }
 
-    /// Sets the shared memory through which aborts reach the other ranks of this host from now on.
+    /// Sets the shared memory through which later aborts reach the other ranks of this host.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
         let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
@@ -197,8 +197,8 @@ pub(super) struct PeerMonitor {
 
 impl PeerMonitor {
     /// Creates the monitor of the control connections `streams`, which must be non-blocking, and
-    /// sends the first heartbeat. A rank that has joined is thus known to its peers to be running,
-    /// and they notice its silence after `silence_timeout`, even if its monitor never runs.
+    /// sends the first heartbeat. The heartbeat shows the peers that this rank is running. From
+    /// then on they notice its silence after `silence_timeout`, even if this monitor never runs.
     pub(super) fn new(
         health: Arc<GroupHealth>,
         streams: Vec<(usize, TcpStream)>,
@@ -295,8 +295,7 @@ impl PeerMonitor {
     }
 }
 
-/// Returns the descriptor for `poll` of a peer's control connection, readable when bytes have
-/// arrived.
+/// Returns the descriptor with which `poll` waits for bytes on a peer's control connection.
 fn to_poll_fd(peer: &MonitoredPeer) -> PollFd<'_> {
     PollFd::new(peer.stream.as_fd(), PollFlags::POLLIN)
 }

@@ -74,7 +74,8 @@ impl Topology {
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the rank on `host` that receives the data of `rank` for all ranks of `host`.
+    /// Returns the rank on `host` that receives the data of `rank` on behalf of all ranks of
+    /// `host`.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -83,8 +84,8 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data for every rank directly to rank `to`, because `to` is
-    /// the counterpart of `from`. The two must be on different hosts.
+    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, because
+    /// `to` is the counterpart of `from`. The two must be on different hosts.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }

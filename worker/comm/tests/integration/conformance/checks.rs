@@ -89,7 +89,8 @@ fn compute_tree_sum(values: impl Iterator<Item = f32>) -> f32 {
     stack.into_iter().rev().map(|s| s.1).reduce(|right, left| left + right).expect("at least one rank")
 }
 
-/// Fails if the bits of an element of `got` differ from those expected.
+/// Fails if the bits of an element of `actual` differ from those of `expected`. `what` names the
+/// collective in the failure.
 fn check_equal(
     what: &str,
     actual: &[f32],
@@ -194,7 +195,8 @@ fn make_half_tensor(bits: &[u16]) -> Buf {
     buf
 }
 
-/// Fails if the bits of an element of two bytes differ from those expected.
+/// Fails if the bits of a two-byte element of `actual` differ from those in `expected`. `what`
+/// names the collective in the failure.
 fn check_equal_halves(
     what: &str,
     actual: &Buf,
