@@ -13,7 +13,7 @@ use std::path::Path;
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Bytes of one plain read or write.
+/// Size in bytes of one plain O_DIRECT read or write, with which checkpoints are compared.
 const IO_BLOCK_BYTES: usize = 8 << 20;
 
 fn main() -> Result<(), Error> {
@@ -111,7 +111,7 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
 }
 
 /// Runs `f(rank, part)` in one thread per part and waits for all threads. Returns the results in
-/// the order of the ranks. If some calls fail, returns the error of the lowest of these ranks.
+/// the order of the ranks. If some calls fail, returns the error of the lowest rank that failed.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -139,8 +139,8 @@ fn write_direct(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads `len` bytes of a file with O_DIRECT into a buffer that is not used. Rounds the last block
-/// down to a multiple of 4096 bytes.
+/// Reads `len` bytes of a file with O_DIRECT into a buffer, and discards them. Rounds the last
+/// block down to a multiple of 4096 bytes.
 fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
     let mut buffer = MmapMut::map_anon(IO_BLOCK_BYTES)?;

@@ -38,8 +38,8 @@ pub(crate) fn list_weight_shapes(elements: u64) -> Vec<[u64; 2]> {
     whole.chain((rest != 0).then_some([1, rest])).collect()
 }
 
-/// Computes element `i` of the flat group of the weights (`role` 0), the first moments (1) or the
-/// second moments (2).
+/// Computes element `i` of all weights (`role` 0), all first moments (1) or all second moments (2),
+/// each concatenated to one array.
 pub(crate) fn compute_value(i: u64, role: u64) -> f32 {
     if i.is_multiple_of(NONZERO_DISTANCE) { (3 * (i / NONZERO_DISTANCE) + role + 1) as f32 } else { 0.0 }
 }
@@ -90,8 +90,8 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Makes the storage of the elements `range` of the flat group of `role` (see
-    /// [`compute_value`]).
+    /// Makes the storage of the elements `range` of the concatenated array with the role `role`
+    /// (see [`compute_value`]).
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);

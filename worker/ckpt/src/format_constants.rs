@@ -28,6 +28,6 @@ pub(crate) const HYPER_VALUES_MAX: usize = 1 << 20;
 /// Words in the state of a Mersenne Twister (MT19937).
 pub(crate) const TWISTER_WORDS: usize = 624;
 /// Bytes in the state of torch's CPU generator.
-pub(crate) const CPU_BYTES: usize = 5056;
+pub(crate) const CPU_STATE_BYTES: usize = 5056;
 /// Bytes in the state of a CUDA generator of torch: the seed (u64) and the Philox offset (i64).
-pub(crate) const CUDA_BYTES: usize = 16;
+pub(crate) const CUDA_STATE_BYTES: usize = 16;

@@ -90,7 +90,7 @@ impl CheckpointWatch {
     }
 
     /// Returns whether the watched directory exists and the status of every checkpoint in it was
-    /// reported. Then another poll reports nothing until a file changes.
+    /// reported. If so, further polls report nothing until a file changes.
     pub fn is_settled(&self) -> bool {
         self.states.values().all(|state| state.reported) && self.root.is_dir()
     }

@@ -67,8 +67,8 @@ pub struct TiedWeight {
     pub target: String,
 }
 
-/// A description of the model. The tensors of a checkpoint are checked against it, and the export
-/// of a Hugging Face directory uses it.
+/// Description of the model whose tensors a checkpoint stores. Readers check the tensors against
+/// this description, and an export writes a Hugging Face directory from it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -123,7 +123,8 @@ pub struct RunFacts {
     pub tokens: u64,
     /// Version of launch that wrote the checkpoint.
     pub program: String,
-    /// Cursor: samples consumed, scale of the FP16 loss, and step lags of weights.
+    /// Progress of the run: consumed samples, scale of the FP16 loss, and the step lag of each
+    /// weight that was frozen for a while.
     #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
     pub cursor: Value,
     /// States of the RNG streams. Null in a checkpoint that was converted from another format.
@@ -216,8 +217,8 @@ impl RunFacts {
         self.step.saturating_sub(self.cursor[STEP_LAG_KEY][weight].as_u64().unwrap_or(0))
     }
 
-    /// Fails if the facts could not be read back or exported: if the model is inconsistent, the
-    /// world size is 0, or the name of a tokenizer file is unsafe or repeated.
+    /// Fails if a checkpoint with these facts could not be read or exported: if the model is
+    /// inconsistent, the world size is 0, or the name of a tokenizer file is unsafe or repeated.
     pub(crate) fn check(&self) -> std::result::Result<(), ManifestError> {
         self.model.check()?;
         if self.world == 0 {

@@ -83,9 +83,9 @@ pub trait TensorSource: Sync {
         Err(CkptError::unsupported(self.path(), UnsupportedFeature::NotFloat { tensor }))
     }
 
-    /// Returns the index of the first element of the tensor `info` from `start` on that may differ
-    /// from zero, or the number of elements. The elements before that index are in a hole of a
-    /// sparse file and need not be read. By default returns `start`.
+    /// Skips elements of the tensor `info` that are in a hole of a sparse file, and therefore zero,
+    /// from `start` on. Returns the index of the first element that may differ from zero, or the
+    /// number of elements. By default returns `start`.
     fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)

@@ -60,9 +60,9 @@ pub struct LossScale {
 }
 
 impl TrainingState {
-    /// Returns a warning if a weight has more updates than the run has steps. Such a state belongs
-    /// to two checkpoints whose files were mixed. One additional update of every weight is
-    /// possible, since DeepSpeed initializes optimizers by a step.
+    /// Returns a warning if a weight has more updates than the run has steps. Such a state was
+    /// mixed from the files of two checkpoints. Returns `None` if every weight has exactly one
+    /// update more than the run, since DeepSpeed can initialize optimizer states by a first update.
     pub(crate) fn find_impossible_steps(&self) -> Option<String> {
         let run = self.step?;
         if self.steps.values().all(|updates| Some(*updates) == run.checked_add(1)) {

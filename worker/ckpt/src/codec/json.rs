@@ -71,6 +71,7 @@ pub(crate) fn deserialize_list<'de, D: Deserializer<'de>, T: Deserialize<'de>, c
 pub(crate) fn deserialize_optional_list<'de, D: Deserializer<'de>, T: Deserialize<'de>, const N: usize>(
     d: D,
 ) -> std::result::Result<Option<Vec<T>>, D::Error> {
+    /// Deserializes a list of at most `N` items, or `None` from null.
     struct OptionVisitor<T, const N: usize>(PhantomData<T>);
     impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for OptionVisitor<T, N> {
         type Value = Option<Vec<T>>;

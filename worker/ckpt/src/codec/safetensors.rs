@@ -97,7 +97,7 @@ struct RawEntry {
     data_offsets: (u64, u64),
 }
 
-/// A dtype, or the beginning of a text that is not a dtype.
+/// The dtype of a tensor in a header. For an unknown dtype, the beginning of its name.
 enum RawDtype {
     Known(Dtype),
     Unknown(Box<str>),

@@ -1,12 +1,13 @@
-//! [`JsonSeal`]: the BLAKE3 hash at the beginning of a JSON file, which covers the whole file with
-//! zeros in place of the hash. The hash detects every flipped bit, but is not a signature.
+//! [`JsonSeal`]: the BLAKE3 hash at the beginning of a JSON file. The hash is computed over the
+//! whole file, with zeros in place of the hash. It detects every flipped bit, but is not a
+//! signature.
 use crate::hash::Hash;
 use std::ops::Range;
 
 /// Number of hex digits of the hash.
 const DIGITS: usize = 64;
 
-/// The place of the hash in a JSON text.
+/// The position of the hash in a JSON text.
 pub(crate) struct JsonSeal {
     /// The text before the hash, with which the file must begin.
     start: &'static str,
@@ -17,7 +18,7 @@ pub(crate) struct JsonSeal {
 pub(crate) enum SealError {
     /// The text is too short for a hash.
     Truncated,
-    /// The text does not begin with the hash, or does not match it.
+    /// The text does not begin with a hash, or its content does not match the hash.
     Mismatch,
 }
 
@@ -37,7 +38,7 @@ impl JsonSeal {
         self.start.len()..self.start.len() + DIGITS
     }
 
-    /// Returns true if the text begins with a hash, which may be wrong.
+    /// Returns true if the text begins with a hash, whether or not the hash matches the text.
     pub(crate) fn has_hash(&self, text: &[u8]) -> bool {
         text.starts_with(self.start.as_bytes()) && text.len() > self.digits().end
     }

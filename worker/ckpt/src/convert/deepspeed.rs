@@ -131,9 +131,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Returns the spans of source tensors that make up the elements `range` of concatenated tensors.
-/// `tensors` are the indices of the source tensors. If the range ends after the last tensor, zeros
-/// fill the rest.
+/// Plans the elements `range` of the concatenation of `tensors`, which are indices of source
+/// tensors. Returns the spans of source tensors that fill the range. If the range ends after the
+/// last tensor, zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -143,9 +143,9 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Divides the elements `range` of concatenated tensors by tensor. `tensors` are the indices of the
-/// source tensors. Returns the index of each tensor in the range, the position of its first element
-/// in the range, and the range of its elements.
+/// Splits the elements `range` of the concatenation of `tensors`, which are indices of source
+/// tensors, at the boundaries of the tensors. Returns for each tensor in the range its index, the
+/// position of its first such element within the range, and its elements in the range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],

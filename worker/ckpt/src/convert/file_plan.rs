@@ -36,10 +36,12 @@ pub(super) struct PlannedPiece {
 }
 
 impl PlannedPiece {
+    /// Returns the number of elements of the piece.
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
 
+    /// Returns the size of the piece in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
@@ -73,16 +75,19 @@ pub(super) enum StorageSpan {
 }
 
 impl PlannedStorage {
+    /// Returns the number of elements of the storage.
     pub(super) fn element_count(&self) -> u64 {
         self.spans.iter().map(|s| s.element_count(self.dtype)).sum()
     }
 
+    /// Returns the size of the storage in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
 }
 
 impl StorageSpan {
+    /// Returns the number of elements of this part of a storage with elements of `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
@@ -112,6 +117,7 @@ impl FilePlan {
 }
 
 impl TorchFilePlan {
+    /// Returns the total size of the storages in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.storages.iter().map(PlannedStorage::bytes).sum()
     }
@@ -156,7 +162,8 @@ impl StorageBuilder {
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Returns a copy of a value from another file. Tensors in the value get storages in this file.
+    /// Copies a value of another file for this file. Tensors in the value get storages in this
+    /// file.
     pub(super) fn adopt_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.adopt_value(v))).collect()
@@ -179,7 +186,7 @@ impl StorageBuilder {
     }
 }
 
-/// The planned files of a result.
+/// The planned files of a converted checkpoint.
 pub(super) struct OutputPlan {
     pub(super) files: Vec<FilePlan>,
     pub(super) stage: Option<u8>,

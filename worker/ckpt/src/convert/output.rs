@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 /// rounding up to file system blocks.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 const TASK_FILE: &str = ".task.json";
-/// Limit on the number of values in a task.
+/// Limit on the number of JSON values in `.task.json`.
 const TASK_VALUES_MAX: usize = 100;
 const DONE_FILE: &str = ".done";
 /// Maximum size of `.done` in bytes.
@@ -152,9 +152,9 @@ impl ConvertOutput {
     }
 }
 
-/// Lists the files in the directory tree `dir` for the record of the conversion. Lists the files
-/// that name the newest state, and those of native checkpoints, without hashes: a later save
-/// replaces the first, and a manifest has the hashes of the others.
+/// Lists the files in the directory tree `dir`, with hashes, for the record of the conversion. The
+/// files `latest` and `latest_universal` get no hash, because a later save replaces them. The
+/// shards of native checkpoints get no hash, because the manifest has their hashes.
 fn list_recorded_files(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
     let hashes: HashMap<&str, RecordedContent> = finished
         .iter()

@@ -15,7 +15,8 @@ use std::path::PathBuf;
 /// Limit on the number of pieces (ranks × tensors) of a conversion whose options do not set the
 /// number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
-/// Number of pieces as which the files of one rank count, in addition to one piece per tensor.
+/// Number of pieces that [`SOURCE_PIECES_MAX`] counts for the files of one rank, in addition to one
+/// piece per tensor.
 const PIECES_PER_RANK: u64 = 64;
 /// The DeepSpeed version that is written if the source doesn't contain one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
@@ -128,8 +129,8 @@ impl SourceState {
         })
     }
 
-    /// Fails with [`ConvertError::StateUnsupported`] if torch's optimizers have no such state as
-    /// the source.
+    /// Fails with [`ConvertError::StateUnsupported`] if the source has an optimizer state that no
+    /// optimizer of torch has.
     pub(super) fn require_torch_states(&self) -> Result<()> {
         match self.roles.iter().find(|role| role.torch_key().is_none()) {
             Some(&role) => Err(CkptError::unsupported(&self.path, ConvertError::StateUnsupported { role })),

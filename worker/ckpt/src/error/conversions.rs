@@ -1,4 +1,4 @@
-//! Converts texts and errors of libraries to the reasons in this module.
+//! Conversions (`From`) of texts and library errors to the error types of this module.
 use super::adapter_config::AdapterConfigError;
 use super::damage::DamageReason;
 use super::dcp::DcpError;
@@ -12,7 +12,7 @@ use super::unsupported_feature::UnsupportedFeature;
 use super::zip::ZipError;
 use std::io;
 
-/// Implements `From<source> for target` with a function for each line.
+/// Implements `From<source> for target` for each line `source => target: function`.
 macro_rules! conversions {
     ($($source:ty => $target:ty: $convert:expr;)*) => {
         $(impl From<$source> for $target {

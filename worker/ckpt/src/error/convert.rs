@@ -90,7 +90,8 @@ pub enum ConvertError {
         /// Update count of the parameter `second`.
         second_updates: u64,
     },
-    /// torch's optimizers have no such state, so that only native checkpoints store the state.
+    /// The source has an optimizer state that no optimizer of torch has, and that only native
+    /// checkpoints can store.
     #[error("the source has {role}, a state of an optimizer that only native checkpoints store")]
     StateUnsupported {
         /// The role of the state.

@@ -86,16 +86,18 @@ pub enum DamageReason {
         /// The limit in bytes.
         limit: u64,
     },
-    /// The files up to this one have more tensors than this program reads.
+    /// This file and the files that were read before it have more tensors than this program
+    /// accepts.
     #[error("the checkpoint has more than {limit} tensors")]
     TooManyTensors {
         /// The largest accepted number of tensors.
         limit: usize,
     },
-    /// The tensors up to one in this file are larger than the files, because tensors share bytes.
+    /// The tensors are together much larger than the files, because tensors share stored bytes. The
+    /// damaged file is the one whose tensor exceeds the limit.
     #[error("the tensors of the checkpoint have more than {bytes} bytes, but its files have only {stored}")]
     TensorsExceedFiles {
-        /// Bytes of the tensors up to one in this file.
+        /// Total bytes of the tensors, up to and including the one that exceeds the limit.
         bytes: u64,
         /// Bytes of all files.
         stored: u64,

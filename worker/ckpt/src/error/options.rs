@@ -20,14 +20,16 @@ pub enum OptionProblem {
         /// The most ranks that a result may have.
         limit: u32,
     },
-    /// The source states a number of ranks that is too large to be used without a request.
+    /// The source states a number of ranks that is so large that the options must request it
+    /// explicitly.
     #[error(
         "the checkpoint states that {world} ranks wrote it, more than the {limit} that are used without a request"
     )]
     SourceWorldSize {
         /// The number of ranks in the source.
         world: u32,
-        /// The largest number of ranks that is used without a request.
+        /// The largest number of ranks that a conversion uses if the options do not request a
+        /// number.
         limit: u32,
     },
     /// The requested size of ZeRO-3 sub-groups is 0.
@@ -71,11 +73,11 @@ pub enum OutputProblem {
     /// The output path exists and is not a directory.
     #[error("the path exists and is not a directory")]
     NotADirectory,
-    /// The directory is not empty and was not written by an earlier run of the same operation, so
-    /// the operation does not overwrite the directory.
+    /// The directory is not empty, and no earlier run of the same operation wrote it. The operation
+    /// therefore does not overwrite the directory.
     #[error("the directory is not empty and was not written by {operation}")]
     NotOurs {
-        /// The operation that may overwrite only its own directories.
+        /// The operation, which overwrites only directories that it wrote.
         operation: &'static str,
     },
     /// The directory holds a file that the operation did not write.

@@ -12,13 +12,13 @@ pub enum MatchError {
         /// Number of weights of the model.
         weights: usize,
     },
-    /// There are more than two groups, so no known rule formed them.
+    /// There are more than two parameter groups, and no known rule forms so many groups.
     #[error("{groups} parameter groups, formed by an unknown rule")]
     GroupRule {
         /// Number of parameter groups of the optimizer.
         groups: usize,
     },
-    /// A group does not have the size that a known rule gives.
+    /// A group does not have the size that a known rule would give it.
     #[error("group {group} has states of {states} weights, the usual rules give {expected}")]
     GroupSize {
         /// Index of the group.

@@ -2,7 +2,7 @@
 //! steps.
 use super::read_failure::ReadFailure;
 use super::torch_file::TorchFileError;
-use crate::format_constants::{CPU_BYTES, CUDA_BYTES, SCHEDULER_FILE, TWISTER_WORDS};
+use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, SCHEDULER_FILE, TWISTER_WORDS};
 use crate::stream_kind::StreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
@@ -55,7 +55,7 @@ pub enum RngStateError {
         position: u64,
     },
     /// The state of torch's CPU generator has a wrong size.
-    #[error("torch's CPU state has {bytes} bytes, expected {CPU_BYTES}")]
+    #[error("torch's CPU state has {bytes} bytes, expected {CPU_STATE_BYTES}")]
     CpuStateSize {
         /// Size of the state in bytes.
         bytes: usize,
@@ -75,7 +75,7 @@ pub enum RngStateError {
         word: usize,
     },
     /// The state of a CUDA generator has a wrong size.
-    #[error("torch's CUDA state has {bytes} bytes, expected {CUDA_BYTES}")]
+    #[error("torch's CUDA state has {bytes} bytes, expected {CUDA_STATE_BYTES}")]
     CudaStateSize {
         /// Size of the state in bytes.
         bytes: usize,
@@ -181,18 +181,20 @@ pub enum ReconcileError {
         /// Number of ranks that resume.
         world: u32,
     },
-    /// The stream moves with its owner, but the options list no owners.
+    /// The stream belongs to an owner, such as an expert, and the options do not list the owner of
+    /// each rank.
     #[error("the {kind} stream moves with its owner, but no owners are given")]
     OwnersUnknown {
-        /// The stream that moves.
+        /// The stream that belongs to an owner.
         kind: StreamKind,
     },
-    /// No old rank has the stream of a new rank's owner.
+    /// No old rank had the same owner as one of the new ranks, so that there is no stream for this
+    /// new rank.
     #[error("no old rank has the {kind} stream of the owner of rank {rank}")]
     OwnerWithoutStream {
-        /// The stream that moves.
+        /// The stream that belongs to an owner.
         kind: StreamKind,
-        /// The new rank whose owner has no stream.
+        /// The new rank for whose owner there is no stream.
         rank: usize,
     },
 }
@@ -247,7 +249,7 @@ pub enum RescaleError {
         /// Number of processes that resume.
         world: u32,
     },
-    /// The pickle stores the counter elsewhere than pickles of torch's schedulers do.
+    /// The pickle does not store the counter where the pickles of torch's schedulers store it.
     #[error("{SCHEDULER_FILE} counts steps per process, but its pickle has an unknown layout")]
     UnknownPickle,
 }

@@ -5,7 +5,8 @@ use crate::save::output_record::GATHER_MARKER;
 use crate::save::resolve_output_path;
 use std::path::{Path, PathBuf};
 
-/// Disk space that a gather needs in addition to the tensors, in bytes: headers and rounding up.
+/// Disk space that a gather needs in addition to the tensors, in bytes: for headers, and for
+/// rounding up to whole blocks of the file system.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
 /// The hidden directory to which a gather writes, and the final path of that directory. Dropping

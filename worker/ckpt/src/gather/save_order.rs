@@ -47,14 +47,15 @@ fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
     Some((before, number, (matrix + 1) % 3))
 }
 
-/// A part of a tensor's name between two dots. A number compares by its value, also at the end of a
-/// word.
+/// A part of a tensor's name between two dots, for sorting. Numbers are compared by their values,
+/// also a number at the end of a word.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum NamePart<'a> {
     Number(u64),
     Word(&'a str, Option<u64>),
 }
 
+/// Parses a part of a tensor's name: a number, or a word that may end in a number.
 fn parse_name_part(text: &str) -> NamePart<'_> {
     let word = text.trim_end_matches(|c: char| c.is_ascii_digit());
     match text[word.len()..].parse() {

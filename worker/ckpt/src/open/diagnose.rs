@@ -77,11 +77,11 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     let mut candidates = Vec::new();
     for name in names {
         let directory = path.join(name);
-        if search.find_markers(&directory) {
+        if search.has_markers(&directory) {
             candidates.push(name.clone());
         } else if !search.is_cut && is_directory(&directory) {
             let inner = Directory::open(&directory).and_then(|f| f.list_names()).unwrap_or_default();
-            let inner = inner.iter().find(|inner| search.find_markers(&directory.join(inner)));
+            let inner = inner.iter().find(|inner| search.has_markers(&directory.join(inner)));
             candidates.extend(inner.map(|inner| format!("{name}/{inner}")));
         }
     }
@@ -100,14 +100,14 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
 struct SubdirectorySearch {
     /// The number of directories that were searched.
     searched: usize,
-    /// Whether a directory was not searched because of the limit.
+    /// Whether the search skipped a directory because of the limit.
     is_cut: bool,
 }
 
 impl SubdirectorySearch {
     /// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file.
     /// Returns false without a search if the limit is reached.
-    fn find_markers(&mut self, path: &Path) -> bool {
+    fn has_markers(&mut self, path: &Path) -> bool {
         if self.is_cut || !is_directory(path) {
             return false;
         }

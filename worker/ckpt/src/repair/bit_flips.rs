@@ -28,8 +28,9 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Repairs a single flipped bit in each member of the torch file `name` in the copy, and reports
-/// each repair. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage unchanged.
+/// Repairs a single flipped bit in each member of the torch file `name` in `repair_dir`, and
+/// reports each repair. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage
+/// unchanged.
 pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
     let directory = Directory::open(&repair_dir.dir)?;
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;

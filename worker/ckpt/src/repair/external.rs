@@ -16,9 +16,9 @@ const DEPTH_MAX: u32 = 4;
 /// File name extensions of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs a copy that is one checkpoint or contains several numbered checkpoints. Of several,
-/// repairs the newest one that can be completed, removes newer ones from the copy, and keeps older
-/// ones unchanged.
+/// Repairs the external checkpoint in `repair_dir`. If `repair_dir` contains several numbered
+/// checkpoints, repairs the newest one that can be completed, removes the newer ones, and keeps the
+/// older ones unchanged.
 pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -59,9 +59,9 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
         || !deepspeed::list_tags(path)?.is_empty())
 }
 
-/// Repairs the checkpoint in the subdirectory `directory` of the copy: flipped bits, DeepSpeed's
-/// tags, universal checkpoints, weights and RNG state files. Reports repairs and losses in
-/// `repair_dir`.
+/// Repairs the checkpoint in the subdirectory `directory` of `repair_dir`: flipped bits,
+/// DeepSpeed's tags, universal checkpoints, weights and RNG state files. Reports repairs and losses
+/// in `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
     list_files_recursively(&repair_dir.dir, directory, DEPTH_MAX, &mut files)?;
@@ -74,8 +74,8 @@ fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     repair_rng_files(repair_dir, directory)
 }
 
-/// Repairs the newest DeepSpeed tag that can be completed in the subdirectory `directory` of the
-/// copy. Points `latest` to this tag, and reports newer tags as lost.
+/// Repairs the newest DeepSpeed tag that can be completed in the subdirectory `directory` of
+/// `repair_dir`. Points `latest` to this tag, and reports newer tags as lost.
 fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let tags = deepspeed::list_tags(&path)?;

@@ -6,7 +6,7 @@ use std::fmt;
 pub(super) struct RepairLoss {
     /// Path of the lost file or checkpoint. Empty if the reasons name the file.
     pub(super) subject: String,
-    /// Lines about missing or damaged parts.
+    /// Why the subject is lost: lines for the user about missing or damaged parts.
     pub(super) reasons: Vec<String>,
     /// Text in parentheses after the reasons, such as why the subject could not be rebuilt. May be
     /// empty.
@@ -14,10 +14,12 @@ pub(super) struct RepairLoss {
 }
 
 impl RepairLoss {
+    /// Makes a loss without a remark.
     pub(super) fn new(subject: impl Into<String>, reasons: Vec<String>) -> RepairLoss {
         RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
+    /// Returns the loss with the remark `remark`.
     pub(super) fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self

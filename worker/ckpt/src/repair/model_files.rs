@@ -11,9 +11,9 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds the lost model files of the tag `tag` in the copy, and reports each file. Rebuilds the
-/// files from the model files of other ranks, or else from a universal checkpoint of the same
-/// state. Does nothing if no model file is lost.
+/// Rebuilds the lost model files of the DeepSpeed tag `tag` in `repair_dir`, and reports each file.
+/// Rebuilds the files from the model files of other ranks, or else from a universal checkpoint of
+/// the same state. Does nothing if no model file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -46,9 +46,9 @@ fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<
     Ok(())
 }
 
-/// Converts a universal checkpoint to the layout of the tag, and copies the lost model files from
-/// the result. Keeps the copies only if every weight and optimizer state of the tag is then
-/// bit-equal to the universal checkpoint. Returns whether the copies were kept.
+/// Converts the universal checkpoint `source` to the layout of the tag, and copies the lost model
+/// files from the result. Keeps these files only if every weight and optimizer state of the tag is
+/// then bit-equal to `source`. Returns whether the files were kept.
 fn copy_model_files_from_universal(
     repair_dir: &mut RepairDir,
     tag: &str,

@@ -10,7 +10,7 @@ use crate::layout::native::{step_dir_name, step_directories};
 use crate::save::{rebuild_from_parity, update_latest};
 use crate::verify::verify_checkpoints;
 
-/// Repairs the copy of a native checkpoint, or of a directory of native checkpoints. In a
+/// Repairs the native checkpoint, or the directory of native checkpoints, in `repair_dir`. In a
 /// directory, removes the checkpoints that can't be completed, points `latest` to the newest
 /// complete checkpoint, and repairs the gathered weights of the run.
 pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
@@ -43,8 +43,9 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Repairs the native checkpoint in the subdirectory `directory` of the copy from parity. Returns
-/// whether the checkpoint is sound after the repair. If not, adds the reasons to the losses.
+/// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` from its parity
+/// files. Returns whether the checkpoint is sound after the repair. If not, adds the reasons to the
+/// losses.
 fn repair_step(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     let path = repair_dir.dir.join(directory);
     let report = verify_checkpoints(&path)?;

@@ -93,8 +93,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Publishes the copy as `target` if the repair changed something, and completes `report`. An
-/// incomplete repair does not replace the original.
+/// Publishes the repaired copy as `target` if the repair changed something, and completes `report`.
+/// An incomplete repair does not replace the original.
 fn publish_result(
     repair_dir: &RepairDir,
     target: &Path,
@@ -161,7 +161,7 @@ fn rename_result(
     Ok(Some(kept))
 }
 
-/// Updates the records of gathers and conversions in the copy, in which files were replaced.
+/// Updates the records of gathers and conversions in `repair_dir` after files were replaced.
 fn update_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
@@ -172,8 +172,8 @@ fn update_records(repair_dir: &RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Verifies the copy, and adds damage and non-finite values to the losses of the repair. Returns
-/// whether the copy is sound.
+/// Verifies the repaired copy, and adds damage and non-finite values to the losses of the repair.
+/// Returns whether the repaired copy is sound.
 fn verify_result(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,

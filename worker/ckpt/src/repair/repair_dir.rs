@@ -48,8 +48,8 @@ impl RepairDir {
         disk::write_file(to, content).map(drop)
     }
 
-    /// Returns the path of a directory next to the copy, for intermediate results. Does not create
-    /// the directory. Dropping the returned value removes the directory.
+    /// Returns the path of a directory next to the hidden copy, for intermediate results. Does not
+    /// create the directory. Dropping the returned value removes the directory.
     pub(super) fn temp_dir(&self) -> TempDir {
         let mut name = self.dir.file_name().unwrap_or_default().to_owned();
         name.push(".aside");
@@ -75,8 +75,8 @@ impl Drop for TempDir {
     }
 }
 
-/// Joins `directory`, the path of a subdirectory of the copy, and `name`. An empty `directory`
-/// means the copy itself.
+/// Joins `directory`, the path of a subdirectory, and `name`. An empty `directory` stands for the
+/// directory that contains the subdirectories.
 pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }

@@ -19,7 +19,7 @@ const SIBLINGS_MAX: usize = 64;
 const TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
 /// Repairs the newest universal checkpoint that can be completed in the subdirectory `directory` of
-/// the copy, and points `latest_universal` to this checkpoint.
+/// `repair_dir`, and points `latest_universal` to this checkpoint.
 pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;

@@ -40,8 +40,9 @@ enum WeightsCondition {
     None,
 }
 
-/// Repairs the weights in the subdirectory `directory` of the copy. Rebuilds the index, or gathers
-/// the weights from the DeepSpeed state in `directory`. Reports a loss if there is no such state.
+/// Repairs the weights in the subdirectory `directory` of `repair_dir`. Rebuilds the index, or
+/// gathers the weights from the DeepSpeed state in `directory`. Reports a loss if there is no such
+/// state.
 pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -71,8 +72,8 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index to the subdirectory `directory` of the copy, and reports the index as rebuilt.
-/// `map` is the file by tensor name, and `bytes` the total size of the tensors.
+/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports the
+/// index as rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -90,7 +91,7 @@ fn write_index(
 }
 
 /// Repairs the directory `weights` of a run: rebuilds the index, or gathers the weights again from
-/// the checkpoint `newest`. Does nothing if the copy has no directory `weights`.
+/// the checkpoint `newest`. Does nothing if `repair_dir` has no directory `weights`.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -113,18 +114,18 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
     regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
-/// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of the copy. Does
-/// nothing if the state isn't sound. `why` is the reason that the report gives for gathering the
-/// weights.
+/// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of `repair_dir`.
+/// Does nothing if the state isn't sound. `why` is the reason that the report gives for gathering
+/// the weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     let dtype = state.read_passthrough()?.precision;
     regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
-/// Replaces the weight files in the subdirectory `directory` of the copy by weights gathered from
-/// `source`. Adds a line about each new file to the report, with the origin `from` of the weights
-/// and the reason `why`.
+/// Replaces the weight files in the subdirectory `directory` of `repair_dir` by weights gathered
+/// from `source`. Adds a line about each new file to the report, with the origin `from` of the
+/// weights and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,

@@ -7,7 +7,7 @@ use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TENSOR_GLOBALS, TorchFile};
 use crate::error::{CkptError, ReadFailure, Result, RngStateError};
-use crate::format_constants::{CPU_BYTES, TWISTER_WORDS};
+use crate::format_constants::{CPU_STATE_BYTES, TWISTER_WORDS};
 use crate::tensor::Dtype;
 use nix::fcntl::OFlag;
 use std::fs::File;
@@ -193,13 +193,17 @@ fn decode_cuda_states(
     }
 }
 
-/// Returns the bytes of a one-dimensional tensor of at most [`CPU_BYTES`] u8. Fails for any other
+/// Returns the bytes of a one-dimensional tensor of at most [`CPU_STATE_BYTES`] u8. Fails for any other
 /// value, or if the tensor's zip member does not match its CRC-32.
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;
     let len = view.elements();
-    if view.dtype != Dtype::U8 || !view.is_contiguous() || view.shape.len() != 1 || len > CPU_BYTES as u64 {
+    if view.dtype != Dtype::U8
+        || !view.is_contiguous()
+        || view.shape.len() != 1
+        || len > CPU_STATE_BYTES as u64
+    {
         return Err(unusual());
     }
     let member = file.members.get(view.member).ok_or_else(unusual)?;

@@ -8,9 +8,10 @@ use crate::error::{CkptError, Result, RngFilesError};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the ranks of a checkpoint whose lost files are created. One file name may claim any
-/// rank, and the states of all ranks below it are created in memory (10 kB each). So the limit is
-/// lower than the limit for reading, which requires a file of every rank.
+/// Limit on the number of ranks of a checkpoint for which lost RNG state files are created. A
+/// single file name can claim any rank, and the states of all lower ranks are then created in
+/// memory (10 kB each). The limit is therefore lower than that for reading, which requires a file
+/// of every rank.
 const CREATED_RANKS_MAX: u32 = 1 << 14;
 
 /// The RNG state files that were created.

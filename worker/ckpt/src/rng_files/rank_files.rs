@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Limit on the ranks of a checkpoint whose files are read. Every rank must have a file, so the
-/// files on disk bound the memory. The limit rejects an absurd rank in a file name.
+/// Limit on the number of ranks of a checkpoint whose RNG state files are read. The limit rejects
+/// an absurd rank in a file name. Every rank must have a file, so the files on disk bound the
+/// memory.
 const READ_RANKS_MAX: u32 = 1 << 16;
 /// Name of the file that records how `launch` made the RNG state files of a directory.
 pub const RECORD_FILE: &str = "launch_rng.json";

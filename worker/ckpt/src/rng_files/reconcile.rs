@@ -34,7 +34,8 @@ pub enum StreamScope {
     Replicated,
     /// Each data-parallel rank has a separate stream.
     PerDataRank,
-    /// Each expert or tensor-parallel part has a separate stream, which moves with that owner.
+    /// Each owner, such as an expert or a tensor-parallel shard, has a separate stream. The stream
+    /// moves to the rank that the owner moves to.
     PerOwner,
 }
 
@@ -46,7 +47,7 @@ pub enum StreamAssignment {
     Restored,
     /// All ranks continue with the stream that all old ranks shared.
     Replicated,
-    /// Each rank continues with the stream of its owner.
+    /// Each rank continues with the stream of its owner, such as the expert that the rank computes.
     Followed,
     /// Each rank begins a new stream with a new seed.
     Reseeded,
@@ -70,7 +71,8 @@ pub struct ReconcileOptions {
     pub gpus: Option<u32>,
     /// Known scopes, by stream kind. The scope of any other stream is derived from the states.
     pub scopes: BTreeMap<StreamKind, StreamScope>,
-    /// The logical owner of each old rank, and of each new rank, for [`StreamScope::PerOwner`].
+    /// The number of the owner of each old rank, and of each new rank, for
+    /// [`StreamScope::PerOwner`].
     pub owners: Option<(Vec<u32>, Vec<u32>)>,
 }
 
@@ -91,10 +93,10 @@ impl ReconcileOptions {
     }
 }
 
-/// The decision how the streams of one kind are assigned to the new ranks.
+/// The decision on how the streams of one kind are assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamDecision {
-    /// [`StreamKind::name`] of the stream.
+    /// Name of the kind of stream ([`StreamKind::name`]).
     pub kind: String,
     /// Which of the old ranks shared the stream.
     pub scope: StreamScope,
@@ -284,7 +286,8 @@ fn decide_stream_mode(
     }
 }
 
-/// Finds the first old rank that had the same owner as the new rank `rank`.
+/// Finds the first old rank that had the same owner as the new rank `rank`, for
+/// [`StreamScope::PerOwner`].
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.

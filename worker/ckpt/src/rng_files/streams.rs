@@ -1,7 +1,7 @@
 //! RNG states of one rank: the states of Python's generator, of NumPy's generator, and of torch's
 //! generators on the CPU and on each GPU.
 use crate::error::RngStateError;
-use crate::format_constants::{CPU_BYTES, CUDA_BYTES, TWISTER_WORDS};
+use crate::format_constants::{CPU_STATE_BYTES, CUDA_STATE_BYTES, TWISTER_WORDS};
 use crate::hash::Hash;
 pub use crate::stream_kind::StreamKind;
 use serde::Serialize;
@@ -90,7 +90,7 @@ pub struct NumpyRngState {
 
 /// The bytes of `torch.get_rng_state()`.
 #[derive(Clone, PartialEq, Eq)]
-pub struct TorchCpuState(pub(crate) Box<[u8; CPU_BYTES]>);
+pub struct TorchCpuState(pub(crate) Box<[u8; CPU_STATE_BYTES]>);
 
 impl fmt::Debug for TorchCpuState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -102,7 +102,7 @@ impl TorchCpuState {
     /// Makes a state of untrusted bytes. Fails if the size is wrong, the position fields contradict
     /// each other, or a word has more than 32 bits.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
-        let bytes: Box<[u8; CPU_BYTES]> = bytes
+        let bytes: Box<[u8; CPU_STATE_BYTES]> = bytes
             .to_vec()
             .into_boxed_slice()
             .try_into()
@@ -133,7 +133,7 @@ impl TorchCpuState {
     /// Makes the state of a generator with the words of `twister` that has drawn no number yet.
     /// `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
-        let mut bytes = Box::new([0u8; CPU_BYTES]);
+        let mut bytes = Box::new([0u8; CPU_STATE_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         bytes[8..12].copy_from_slice(&1i32.to_le_bytes());
         bytes[12..16].copy_from_slice(&1i32.to_le_bytes());
@@ -146,7 +146,7 @@ impl TorchCpuState {
 
 /// The bytes of `torch.cuda.get_rng_state()` of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TorchCudaState(pub(crate) [u8; CUDA_BYTES]);
+pub struct TorchCudaState(pub(crate) [u8; CUDA_STATE_BYTES]);
 
 impl TorchCudaState {
     /// Makes a state of untrusted bytes. Fails if the size is wrong, or the Philox offset is not a
@@ -165,7 +165,7 @@ impl TorchCudaState {
     /// Makes the state of a generator with this seed that has drawn no number yet (Philox offset
     /// 0).
     pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
-        let mut bytes = [0u8; CUDA_BYTES];
+        let mut bytes = [0u8; CUDA_STATE_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         TorchCudaState(bytes)
     }

@@ -20,7 +20,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Disk space that a save needs in addition to the tensors, in bytes: headers, manifest, rounding.
+/// Disk space that a save needs in addition to the tensors, in bytes: for headers, the manifest,
+/// and rounding up to whole blocks of the file system.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
 /// The hidden directory to which a save in progress writes, inside the checkpoint directory. This

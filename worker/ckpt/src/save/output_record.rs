@@ -93,7 +93,7 @@ impl RecordedContent {
     }
 
     /// Computes the size and the hash of the file `name` in `directory`.
-    pub(crate) fn of_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
+    pub(crate) fn from_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
         hash_file(directory, name, scratch).map(|(bytes, blake3)| RecordedContent { bytes, blake3 })
     }
 }
@@ -104,7 +104,7 @@ impl<'de> Deserialize<'de> for RecordedFile {
     }
 }
 
-/// Reads a file of a record: an object, or only a name as in version 1.
+/// Deserializes a file of a record from an object, or from only a name as in version 1.
 struct RecordedFileVisitor;
 
 impl<'de> Visitor<'de> for RecordedFileVisitor {
@@ -238,7 +238,7 @@ fn list_updated_files(
                     && !restored.contains(name)
                     && !(existed && is_same_content(copy, original, name, &scratch)?) =>
             {
-                file.content = Some(RecordedContent::of_file(copy, name, &scratch)?);
+                file.content = Some(RecordedContent::from_file(copy, name, &scratch)?);
             }
             // a file that is missing in both directories is damage
             _ => {}
@@ -251,7 +251,7 @@ fn list_updated_files(
             continue;
         };
         if !files.contains_key(name) && !original.has_entry(name)? {
-            let content = Some(RecordedContent::of_file(copy, name, &scratch)?);
+            let content = Some(RecordedContent::from_file(copy, name, &scratch)?);
             files.insert(name.to_owned(), RecordedFile { name: name.to_owned(), content });
         }
     }

@@ -121,7 +121,7 @@ fn verify_external(
         Ok(Some(found)) => found,
         Err(e @ CkptError::NotACheckpoint { .. }) if path.is_file() => return Err(e),
         Err(e) if e.is_checkpoint_at_fault() => {
-            report.checkpoints.push(unreadable_report(path, name, e)?);
+            report.checkpoints.push(make_unreadable_report(path, name, e)?);
             return Ok(true);
         }
         Err(e) => return Err(e),
@@ -138,7 +138,7 @@ fn verify_external(
 
 /// Makes the report of an external checkpoint that cannot be opened because of the error `e`. The
 /// problems are the error, and all damage that a scan of the files finds.
-fn unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
+fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
         _ => path.to_owned(),

@@ -15,12 +15,12 @@ const THREADS_MAX: usize = 16;
 /// the holes take no space on the disk.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
-/// The result of verifying the files that records list.
+/// The result of verifying files against the hashes in the records of gathers and conversions.
 #[derive(Default)]
 pub(super) struct RecordedFiles {
     /// Device and inode number of every file that matches its hash.
     verified: HashSet<(u64, u64)>,
-    /// Total size of these files in bytes.
+    /// Total size of the files in `verified`, in bytes.
     pub(super) bytes: u64,
     pub(super) problems: Vec<Damage>,
     pub(super) warnings: Vec<String>,
@@ -31,7 +31,7 @@ enum FileCheck {
     /// The file matches its hash. The fields identify the file.
     Match((u64, u64)),
     Damaged(Damage),
-    /// The file has too many holes to be hashed.
+    /// The file was not hashed, because its holes have too many bytes.
     TooSparse,
 }
 
@@ -117,8 +117,9 @@ fn verify_record(
     }
 }
 
-/// Finds the directories of the record's files that do not exist, with their numbers of files. A
-/// program that continues the training may have removed an old state.
+/// Finds the subdirectories that should contain files of the record, but do not exist. Returns the
+/// number of recorded files of each. A program that continues the training may have removed an old
+/// state.
 fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) -> BTreeMap<&'r str, usize> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for file in &record.files {

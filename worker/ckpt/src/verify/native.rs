@@ -234,7 +234,7 @@ fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
     starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
 }
 
-/// The hashes of blocks of zeros.
+/// Computes the hashes of blocks of zeros, which holes of sparse files consist of.
 #[derive(Default)]
 struct ZeroBlocks {
     /// The length and the hash of the last block.

@@ -12,7 +12,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Classes and functions that the pickles of torch files may name.
+/// The only classes and functions that the pickles of torch files may name.
 pub(crate) const GLOBALS: &[&[&str]] = &[TENSOR_GLOBALS, DTYPE_GLOBALS, PLAIN_GLOBALS];
 
 /// Names of the weights that the reader of a checkpoint trains. The names identify optimizer states
@@ -41,8 +41,9 @@ impl ExternalCheckpointBuilder {
         })
     }
 
-    /// Opens a torch file and adds it to the store. Returns the file's index in the store, and the
-    /// parsed file. `globals` lists the classes and functions that the file may name.
+    /// Opens a torch file and adds it to the files of the checkpoint. Returns the file's index in
+    /// [`StoredFiles`], and the parsed file. `globals` lists the classes and functions that the
+    /// file may name.
     pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
@@ -66,7 +67,7 @@ impl ExternalCheckpointBuilder {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns [`CkptError::Damaged`] for the file with the index `file` in the store.
+    /// Returns [`CkptError::Damaged`] for the file with the index `file` in [`StoredFiles`].
     pub(crate) fn damaged_file(&self, file: usize, reason: impl Into<DamageReason>) -> CkptError {
         self.damaged(&self.store.files[file].name, reason)
     }
@@ -81,8 +82,8 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records as a notice why the optimizer state is ignored. The first such notice also becomes
-    /// the reason in the facts.
+    /// Records the notice `notice`, which states why the optimizer state is ignored. The first such
+    /// notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
@@ -128,7 +129,7 @@ impl ExternalCheckpointBuilder {
     }
 }
 
-/// Converts a step, which programs may store as a float, to an integer.
+/// Converts an optimizer step, which some programs store as a float, to an integer.
 ///
 /// # Errors
 /// Fails if the step is negative, fractional or too large to be exact.

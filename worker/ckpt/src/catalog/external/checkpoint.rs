@@ -23,10 +23,11 @@ const CONFIG_FILE: &str = "config.json";
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
 /// Limit on the size of all text files that are exported with the weights, in bytes.
 const TEXT_BYTES_MAX: u64 = 128 << 20;
-/// Limit on the bytes of all tensors, in multiples of the bytes of all files. Tensors may share
-/// bytes.
+/// Limit on the total size of all tensors, as a multiple of the total size of all files. Tensors
+/// may share stored bytes, so their total size may exceed that of the files.
 const SHARED_BYTES_FACTOR: u64 = 2;
-/// Bytes by which the tensors may exceed [`SHARED_BYTES_FACTOR`], such as those of expanded masks.
+/// Bytes by which the total size of all tensors may exceed the limit that [`SHARED_BYTES_FACTOR`]
+/// sets. A small checkpoint can need them for an expanded mask, for example.
 const SHARED_BYTES_MAX: u64 = 256 << 20;
 /// Text files that a Hugging Face directory has next to the weights.
 const TEXT_FILES: [&str; 8] = [
@@ -146,15 +147,15 @@ impl ExternalCheckpoint {
         index.map(|&i| &self.entries[i]).ok_or_else(|| CkptError::no_such_tensor(&self.path, role, name))
     }
 
-    /// Returns the reads that together satisfy `requests`.
+    /// Splits all requests into reads of stored parts of tensors.
     fn resolve_requests<'a>(&'a self, requests: &'a mut [ReadRequest<'_>]) -> Result<Vec<PartRead<'a>>> {
         let mut parts = Vec::new();
         requests.iter_mut().try_for_each(|request| self.resolve_request(request, &mut parts))?;
         Ok(parts)
     }
 
-    /// Appends the reads that together satisfy `request` to `parts`. Each stored part of the tensor
-    /// that has some of the requested elements gets one read.
+    /// Splits a request into reads, and appends these reads to `parts`. Each stored part of the
+    /// tensor that has some of the requested elements gets one read.
     ///
     /// # Errors
     ///
@@ -280,7 +281,8 @@ impl TensorSource for ExternalCheckpoint {
     }
 }
 
-/// Makes the index of `entries`, and checks them. `path` is the path of the checkpoint, for errors.
+/// Indexes the tensors `entries` by role and name, and checks them. `path` is the path of the
+/// checkpoint, for errors.
 ///
 /// # Errors
 /// Fails if a tensor's name or shape is invalid, its parts do not cover it exactly once, or two

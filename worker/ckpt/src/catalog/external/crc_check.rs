@@ -10,8 +10,8 @@ use crate::error::{Damage, Result};
 use crate::parallel;
 use std::ops::Range;
 
-/// Bytes per piece, the unit of work of a thread. Spans of more than [`PIECES_MAX`] pieces have
-/// larger ones.
+/// Bytes per piece, the unit of work of a thread. A span that would have more than [`PIECES_MAX`]
+/// pieces is split into larger pieces.
 const PIECE_BYTES: u64 = 8 << 20;
 /// Limit on the number of pieces of a span, since a sparse file may have any size.
 const PIECES_MAX: u64 = 1 << 20;
@@ -22,7 +22,7 @@ const THREAD_MIN_BYTES: u64 = 1 << 20;
 
 /// A piece of a [`CrcSpan`], which one thread reads.
 struct SpanPiece {
-    /// Index of the file in the store.
+    /// Index of the file in [`StoredFiles`].
     file: usize,
     /// Index of the span in the file.
     span: usize,
@@ -39,9 +39,10 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
     bytes.step_by(size as usize).map(piece)
 }
 
-/// Verifies the CRC-32 of every span of every file in `store`, except files for which `skip` is
-/// true. Returns the number of verified bytes, the number of spans, and one damage per wrong span,
-/// which names those of the tensors `entries` in the span.
+/// Verifies the CRC-32 of every [`CrcSpan`] of every file in `store`, except files for which `skip`
+/// is true. Returns the number of verified bytes, the number of spans, and a [`Damage`] for each
+/// span whose content does not match its CRC-32. A damage names the tensors of `entries` in its
+/// span.
 ///
 /// # Errors
 /// Fails if a file cannot be read. A wrong CRC-32 is damage, not an error.
@@ -72,13 +73,13 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Verifies the spans from which bytes were read without verification or, with `every_span`, all
-/// unverified spans. Of each of these spans, reads only the bytes that were not read before, and
-/// marks the span as verified.
+/// Verifies each [`CrcSpan`] from which bytes were read without verification. If `every_span` is
+/// true, verifies all other unverified spans, too. Reads only the bytes that were not read before,
+/// and marks the spans as verified.
 ///
 /// # Errors
-/// Fails at the first span whose content does not match its CRC-32, with an error that names those
-/// of the tensors `entries` in the span. Also fails if a file cannot be read.
+/// Fails at the first span whose content does not match its CRC-32, with an error that names the
+/// tensors of `entries` in the span. Also fails if a file cannot be read.
 pub(crate) fn verify_read_spans(
     store: &StoredFiles,
     every_span: bool,
@@ -103,8 +104,8 @@ pub(crate) fn verify_read_spans(
     Ok(())
 }
 
-/// Iterates over the spans of all files. Each item is the file's index in the store, the span's
-/// index in the file, and the span.
+/// Iterates over the spans of all files. Each item is the file's index in `store`, the span's index
+/// in the file, and the span.
 fn list_spans(store: &StoredFiles) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
     let files = store.files.iter().enumerate();
     files.flat_map(|(f, file)| file.spans.iter().enumerate().map(move |(s, span)| (f, s, span)))

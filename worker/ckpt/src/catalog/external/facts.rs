@@ -49,7 +49,7 @@ pub struct ExternalFacts {
     pub kind: &'static str,
     /// The program that wrote the checkpoint, with its version if known.
     pub writer: String,
-    /// Name of the directory or file with the state.
+    /// Name of the directory or file that contains the training state.
     pub tag: String,
     /// The training state without the tensors, in the form common to all formats.
     #[serde(flatten)]

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Bytes of 16-bit floats that are read and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Indices of a file in the store, and of a span in the file.
+/// Index of a file in [`StoredFiles`], and index of a span in the file.
 pub(super) type SpanPlace = (usize, usize);
 
 /// The files of an external checkpoint that hold tensors.
@@ -85,7 +85,8 @@ impl StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a span for each member. Returns the index of the first added span.
+    /// Adds a span for each of `members`, which are zip members or storages. Returns the index of
+    /// the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -180,7 +181,7 @@ impl StoredFiles {
         self.files.len() - 1
     }
 
-    /// Returns the damage of a span whose content does not match its CRC-32. `tensors` are the
+    /// Returns the [`Damage`] of a span whose content does not match its CRC-32. `tensors` are the
     /// labels of the tensors with a part in the span.
     pub(super) fn crc_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
@@ -189,7 +190,7 @@ impl StoredFiles {
     }
 
     /// Returns [`CkptError::Damaged`] for a span whose content does not match its CRC-32. The error
-    /// names those of the tensors `entries` that have a part in the span.
+    /// names the tensors of `entries` that have a part in the span.
     pub(super) fn crc_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
         CkptError::from_damage(self.files[span.0].directory.path(), self.crc_damage(span, tensors))
@@ -226,8 +227,8 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Verifies the span of the part `part` unless the span is verified. Fails if the content of
-    /// the span does not match its CRC-32.
+    /// Verifies the span that contains `part`, unless this span was verified before. Fails if the
+    /// content of the span does not match its CRC-32.
     fn verify_span_of(
         &self,
         part: &TensorPart,
@@ -247,9 +248,9 @@ impl StoredFiles {
         Ok(())
     }
 
-    /// Returns the content of the span of a part that is not contiguous, from the cache. Returns
-    /// `None` for contiguous parts, and if the span is too large for the cache. The caller must
-    /// have verified the span.
+    /// Returns the content of the whole span of a part that is not contiguous. Reads the span if it
+    /// is not in the cache. Returns `None` for contiguous parts, and if the span is too large for
+    /// the cache. The caller must have verified the span.
     fn load_strided_span(&self, part: &TensorPart, open: &mut OffsetReader<'_>) -> Result<Option<Arc<[u8]>>> {
         if part.strided.is_none() {
             return Ok(None);
@@ -287,9 +288,9 @@ impl StoredFiles {
         })
     }
 
-    /// Returns the index of the first of the elements `range` of a part that is not in a hole of a
-    /// sparse file, or the end of the range. Returns the start of the range for parts that are not
-    /// contiguous.
+    /// Skips the elements at the start of `range` that are in a hole of a sparse file, and
+    /// therefore zero. Returns the index of the first other element, or the end of `range`. Skips
+    /// nothing if the part is not contiguous.
     pub(super) fn skip_zeros(&self, part: &TensorPart, dtype: Dtype, range: Range<u64>) -> Result<u64> {
         if part.strided.is_some() {
             return Ok(range.start);
@@ -375,7 +376,7 @@ fn read_part(
     })
 }
 
-/// Copies bytes of the content of a span from offset `at` on to `out`.
+/// Fills `out` with the bytes of `content` that begin at offset `at`.
 fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     let outside = || CkptError::internal("an element is outside of its span");
     let at = usize::try_from(at).map_err(|_| outside())?;

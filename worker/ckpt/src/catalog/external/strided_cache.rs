@@ -14,7 +14,7 @@ pub(super) struct StridedCache(Mutex<Vec<CachedSpan>>);
 
 /// The content of a span.
 struct CachedSpan {
-    /// Indices of the file in the store, and of the span in the file.
+    /// Index of the file in `StoredFiles`, and index of the span in the file.
     place: (usize, usize),
     content: Arc<[u8]>,
 }

@@ -17,7 +17,7 @@ pub(crate) struct ExternalTensor {
 
 impl ExternalTensor {
     /// Returns a tensor whose elements are all elements of the view `view`, in order. `file` is the
-    /// index of the view's file in the store.
+    /// index of the view's file in `StoredFiles`.
     pub(crate) fn from_whole_view(
         name: &str,
         role: TensorRole,
@@ -28,7 +28,7 @@ impl ExternalTensor {
     }
 
     /// Returns a tensor of the shape `shape` whose elements are the elements `taken` of the view
-    /// `view`. `file` is the index of the view's file in the store.
+    /// `view`. `file` is the index of the view's file in `StoredFiles`.
     pub(crate) fn from_view_elements(
         name: &str,
         role: TensorRole,
@@ -41,8 +41,8 @@ impl ExternalTensor {
         ExternalTensor::from_parts(name, role, view.dtype, shape, part.into_iter().collect())
     }
 
-    /// Returns the tensor that `entry` describes, in a safetensors file with the index `file` in
-    /// the store. The elements of the tensor are the whole span `span` of this file.
+    /// Returns the tensor that `entry` describes, in the safetensors file with the index `file` in
+    /// `StoredFiles`. The elements of the tensor are the whole span `span` of this file.
     pub(crate) fn from_whole_span(
         entry: SafetensorsEntry,
         role: TensorRole,
@@ -78,7 +78,7 @@ pub(crate) struct TensorPart {
     pub(crate) start: u64,
     /// Number of elements of the part.
     pub(crate) count: u64,
-    /// Index of the file in the store.
+    /// Index of the file in `StoredFiles`.
     pub(super) file: usize,
     /// Index of the span in the file.
     pub(super) span: usize,
@@ -100,8 +100,8 @@ pub(super) struct StridedLayout {
 
 impl TensorPart {
     /// Makes a part of a tensor from the elements `taken` of the view `view`. The first of these
-    /// elements has the index `start` in the tensor. `file` is the index of the view's file in the
-    /// store.
+    /// elements has the index `start` in the tensor. `file` is the index of the view's file in
+    /// `StoredFiles`.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
         let strided = || Arc::new(StridedLayout { shape: view.shape.clone(), strides: view.strides.clone() });

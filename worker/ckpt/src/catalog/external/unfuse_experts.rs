@@ -10,9 +10,9 @@ use std::collections::HashMap;
 impl ExternalCheckpoint {
     /// Splits fused expert tensors, and their optimizer states, into the per-expert tensors that
     /// `weights` lists by name and shape. Renames other weights whose names differ between a model
-    /// with fused experts and `weights`. A tensor that exists in both forms stays fused, so that a
-    /// reader of `weights` finds an unexpected tensor. Does nothing if `weights` lists no separate
-    /// experts, or lists experts that cannot be fused.
+    /// with fused experts and `weights`. A tensor that exists in both forms stays fused, so that
+    /// readers of `weights` reject it as an unexpected tensor. Does nothing if `weights` lists no
+    /// separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
         let Some(fused) = FusedExperts::detect(&borrow_weights(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();

@@ -45,8 +45,8 @@ impl BlockReader {
         self.size
     }
 
-    /// Lists the ranges of those of the blocks `blocks` that contain data. The other blocks are in
-    /// holes of a sparse file and consist of zeros.
+    /// Lists the ranges of blocks within `blocks` that contain data. The other blocks are in holes
+    /// of a sparse file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
         let block = BLOCK as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// Bytes of zeros that are hashed to derive the CRC-32 of more zeros.
+/// Zeros whose CRC-32 is computed directly. The CRC-32 of longer runs of zeros is derived from it.
 const ZEROS: [u8; 4096] = [0; 4096];
 
 /// Computes the CRC-32 of two concatenated byte sequences from their CRC-32s. `second_bytes` is the

@@ -132,8 +132,8 @@ impl PickleTree {
         Ok(())
     }
 
-    /// Computes the extent of `node` from the extents of its children, which must be known. Fails
-    /// if the size exceeds [`EXPANDED_MAX`].
+    /// Computes the height and the size of `node` from those of its children, which must be known.
+    /// Fails if the size exceeds [`EXPANDED_MAX`].
     fn compute_extent(&self, node: &PickleNode, extents: &[NodeExtent]) -> Result<NodeExtent, PickleError> {
         let text = match node {
             PickleNode::Str(range) => range.length / TEXT_BYTES_PER_VALUE,
@@ -157,11 +157,11 @@ impl PickleTree {
     }
 }
 
-/// The extent of a node while [`PickleTree::check_structure`] visits the nodes depth first.
+/// The height and the size of a node, which [`PickleTree::check_structure`] computes depth first.
 #[derive(Clone, Copy)]
 enum NodeExtent {
     Unvisited,
-    /// The node is on the path from the root to the current node.
+    /// Not known yet: the node is on the path from the root to the node that is being visited.
     OnPath,
     /// All values in the node were visited.
     Known {

@@ -21,7 +21,7 @@ const PARTS_MAX: usize = 8 << 20;
 
 /// The value of an item that was read from a data file.
 enum ItemValue {
-    /// A tensor, with the index of its file in the store and its view.
+    /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
     /// A value other than a tensor, converted to JSON.
     Value(Json),
@@ -70,8 +70,7 @@ fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &Stora
 }
 
 /// Opens each file once and reads every item in the file, except the data of tensors. Adds the
-/// files to the builder's store. `within(name)` must return the path of a file in the builder's
-/// directory.
+/// files to the builder. `within(name)` must return the path of a file in the builder's directory.
 ///
 /// # Errors
 /// Fails if a file is missing (the error names all missing files) or damaged.
@@ -110,7 +109,7 @@ fn read_all_items(
 struct ItemReader<'a> {
     builder: &'a ExternalCheckpointBuilder,
     file: File,
-    /// Index that the file gets in the store.
+    /// Index that the file gets in `StoredFiles`.
     index: usize,
     /// The file, with the zip members of the tensors that were read.
     stored: StoredFile,

@@ -1,4 +1,5 @@
-//! Collects every tensor of a tag, and decides between contradicting sources of a weight.
+//! Collects every tensor of a DeepSpeed tag. If several files contain a weight with different
+//! values, chooses one of them.
 use super::file_names;
 use super::partitions::{self, RankShard};
 use super::states::{ModelStates, OptimizerStates};
@@ -16,7 +17,7 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     let TagContents { builder, model, optimizer } = tag;
     let Some((file, first)) = model.get(&0) else { return Ok(()) };
     if stage > 0 {
-        collect_groups(builder, optimizer, first, stage)?;
+        collect_flat_groups(builder, optimizer, first, stage)?;
     }
     collect_frozen(builder, model, first, stage)?;
     collect_ties(builder, first);
@@ -48,9 +49,9 @@ fn collected_weight_names(builder: &ExternalCheckpointBuilder) -> HashSet<String
     builder.weights().map(|(name, _)| name.to_owned()).collect()
 }
 
-/// Collects the FP32 master weights and optimizer states of the trained parameters from the
-/// optimizer files of stages 1 to 3.
-fn collect_groups(
+/// Collects the FP32 master weights and the optimizer states of all trained parameters from the
+/// flat groups in the optimizer files of stages 1 to 3.
+fn collect_flat_groups(
     builder: &mut ExternalCheckpointBuilder,
     optimizer: &RankContents<OptimizerStates>,
     model: &ModelStates,
@@ -140,7 +141,7 @@ pub(super) fn collect_ties(builder: &mut ExternalCheckpointBuilder, model: &Mode
 /// Collects the buffers, and the weights that were not collected before, with the values of the
 /// 16-bit module. Records these weights as frozen in stages 1 to 3. Weights without values are
 /// recorded as lost, and aliases of collected weights as ties. `file` is the index of the model
-/// file in the store.
+/// file in `StoredFiles`.
 pub(super) fn collect_module(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,

@@ -1,4 +1,4 @@
-//! Collects the passthrough state of a tag, which a conversion copies unchanged.
+//! Collects the passthrough state of a DeepSpeed tag, which a conversion copies unchanged.
 use super::states::{ModelStates, OptimizerStates};
 use super::tag::TagContents;
 use crate::catalog::{ParamGroup, PassthroughState, TensorPart};
@@ -96,7 +96,7 @@ fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) ->
 /// Replaces references to tensors of a model file by copies of the tensors in memory.
 struct TensorInliner<'a> {
     tag: &'a TagContents,
-    /// Index of the model file in the store.
+    /// Index of the model file in `StoredFiles`.
     file: usize,
     model: &'a ModelStates,
     /// Bytes of tensors that may still be copied.

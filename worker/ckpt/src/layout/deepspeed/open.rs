@@ -116,7 +116,8 @@ fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Res
     Ok(tag.builder.finish_with_paths(given, root)?.with_passthrough(passthrough))
 }
 
-/// Returns the program that ran DeepSpeed. The program's files in the directory `root` identify it.
+/// Returns the program that ran DeepSpeed, such as HF Trainer. Recognizes the program by its files
+/// in the directory `root`.
 fn detect_program(root: &Path) -> &'static str {
     let has = |name: &str| exists(&root.join(name));
     match () {

@@ -11,7 +11,7 @@ pub(super) type ParamShapes = [(String, Vec<u64>)];
 
 /// The part of a flat group that one rank stores.
 pub(super) struct RankShard<'a> {
-    /// Index of the rank's optimizer file in the store.
+    /// Index of the rank's optimizer file in `StoredFiles`.
     pub(super) file: usize,
     pub(super) shard: &'a FlatGroupShard,
 }

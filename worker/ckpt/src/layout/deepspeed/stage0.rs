@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 /// Replaces the collected 16-bit weights by the master weights, and adds the optimizer states, the
 /// parameter groups and the steps of the weights. If the states cannot be assigned to weights, adds
-/// only a notice. `file` is the index of the model file in the store.
+/// only a notice. `file` is the index of the model file in `StoredFiles`.
 pub(super) fn add_embedded_optimizer(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,

@@ -158,8 +158,9 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 }
 
 impl ModelStates {
-    /// Drops the contents that are only needed from the file of rank 0.
-    pub(crate) fn drop_parts_of_rank_0(&mut self) {
+    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
+    /// Called for the files of the other ranks.
+    pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
     }
@@ -226,8 +227,9 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Drops the contents that are only needed from the file of rank 0.
-    pub(crate) fn drop_parts_of_rank_0(&mut self) {
+    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
+    /// Called for the files of the other ranks.
+    pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
     }
@@ -316,8 +318,8 @@ struct GroupFields<'t> {
 }
 
 impl<'t> GroupFields<'t> {
-    /// Finds the entries. `root` is the state of DeepSpeed's optimizer, and `base` the state of the
-    /// torch optimizer that it wraps.
+    /// Finds the entries in an optimizer file. `root` is the state of DeepSpeed's optimizer, and
+    /// `base` the state of the torch optimizer that it wraps.
     fn new(root: PickleView<'t>, base: PickleView<'t>) -> GroupFields<'t> {
         // an elastic checkpoint has a list of states without padding
         let states = match base.as_items() {

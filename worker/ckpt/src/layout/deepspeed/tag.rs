@@ -1,4 +1,4 @@
-//! [`TagContents`]: reads every file of a tag and checks that the files belong together.
+//! [`TagContents`]: reads every file of a DeepSpeed tag, and checks that the files belong together.
 use super::file_names::{self, TagFiles};
 use super::states::{FlatGroupShard, GLOBALS, ModelStates, OptimizerStates};
 use crate::catalog::{ExternalCheckpointBuilder, ParamGroupInfo, to_whole_step};
@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Index in the store and contents of a file of each rank.
+/// By rank: the contents of the rank's model or optimizer file, after its index in `StoredFiles`.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The directory of a DeepSpeed tag, with the contents of its files.
@@ -35,22 +35,22 @@ impl TagContents {
         for (&rank, name) in &names.model {
             let mut states = tag.read_file(rank, name, ModelStates::read)?;
             if rank > 0 {
-                states.1.drop_parts_of_rank_0();
+                states.1.keep_rank_specific_parts();
             }
             tag.model.insert(rank, states);
         }
         for (&rank, name) in &names.optimizer {
             let mut states = tag.read_file(rank, name, OptimizerStates::read)?;
             if rank > 0 {
-                states.1.drop_parts_of_rank_0();
+                states.1.keep_rank_specific_parts();
             }
             tag.optimizer.insert(rank, states);
         }
         Ok(tag)
     }
 
-    /// Reads the file of one rank and adds it to the store. Returns the file's index in the store,
-    /// and the contents that `read` returns for the file.
+    /// Reads the file of one rank and adds it to the builder. Returns the file's index in
+    /// `StoredFiles`, and the contents that `read` returns for the file.
     ///
     /// # Errors
     /// Fails if the file is damaged, or was written by another rank.
@@ -144,8 +144,8 @@ impl TagContents {
         Ok(updates.first().map(|(.., step)| *step))
     }
 
-    /// Fails if two of `steps` differ. Each item is a rank, the index of its file in the store, and
-    /// the step in the file.
+    /// Fails if two of `steps` differ. Each item is a rank, the index of its file in `StoredFiles`,
+    /// and the step in the file.
     fn require_equal_steps(&self, steps: &[(u32, usize, f64)]) -> Result<()> {
         let Some(&(rank, _, expected)) = steps.first() else { return Ok(()) };
         match steps.iter().find(|(.., found)| *found != expected) {

@@ -23,9 +23,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Returns a message that the tag named in `latest` does not exist, or `None` if the directory has
-/// no file `latest`. Does not check the tag: the caller must have found that the directory has no
-/// tags.
+/// Makes the message that the tag that `latest` names does not exist. Returns `None` if the
+/// directory has no file `latest`. Does not check the tag, so the caller must have found that the
+/// directory has no tags.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);
@@ -62,8 +62,8 @@ pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
     Ok(tags)
 }
 
-/// Returns a warning if `latest` is stale. This is assumed if the newest of `tags` is newer than
-/// `tag`, which `latest` names, and has at least as many files.
+/// Returns a warning if `latest`, which names `tag`, is probably stale: if the newest of `tags` is
+/// newer than `tag` and has at least as many files.
 pub(super) fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
     let (Some(step), Some(newest)) = (file_names::parse_step_in_tag(tag), tags.last()) else {

@@ -57,11 +57,11 @@ struct OptimizerSettings {
 /// The contents of the files of one weight.
 struct ParameterFiles {
     name: String,
-    /// Index of the FP32 file in the store, and the view of its tensor.
+    /// Index of the FP32 file in `StoredFiles`, and the view of its tensor.
     fp32: (usize, TensorView),
     /// True if the FP32 file records the shape of the weight.
     is_shaped: bool,
-    /// Role, index of the file in the store, and view of each optimizer state.
+    /// Role, index of the file in `StoredFiles`, and view of each optimizer state.
     states: Vec<(TensorRole, usize, TensorView)>,
     step: Option<f64>,
 }
@@ -73,7 +73,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     for (&rank, name) in &TagFiles::list_universal(&tag.builder.directory)?.model {
         let mut states = tag.read_file(rank, name, ModelStates::read)?;
         if rank > 0 {
-            states.1.drop_parts_of_rank_0();
+            states.1.keep_rank_specific_parts();
         }
         tag.model.insert(rank, states);
     }
@@ -94,7 +94,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     tag.builder.finish_with_paths(path, root)
 }
 
-/// Reads the contents of `optimizer_state.pt` and adds the file to the store of the tag.
+/// Reads the contents of `optimizer_state.pt`, and adds the file to the files of the tag.
 fn read_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
@@ -162,7 +162,7 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
     Ok((dirs, unknown))
 }
 
-/// Reads the files of every weight and adds them to the store of the tag. Also returns the keys of
+/// Reads the files of every weight, and adds them to the files of the tag. Also returns the keys of
 /// unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
@@ -199,8 +199,8 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
-/// Reads one opened file of a weight and adds it to the store. Returns the file's index in the
-/// store, the view of its tensor, and true if the file records the shape.
+/// Reads one opened file of a weight, and adds it to the files of the tag. Returns the file's index
+/// in `StoredFiles`, the view of its tensor, and true if the file records the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under another name than `key`.

@@ -209,8 +209,8 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Adds the states if they match the weights that the reader trains in number, groups, order and
-/// shape. A notice reports the assignment, since the file itself does not identify the weights.
+/// Adds the states if their number, groups, order and shapes match the weights that the reader
+/// trains. A notice reports the assignment, since the file itself does not identify the weights.
 /// Skips the states otherwise, or if the trained weights are unknown. `error` states why the states
 /// do not match all weights.
 fn add_trained_states(

@@ -82,9 +82,10 @@ fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<
     }
 }
 
-/// Returns the names of the states, by group. Fails if the shapes of the states do not match the
-/// weights of `candidate`. With `in_order`, positions and shapes identify the weights, and only
-/// shapes otherwise.
+/// Assigns the states to the weights of `candidate`, one possible division into groups. Returns the
+/// names of the weights by group. If `in_order` is true, a state belongs to the weight at its
+/// position, which must have its shape. Otherwise it belongs to the only weight with its shape.
+/// Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
     candidate: &[Vec<ShapedWeight<'_>>],
@@ -103,8 +104,8 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Returns the names of the weights. Fails if a state has another shape than the weight at its
-/// position. `group` is the index of the group, for errors.
+/// Assigns each state to the weight at its position, and returns the names of the weights. Fails if
+/// a state has another shape than its weight. `group` is the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,

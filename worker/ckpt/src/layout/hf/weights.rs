@@ -41,7 +41,7 @@ pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<boo
     }
     match first {
         SAFETENSORS_FILE => add_safetensors(builder, first, None)?,
-        TORCH_FILE | FSDP_FILE => add_bin(builder, first, None)?,
+        TORCH_FILE | FSDP_FILE => add_torch_weights(builder, first, None)?,
         index => add_shards(builder, index)?,
     }
     Ok(true)
@@ -52,7 +52,7 @@ pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<boo
 pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     match name.ends_with(".safetensors") {
         true => add_safetensors(builder, name, None),
-        false => add_bin(builder, name, None),
+        false => add_torch_weights(builder, name, None),
     }
 }
 
@@ -104,7 +104,7 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     for (file, expected) in files {
         match file.ends_with(".safetensors") {
             true => add_safetensors(builder, file, Some(&expected))?,
-            false => add_bin(builder, file, Some(&expected))?,
+            false => add_torch_weights(builder, file, Some(&expected))?,
         }
     }
     Ok(())
@@ -155,7 +155,7 @@ fn add_safetensors(
 
 /// Adds the tensors of the torch file `name` to the builder. `expected` are the tensors that the
 /// index lists for this file, or `None` without an index.
-fn add_bin(
+fn add_torch_weights(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
     expected: Option<&BTreeSet<&str>>,

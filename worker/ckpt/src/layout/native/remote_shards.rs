@@ -4,8 +4,8 @@ use super::storage_host::StorageHost;
 use crate::codec::disk;
 use std::path::Path;
 
-/// The shards of a host-local checkpoint that other hosts store, and that may therefore be absent
-/// from the directory on this host.
+/// The shards of a host-local checkpoint that other hosts store. These shards may be absent from
+/// the directory on this host.
 pub(crate) struct RemoteShards<'m> {
     manifest: &'m Manifest,
     /// Id of this host, or `None` if the checkpoint is not host-local or this host has no id.
