@@ -19,7 +19,7 @@ pub enum AbortReason {
         /// The text that the caller of `abort` gave.
         reason: String,
     },
-    /// An error on one rank ended its part of a collective or its attempt to join the group.
+    /// A rank failed with an error, in a collective or while it joined the group.
     #[error("{message}")]
     RankFailed {
         /// The rank that failed.

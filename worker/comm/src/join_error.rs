@@ -79,7 +79,7 @@ pub enum SharedMemoryError {
         /// The user id of this process.
         expected: u32,
     },
-    /// The header of the shared memory was written by another program, or for another group.
+    /// Another program, or a rank of another group, wrote the header of the shared memory.
     #[error("the {field} of the shared memory is {found:#x}, but this rank has {expected:#x}")]
     HeaderMismatch {
         /// The header field that differs.

@@ -71,7 +71,7 @@ pub trait TensorSource: Sync {
         Ok(())
     }
 
-    /// Reads elements of a tensor from `start_element` on into `out`, as stored little-endian
+    /// Reads elements of a tensor starting at `start_element` into `out`, as stored little-endian
     /// bytes. The length of `out` determines the number of elements. Supports any dtype.
     ///
     /// # Errors
@@ -84,8 +84,8 @@ pub trait TensorSource: Sync {
     }
 
     /// Skips elements of the tensor `info` that are in a hole of a sparse file, and therefore zero,
-    /// from `start` on. Returns the index of the first element that may differ from zero, or the
-    /// number of elements. By default returns `start`.
+    /// starting at `start`. Returns the index of the first element that may differ from zero, or
+    /// the number of elements. By default returns `start`.
     fn skip_zeros(&self, info: &TensorInfo, start: u64) -> Result<u64> {
         let _ = info;
         Ok(start)

@@ -334,7 +334,8 @@ impl TorchFile {
 /// The class of storages without a dtype. The description of a tensor states the dtype instead.
 const UNTYPED: &str = "torch.storage.UntypedStorage";
 
-/// Copies the bytes of `content` from offset `at` on into `out`. Fails if `content` is too short.
+/// Copies the bytes of `content` starting at offset `at` into `out`. Fails if `content` is too
+/// short.
 pub(crate) fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {

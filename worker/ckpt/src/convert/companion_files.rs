@@ -15,8 +15,8 @@ const EXCLUDED_FILES: [&str; 6] =
 const PROGRAM_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
 /// Plans links to the companion files of the source, which its program needs to resume. Adds a
-/// notice to `state` if the source has RNG state files for another number of ranks than the plan.
-/// Does nothing if the source has no file of [`PROGRAM_MARKERS`].
+/// notice to `state` if the source has RNG state files for a different number of ranks than the
+/// plan. Does nothing if the source has no file of [`PROGRAM_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

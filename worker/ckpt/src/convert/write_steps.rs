@@ -15,7 +15,7 @@ pub(super) enum WriteStep<'p> {
     Begin,
     /// Write the elements of a window, converted to `dtype`.
     Window { dtype: Dtype, parts: Vec<WindowPart>, elements: usize },
-    /// Write `bytes` bytes of a source tensor from element `start` on, in the stored dtype.
+    /// Write `bytes` bytes of a source tensor starting at element `start`, in the stored dtype.
     Raw { tensor: usize, start: u64, bytes: usize },
     /// Write literal bytes.
     Bytes(&'p [u8]),

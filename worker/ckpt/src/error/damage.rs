@@ -152,7 +152,7 @@ pub enum DamageReason {
         /// Name of the tensor.
         tensor: String,
     },
-    /// The directory is named for another step than its manifest.
+    /// The directory is named for a different step than its manifest.
     #[error("the directory is named for step {named}, the manifest is of step {stored}")]
     StepMismatch {
         /// The step that the directory's name states.

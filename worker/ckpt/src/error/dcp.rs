@@ -23,7 +23,7 @@ pub enum DcpError {
     /// An attribute of an object in `.metadata` has an unexpected type or value.
     #[error("invalid {0}")]
     InvalidField(&'static str),
-    /// An object in `.metadata` has another class than expected.
+    /// An object in `.metadata` has a different class than expected.
     #[error("expected an object of class {0}")]
     WrongClass(&'static str),
     /// The planner data, which record the nested keys, lack an item.

@@ -62,7 +62,7 @@ pub enum DeepSpeedError {
     /// A model file lacks a frozen weight that it lists.
     #[error("frozen weight {0} is missing")]
     FrozenMissing(String),
-    /// The file was written by another rank than its name states.
+    /// The file was written by a different rank than its name states.
     #[error("the file was written by rank {0}: files of two ranks were exchanged")]
     WrongRank(u32),
     /// Two files belong to the same rank.
@@ -71,7 +71,7 @@ pub enum DeepSpeedError {
     /// The rank of a file is not below the world size.
     #[error("the checkpoint has only {0} ranks")]
     RankOutsideWorld(u32),
-    /// A file has another stage or world size than the rest of the checkpoint.
+    /// A file has a different stage or world size than the rest of the checkpoint.
     #[error(
         "the file is of stage {stage} with partitions {partitions:?}, the checkpoint of stage {expected_stage} on {world} ranks"
     )]
@@ -125,7 +125,7 @@ pub enum DeepSpeedError {
         /// Number of optimizer states of the group.
         states: usize,
     },
-    /// The FP32 master of a weight has an unexpected dtype, or another shape than the weight.
+    /// The FP32 master of a weight has an unexpected dtype, or a different shape than the weight.
     #[error("the FP32 weight of {name} is {dtype} {found:?}, expected F32 {expected:?}")]
     MasterMismatch {
         /// Name of the weight.
@@ -162,7 +162,7 @@ pub enum LayoutError {
         /// Number of parameters of the group in the model file.
         parameters: usize,
     },
-    /// The ranks hold another number of elements than the parameters have.
+    /// The ranks hold a different number of elements than the parameters have.
     #[error("the parameters have {expected} elements, the ranks hold {found}")]
     ElementCount {
         /// Number of elements of all parameters.
@@ -178,7 +178,7 @@ pub enum LayoutError {
         /// Role of the missing state.
         role: TensorRole,
     },
-    /// An optimizer state has another length than the weights of its rank.
+    /// An optimizer state has a different length than the weights of its rank.
     #[error("rank {rank} has {states} elements of {role} ({dtype}) for {weights} elements of weights")]
     StateLength {
         /// The rank that stores the state.
@@ -208,7 +208,7 @@ pub enum LayoutError {
         /// End of the parameter in the flat tensor, in elements.
         end: u64,
     },
-    /// A flat tensor of stage 3 has another length than the rank's slices of its parameters.
+    /// A flat tensor of stage 3 has a different length than the rank's slices of its parameters.
     #[error("the parameters have {expected} elements of {role} per rank, rank {rank} has {found}")]
     PartitionLength {
         /// Role of the flat tensor.
@@ -220,7 +220,7 @@ pub enum LayoutError {
         /// Number of elements of the parameters per rank, padding included.
         expected: u64,
     },
-    /// A slice of a frozen weight has another length than expected.
+    /// A slice of a frozen weight has a different length than expected.
     #[error("{name}: rank {rank} has {elements} elements ({dtype}), expected {expected}")]
     SliceLength {
         /// Name of the weight.
@@ -234,7 +234,7 @@ pub enum LayoutError {
         /// Number of elements that each rank should store, padding included.
         expected: u64,
     },
-    /// A tensor of a universal checkpoint has another number of elements than its shape.
+    /// A tensor of a universal checkpoint has a different number of elements than its shape.
     #[error("{role} has {elements} elements, the shape {shape:?} has {expected}")]
     TensorLength {
         /// Role of the tensor.

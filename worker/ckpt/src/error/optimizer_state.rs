@@ -39,7 +39,7 @@ pub enum OptimizerStateError {
         /// Why the tensor is rejected.
         error: TorchFileError,
     },
-    /// An optimizer state has another number of elements than its weight.
+    /// An optimizer state has a different number of elements than its weight.
     #[error("{role} of {weight} has the shape {shape:?}, expected {expected} elements")]
     Elements {
         /// Role of the state.

@@ -28,7 +28,7 @@ pub enum MatchError {
         /// Number of weights that the rule selects.
         expected: usize,
     },
-    /// A state has another shape than the weight at its position.
+    /// A state has a different shape than the weight at its position.
     #[error("state {index} of group {group} has the shape {found:?}, {weight} has {expected:?}")]
     StateShape {
         /// Index of the group.
@@ -54,7 +54,7 @@ pub enum MatchError {
     /// A named state belongs to no weight.
     #[error("the states name {0}, which is not a weight")]
     UnknownWeight(String),
-    /// A named state has another shape than its weight.
+    /// A named state has a different shape than its weight.
     #[error("the state of {weight} has the shape {found:?}, the weight {expected:?}")]
     NamedShape {
         /// Name of the weight.

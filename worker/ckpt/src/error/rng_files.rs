@@ -33,7 +33,7 @@ pub enum RngStateError {
         /// Key of the stream in the dict.
         key: &'static str,
     },
-    /// A state has another structure than the values of the generator's `getstate`.
+    /// A state has a different structure than the values of the generator's `getstate`.
     #[error("the state of {generator} has an unknown layout")]
     UnknownLayout {
         /// Name of the generator, as messages show it.
@@ -45,7 +45,7 @@ pub enum RngStateError {
         /// The version in the file; `None` when it isn't an integer.
         version: Option<i64>,
     },
-    /// NumPy's global generator uses another algorithm than MT19937.
+    /// NumPy's global generator uses a different algorithm than MT19937.
     #[error("the state of NumPy's generator is not one of MT19937")]
     NumpyGenerator,
     /// A Mersenne Twister claims more used words than its 624 words.

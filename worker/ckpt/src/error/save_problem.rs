@@ -8,7 +8,7 @@ use crate::tensor::{Dtype, TensorRole};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveProblem {
-    /// The save began for another step than it commits.
+    /// The save began for a different step than it commits.
     #[error("the save began at step {begun} and commits step {committed}")]
     StepMismatch {
         /// Step of [`crate::StagingDir::create`].

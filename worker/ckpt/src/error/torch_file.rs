@@ -84,7 +84,7 @@ pub enum TorchFileError {
         /// Size of the storage's zip member in bytes.
         bytes: u64,
     },
-    /// A legacy file has another version than 1001.
+    /// A legacy file has a different version than 1001.
     #[error("the legacy torch format has a version other than 1001")]
     LegacyVersion,
     /// The list of storages of a legacy file is invalid.
@@ -113,7 +113,7 @@ pub enum TorchFileError {
         /// The incomplete part, such as `a pickle` or `storage 3`.
         part: String,
     },
-    /// A storage of a legacy file has another number of elements than its description.
+    /// A storage of a legacy file has a different number of elements than its description.
     #[error("storage {key} should have {expected} elements, but records {found}")]
     StorageElements {
         /// Key of the storage.

@@ -38,7 +38,7 @@ pub enum ZipError {
     /// An entry of the central directory is damaged.
     #[error("the zip directory is damaged")]
     DirectoryDamaged,
-    /// The central directory has another number of entries than the end record states.
+    /// The central directory has a different number of entries than the end record states.
     #[error("the zip directory has {found} members, the end record {recorded}")]
     MemberCount {
         /// Number of entries in the central directory.
@@ -95,7 +95,7 @@ pub enum ZipError {
     /// The local header of a member is damaged.
     #[error("zip member {0:?} has a damaged header")]
     LocalHeader(String),
-    /// The local header of a member has another name than the central directory.
+    /// The local header of a member has a different name than the central directory.
     #[error("zip member {0:?} has another name in its own header")]
     LocalName(String),
     /// The file cannot be read.

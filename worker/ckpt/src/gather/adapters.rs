@@ -113,8 +113,8 @@ fn collect_adapters(
 
 impl AdapterShape {
     /// Reads the adapter of the matrix `name` from `source`, and adds `scale` × B · A to `values`,
-    /// which are elements of the matrix from element `start` on. Transposes B · A if the matrix is
-    /// `[in, out]`.
+    /// which are elements of the matrix starting at element `start`. Transposes B · A if the matrix
+    /// is `[in, out]`.
     fn add_to_matrix(
         &self,
         source: &dyn TensorSource,

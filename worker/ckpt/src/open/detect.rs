@@ -194,8 +194,8 @@ fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     }
 }
 
-/// Fails if an optimizer state belongs to no weight, or has another shape than its weight. Accepts
-/// a checkpoint that has only optimizer states.
+/// Fails if an optimizer state belongs to no weight, or has a different shape than its weight.
+/// Accepts a checkpoint that has only optimizer states.
 fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {

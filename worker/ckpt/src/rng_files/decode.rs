@@ -193,8 +193,8 @@ fn decode_cuda_states(
     }
 }
 
-/// Returns the bytes of a one-dimensional tensor of at most [`CPU_STATE_BYTES`] u8. Fails for any other
-/// value, or if the tensor's zip member does not match its CRC-32.
+/// Returns the bytes of a one-dimensional tensor of at most [`CPU_STATE_BYTES`] bytes (u8). Fails
+/// for any other value, or if the tensor's zip member does not match its CRC-32.
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;

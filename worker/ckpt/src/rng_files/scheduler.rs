@@ -121,7 +121,7 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
 }
 
 /// Returns the pickle with the integer under `key` replaced by `after`. Returns `None` if `key`
-/// does not occur exactly once, or has another value than `before`.
+/// does not occur exactly once, or has a different value than `before`.
 fn replace_counter(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

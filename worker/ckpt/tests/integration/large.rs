@@ -23,8 +23,8 @@ fn open_external(dir: &Path) -> Box<ExternalCheckpoint> {
     }
 }
 
-/// Reads `count` elements of the weight `layers.{weight}.weight` from index `from` on. Returns the
-/// elements that are not zero, with their indices.
+/// Reads `count` elements of the weight `layers.{weight}.weight` starting at index `from`. Returns
+/// the elements that are not zero, with their indices.
 fn read_nonzero_elements(
     found: &ExternalCheckpoint,
     weight: usize,

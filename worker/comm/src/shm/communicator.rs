@@ -220,7 +220,7 @@ impl ShmComm {
     }
 
     /// Waits until all ranks have entered the current round. Fails, and aborts the group, if a rank
-    /// made another call than `call` or if the wait fails.
+    /// made a different call than `call` or if the wait fails.
     pub(super) fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
         let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
         self.segment

@@ -208,8 +208,8 @@ impl ShmComm {
 }
 
 /// Divides one chunk of a byte stream into contiguous ranges. The stream consists of `ranges`, one
-/// after another, and the chunk is its `len` bytes from `offset` on. Calls `visit(position in the
-/// chunk, range)` for each contiguous range of the chunk.
+/// after another, and the chunk is its `len` bytes starting at `offset`. Calls `visit(position in
+/// the chunk, range)` for each contiguous range of the chunk.
 fn visit_ranges(
     ranges: &[Range<usize>],
     offset: usize,

@@ -286,7 +286,7 @@ impl Segment {
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// Returns `len` bytes of `rank`'s staging slot from byte `start` on, to read.
+    /// Returns `len` bytes of `rank`'s staging slot starting at byte `start`, to read.
     ///
     /// # Safety
     ///
@@ -299,7 +299,7 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// Returns `len` elements of `rank`'s staging slot from element `start` on, to read.
+    /// Returns `len` elements of `rank`'s staging slot starting at element `start`, to read.
     ///
     /// # Safety
     ///
@@ -309,7 +309,7 @@ impl Segment {
         bytemuck::cast_slice(unsafe { self.slot(rank, slot, start * 4, len * 4) })
     }
 
-    /// Returns `len` bytes of this rank's staging slot from byte `start` on, to write.
+    /// Returns `len` bytes of this rank's staging slot starting at byte `start`, to write.
     ///
     /// # Safety
     ///
@@ -324,7 +324,7 @@ impl Segment {
         }
     }
 
-    /// Returns `len` elements of this rank's staging slot from element `start` on, to write.
+    /// Returns `len` elements of this rank's staging slot starting at element `start`, to write.
     ///
     /// # Safety
     ///

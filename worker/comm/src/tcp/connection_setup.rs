@@ -27,7 +27,7 @@ use std::{
 /// connections advance.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of connections from unknown addresses that are not authenticated yet. A peer
-/// may connect from another address than that on which it listens.
+/// may connect from a different address than that on which it listens.
 const MAX_PENDING_UNKNOWN: usize = 32;
 /// Number of unauthenticated connections from one peer's address that are kept in addition to those
 /// that the ranks at this address need.

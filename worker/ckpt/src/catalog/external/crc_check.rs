@@ -30,8 +30,8 @@ struct SpanPiece {
     bytes: Range<u64>,
 }
 
-/// Splits the byte range `bytes` of a span into pieces of [`PIECE_BYTES`], or larger ones if there
-/// would be more than [`PIECES_MAX`].
+/// Splits the byte range `bytes` of a span into pieces of [`PIECE_BYTES`], or into larger pieces if
+/// there would be more than [`PIECES_MAX`] of them.
 fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterator<Item = SpanPiece> {
     let end = bytes.end;
     let size = PIECE_BYTES.max((end - bytes.start).div_ceil(PIECES_MAX));

@@ -18,7 +18,7 @@ pub(crate) struct AlignedBuffer {
     map: MmapMut,
     /// Offset of the first aligned byte in `map`.
     start: usize,
-    /// Number of usable bytes of `map` from `start` on.
+    /// Number of usable bytes of `map` starting at `start`.
     size: usize,
 }
 

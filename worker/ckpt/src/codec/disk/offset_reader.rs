@@ -130,8 +130,8 @@ impl<'a> OffsetReader<'a> {
         }
     }
 
-    /// Fills `out` with the file's bytes from offset `at` on. Reads them in consecutive pieces, and
-    /// also passes each piece to `sink` in order, while its bytes are in the CPU cache.
+    /// Fills `out` with the file's bytes starting at offset `at`. Reads them in consecutive pieces,
+    /// and also passes each piece to `sink` in order, while its bytes are in the CPU cache.
     ///
     /// # Errors
     /// Fails if the file ends before `out` is full, or a read fails.

@@ -203,7 +203,7 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
 /// in `StoredFiles`, the view of its tensor, and true if the file records the shape.
 ///
 /// # Errors
-/// Fails if the file has no tensor, or was written under another name than `key`.
+/// Fails if the file has no tensor, or was written under a different name than `key`.
 fn read_parameter_file(
     tag: &mut TagContents,
     file: TorchFile,

@@ -105,7 +105,7 @@ fn match_candidate(
 }
 
 /// Assigns each state to the weight at its position, and returns the names of the weights. Fails if
-/// a state has another shape than its weight. `group` is the index of the group, for errors.
+/// a state has a different shape than its weight. `group` is the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,

@@ -406,7 +406,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if a tensor of the model or of the optimizer state is missing or has another shape
+    /// Fails if a tensor of the model or of the optimizer state is missing or has a different shape
     /// than in the model. Also fails if the manifest has further tensors. `found` maps each tensor
     /// of the manifest to its shape.
     fn check_complete(

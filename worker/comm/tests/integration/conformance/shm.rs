@@ -229,7 +229,7 @@ fn check_stopped_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure>
     })
 }
 
-/// Lets rank 1 call another collective than the others, and checks that every rank reports both
+/// Lets rank 1 call a different collective than the others, and checks that every rank reports both
 /// calls.
 fn check_different_collectives(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     comm.barrier().map_err(|e| make_failure("barrier", e.to_string()))?;
