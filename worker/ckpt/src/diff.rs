@@ -228,6 +228,7 @@ struct TensorIndex<'a> {
 }
 
 impl<'a> TensorIndex<'a> {
+    /// Indexes `tensors`, and the aliases in `ties`.
     fn new(tensors: &'a [TensorInfo], ties: &'a [TiedWeight]) -> TensorIndex<'a> {
         TensorIndex {
             tensors_by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),

@@ -59,6 +59,7 @@ impl<'de> Deserialize<'de> for Hash {
     }
 }
 
+/// Deserializes a hash from hex digits, or from its 32 bytes.
 struct HashVisitor;
 
 impl de::Visitor<'_> for HashVisitor {

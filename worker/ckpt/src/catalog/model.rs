@@ -196,6 +196,7 @@ impl ModelSpec {
     /// for `other`. Each text gives the name and shape there, or states that the weight is missing.
     /// Returns `None` if both have the same weights, in any order.
     pub(crate) fn find_first_difference(&self, other: &[WeightShape]) -> Option<(String, String, String)> {
+        /// Indexes tensors by their names.
         fn index_by_name(tensors: &[WeightShape]) -> HashMap<&str, &WeightShape> {
             tensors.iter().map(|w| (w.name.as_str(), w)).collect()
         }

@@ -144,10 +144,12 @@ impl SourceState {
         self.index.get(&(role, self.tensors[weight].name.clone())).copied()
     }
 
+    /// Returns the number of elements of the tensor with the index `tensor`.
     pub(super) fn element_count(&self, tensor: usize) -> u64 {
         self.tensors[tensor].element_count()
     }
 
+    /// Returns the name of the tensor with the index `tensor`.
     pub(super) fn tensor_name(&self, tensor: usize) -> &str {
         &self.tensors[tensor].name
     }

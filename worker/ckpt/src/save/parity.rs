@@ -178,6 +178,7 @@ struct CheckpointFiles<'m> {
 }
 
 impl<'m> CheckpointFiles<'m> {
+    /// Opens all shards and parity files that `manifest` lists and that can be opened.
     fn open(directory: &Directory, manifest: &'m Manifest) -> CheckpointFiles<'m> {
         let open =
             |f: &FileEntry| directory.open_file(&f.name, nix::fcntl::OFlag::empty()).ok().map(|(f, _)| f);

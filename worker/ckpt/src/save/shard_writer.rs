@@ -43,6 +43,7 @@ impl<'a> From<&'a [f32]> for PieceElements<'a> {
 }
 
 impl PieceElements<'_> {
+    /// Returns the number of elements.
     fn len(&self) -> usize {
         match self {
             PieceElements::F32(values) => values.len(),
@@ -50,6 +51,7 @@ impl PieceElements<'_> {
         }
     }
 
+    /// Returns the dtype of the elements.
     fn dtype(&self) -> Dtype {
         match self {
             PieceElements::F32(_) => Dtype::F32,
@@ -57,6 +59,7 @@ impl PieceElements<'_> {
         }
     }
 
+    /// Returns the bytes of the elements.
     fn as_bytes(&self) -> &[u8] {
         match self {
             PieceElements::F32(values) => bytemuck::cast_slice(values),

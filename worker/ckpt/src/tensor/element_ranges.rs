@@ -95,7 +95,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cover_equals_brute_force(cuts in proptest::collection::vec(0u64..20, 0..8), a in 0u64..160, b in 0u64..160) {
+        fn intersections_equal_brute_force(cuts in proptest::collection::vec(0u64..20, 0..8), a in 0u64..160, b in 0u64..160) {
             let mut ranges = Vec::new();
             let mut at = 0;
             for c in cuts { ranges.push(at..at + c); at += c; }

@@ -21,6 +21,7 @@ pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
 /// Deserializes a shape. Fails at the first dimension beyond [`DIMENSIONS_MAX`], so that an
 /// untrusted file cannot make a long list.
 pub(crate) fn deserialize_shape<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
+    /// Collects the dimensions of a shape, and rejects too many.
     struct ShapeVisitor;
     impl<'de> de::Visitor<'de> for ShapeVisitor {
         type Value = Vec<u64>;

@@ -150,6 +150,7 @@ impl NcclGroup {
         self.world
     }
 
+    /// Locks the state of the communicator.
     fn lock_communicator(&self) -> MutexGuard<'_, CommunicatorState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -93,10 +93,12 @@ fn run_ranks<T: Send>(world: usize, f: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T>
     })
 }
 
+/// Returns the address of a slice in host memory, which the emulated NCCL takes for GPU memory.
 fn to_address<T>(x: &mut [T]) -> u64 {
     x.as_mut_ptr() as u64
 }
 
+/// Computes the i-th test value that `rank` sends.
 fn compute_value(rank: usize, i: usize) -> f32 {
     (rank * 100 + i) as f32
 }

@@ -52,6 +52,7 @@ enum Hashes {
 }
 
 impl Hashes {
+    /// Starts with the hashes of an empty file, of the kind that `hashing` requests.
     fn new(hashing: Hashing) -> Hashes {
         match hashing {
             Hashing::Off => Hashes::Off,

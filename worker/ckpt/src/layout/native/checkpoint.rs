@@ -107,6 +107,7 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, directory, local_files, manifest))
     }
 
+    /// Makes a checkpoint from its manifest and its open directory.
     fn from_parts(
         path: &Path,
         directory: Option<Directory>,
