@@ -6,7 +6,7 @@ use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
 /// A callback that receives the pieces of [`Comm::reduce_scatter_ordered`] as `(source rank, index
-/// of the partial on that rank, piece)`.
+/// of the partial vector on that rank, piece)`.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -30,7 +30,7 @@ pub trait Comm: Send + Sync {
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
     /// Passes part r of every partial vector of every rank to the `sink` of rank r, in the order
-    /// (source rank, index of the partial).
+    /// (source rank, index of the partial vector).
     ///
     /// A rank may pass any number of `partials`, each `Σ counts` long. The collective sums nothing;
     /// the caller reduces the pieces in the order in which they arrive.

@@ -33,7 +33,7 @@ pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankList
 /// computes the whole sum. A larger all-reduce takes two steps per block, and each rank sums only
 /// its share.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
-/// The largest number of partials that one rank may pass to an ordered reduce-scatter.
+/// The largest number of partial vectors that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
 impl TcpComm {

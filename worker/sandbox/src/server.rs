@@ -145,7 +145,8 @@ fn exit_with_caller(socket: &UnixStream) {
     process::exit(DONE.into());
 }
 
-/// Reads requests and passes them on until the socket is closed.
+/// Reads requests from the socket, and passes them through `sender` to the thread that answers
+/// them. Returns when the socket is closed.
 fn read_requests(socket: &mut UnixStream, sender: &SyncSender<Request>) {
     while let Ok(request) = read_request(socket) {
         if sender.send(request).is_err() {

@@ -59,7 +59,7 @@ pub enum DeepSpeedError {
     /// The flat tensor of a parameter does not match the shape of the parameter.
     #[error("{0}")]
     Layout(#[from] LayoutError),
-    /// A model file lacks a frozen weight that it lists.
+    /// A model file lists a frozen weight without storing its values.
     #[error("frozen weight {0} is missing")]
     FrozenMissing(String),
     /// The file was written by a different rank than its name states.
@@ -115,7 +115,8 @@ pub enum DeepSpeedError {
     /// A flat tensor's shape is not recorded in any model file.
     #[error("the tensor is flat, and no model file records its shape")]
     UnknownShape,
-    /// A group has different numbers of FP32 master weights and optimizer states.
+    /// The number of FP32 master weights of a group differs from the number of its optimizer
+    /// states.
     #[error("group {group} has {weights} FP32 weights and {states} states")]
     MasterCount {
         /// Index of the group.

@@ -116,8 +116,8 @@ fn publish_result(
     Ok(())
 }
 
-/// Chooses the path of the result. With `in_place`, the result has this path until it replaces the
-/// original.
+/// Chooses the path of the result. With `in_place`, the result has this path only until it replaces
+/// the original.
 ///
 /// # Errors
 /// Fails if the path of the result exists or is inside of the original. With `in_place`, also fails

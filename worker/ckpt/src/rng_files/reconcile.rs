@@ -346,10 +346,11 @@ fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     }
 }
 
-/// Replaces the single CUDA state of a rank by the form that a run of `options.world` ranks reads.
-/// This is a list with the same state for each visible GPU, or a single state in a run of one
-/// process. `options.gpus` is the number of visible GPUs. If it is `None`, the number is derived
-/// from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA state.
+/// Converts the single CUDA state of a rank to the form that a run of `options.world` ranks
+/// expects: a list with the same state for each visible GPU, or a single state in a run of one
+/// process. `options.gpus` is the number of visible GPUs. If `options.gpus` is `None`, derives the
+/// number from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA
+/// state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {

@@ -62,8 +62,8 @@ fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFiles> {
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
 }
 
-/// Adds the problems of recorded files to `problems`. Leaves out files that have another problem,
-/// which is more exact.
+/// Adds the problems of recorded files to `problems`. Leaves out files about which `problems`
+/// already has a problem, since that one is more exact.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
     let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();

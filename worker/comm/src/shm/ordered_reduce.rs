@@ -1,15 +1,15 @@
-//! The ordered reduce-scatter of [`ShmComm`], which delivers whole pieces of the peers' partials in
-//! the order (rank, index).
+//! The ordered reduce-scatter of [`ShmComm`], which delivers whole pieces of the peers' partial
+//! vectors in the order (rank, index).
 //!
 //! *Staged*: if every rank's pieces for its peers fit into its staging slot, one round publishes
-//! them, and the sink reads them in the slot without a copy. A slot contains, for each partial, the
-//! pieces for the peers in rank order. Each piece begins at a cache line.
+//! them, and the sink reads them in the slot without a copy. A slot contains, for each partial
+//! vector, the pieces for the peers in rank order. Each piece begins at a cache line.
 //!
-//! *Windows*: otherwise the partials of all ranks, in sink order, are divided into windows. Within
-//! a window all ranks send at the same time, chunk by chunk, and each receiver assembles the pieces
-//! in a private buffer before it passes them to the sink. A window is as long as possible while the
-//! buffer of every rank stays within 8 × staging or twice the largest piece, whichever is more. In
-//! a longer window more ranks send at the same time.
+//! *Windows*: otherwise the partial vectors of all ranks, in sink order, are divided into windows.
+//! Within a window all ranks send at the same time, chunk by chunk, and each receiver assembles the
+//! pieces in a private buffer before it passes them to the sink. A window is as long as possible
+//! while the buffer of every rank stays within 8 × staging or twice the largest piece, whichever is
+//! more. In a longer window more ranks send at the same time.
 use super::communicator::{CACHE_LINE_ELEMENTS, ShmCallState, ShmComm, compute_chunk_range};
 use super::streaming_copy;
 use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall};
@@ -20,7 +20,7 @@ use std::ops::Range;
 /// staging size.
 const WINDOW_FACTOR: usize = 8;
 
-/// The largest number of partials that one rank may pass to an ordered reduce-scatter.
+/// The largest number of partial vectors that one rank may pass to an ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
 /// The partial vectors that belong to one window: for each rank, a range of indices of that rank's
@@ -78,15 +78,16 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes the index in `owner`'s staging slot, in elements, at which the piece of partial `i`
-    /// for rank `dest` begins.
+    /// Computes the index in `owner`'s staging slot, in elements, at which the piece of partial
+    /// vector `i` for rank `dest` begins.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies the pieces of this rank's partials for all peers to this rank's staging slot `slot`.
+    /// Copies the pieces of this rank's partial vectors for all peers to this rank's staging slot
+    /// `slot`.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_offsets(counts);
@@ -217,8 +218,8 @@ impl ShmComm {
     }
 }
 
-/// Computes how many elements of its staging slot `rank` needs for one partial. Each piece is
-/// padded to whole cache lines.
+/// Computes how many elements of its staging slot `rank` needs for one partial vector. Each piece
+/// is padded to whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
@@ -232,7 +233,7 @@ fn fits_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) 
 }
 
 /// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes. Rank r
-/// passes `partial_counts[r]` partials.
+/// passes `partial_counts[r]` partial vectors.
 fn all_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| fits_staging(rank, n, counts, staging))
 }
@@ -247,8 +248,8 @@ fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
 /// Computes how many elements `rank` assembles in private memory during an ordered reduce-scatter.
 /// Memory estimates use the result.
 ///
-/// Rank r passes `partial_counts[r]` partials, and rank s gets `counts[s]` elements of each
-/// partial. The result is 0 if the pieces of every rank fit into `staging` bytes.
+/// Rank r passes `partial_counts[r]` partial vectors, and rank s gets `counts[s]` elements of each
+/// partial vector. The result is 0 if the pieces of every rank fit into `staging` bytes.
 pub fn count_assembly_elements(
     rank: usize,
     partial_counts: &[usize],
@@ -266,7 +267,7 @@ pub fn count_assembly_elements(
 }
 
 /// Fills `to` with the elements of a stream that begin at element `offset`. The stream consists of
-/// the elements `start..start + count` of each partial, one partial after another.
+/// the elements `start..start + count` of each partial vector, one partial vector after another.
 fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
@@ -321,7 +322,8 @@ pub(crate) fn partition_into_windows(
 mod tests {
     use super::*;
 
-    /// Lists the partials of all windows as pairs (rank, index), in the order of the windows.
+    /// Lists the partial vectors of all windows as pairs (rank, index), in the order of the
+    /// windows.
     fn list_partials(windows: &[PartialRanges]) -> Vec<(usize, usize)> {
         let of_window = |w: &PartialRanges| -> Vec<(usize, usize)> {
             w.iter().enumerate().flat_map(|(r, is)| is.clone().map(move |i| (r, i))).collect()

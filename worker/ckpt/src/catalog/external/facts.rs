@@ -66,8 +66,8 @@ pub struct ExternalFacts {
     pub ignored_optimizer: Option<String>,
     /// Likely mistakes, such as a stale `latest` or steps that differ.
     pub warnings: Vec<String>,
-    /// Messages about choices of the reader, such as the chosen one of several checkpoints, and
-    /// ignored files.
+    /// Messages about choices of the reader, such as which of several checkpoints it opened and
+    /// which files it ignored.
     pub notices: Vec<String>,
     /// Parts of a full training state that the checkpoint does not have.
     pub missing: Vec<StatePart>,

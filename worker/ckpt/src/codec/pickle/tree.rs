@@ -57,7 +57,7 @@ pub(crate) struct PickleCall {
     /// The class or function, as `module.name`.
     pub(super) class: &'static str,
     pub(super) args: PickleValue,
-    /// The state that the result of the call gets afterwards, or `None`.
+    /// The state that the pickle sets on the result of the call, or Python's `None`.
     pub(super) state: PickleValue,
 }
 

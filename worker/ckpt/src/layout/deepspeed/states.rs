@@ -107,7 +107,8 @@ pub(crate) struct NumberedGroup {
 }
 
 impl NumberedGroup {
-    /// Returns the group with the names of the parameters in its flat groups.
+    /// Converts this group to one that identifies parameters by name. `model` has the names of the
+    /// parameters in each flat group.
     pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
         let flat_groups = self.ids.iter().filter_map(|&i| model.groups.get(i as usize));
         let names = flat_groups.flatten().map(|(name, _)| name.clone()).collect();

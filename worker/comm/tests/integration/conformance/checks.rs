@@ -206,8 +206,8 @@ fn check_equal_halves(
     if is_equal { Ok(()) } else { Err(make_failure(what, "other bits of halves")) }
 }
 
-/// Checks an ordered reduce-scatter to which rank r passes `partials[r]` partials: the pieces and
-/// their order.
+/// Checks an ordered reduce-scatter to which rank r passes `partials[r]` partial vectors: the
+/// pieces and their order.
 pub(crate) fn check_reduce_scatter_ordered(
     comm: &dyn Comm,
     id: u64,
