@@ -58,7 +58,7 @@ pub enum GroupError {
     },
 }
 
-/// Error of the shared memory through which the ranks of a host communicate.
+/// Why the shared memory, through which the ranks of a host communicate, cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedMemoryError {
     /// The operating system failed to inspect, resize or map the file.

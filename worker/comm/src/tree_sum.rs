@@ -12,8 +12,8 @@
 //! Additions are in f32 and none is skipped. So the bits of a sum depend only on the ranks' values,
 //! and not on how messages are divided into chunks or which rank computes the sum.
 
-/// The number of elements that are summed at a time if there are intermediate sums. The
-/// intermediate sums then stay in the first-level cache.
+/// The number of elements that are summed at a time if a sum needs intermediate sums, so that these
+/// stay in the first-level cache.
 const BLOCK_LEN: usize = 512;
 
 /// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, added in the order of the tree.

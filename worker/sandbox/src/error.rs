@@ -49,7 +49,7 @@ pub enum SandboxError {
     /// The process ended for another reason.
     #[error("the sandbox process ended: {0}")]
     Ended(String),
-    /// The process sent bytes that are no reply.
+    /// The process sent bytes that are not a valid reply.
     #[error("the sandbox process sent an invalid reply")]
     InvalidReply,
 }

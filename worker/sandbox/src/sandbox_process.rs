@@ -29,14 +29,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest single wait for the socket. A longer pause counts only as this long, since this process
-/// was stopped in the meantime.
+/// Longest single wait for the socket. A longer pause, during which this process itself was
+/// stopped, counts only as this long.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the caller waits for a sandbox process to end after the process has closed its socket.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between two checks whether a process has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The limits while the sandbox process starts, which is before it interprets files.
+/// The limits that apply while the sandbox process starts, before it interprets any file.
 const START_LIMITS: RequestLimits =
     RequestLimits { cpu: Duration::from_secs(10), memory_bytes: 0, reply_bytes: 1 };
 

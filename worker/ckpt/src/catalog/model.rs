@@ -11,7 +11,8 @@ use std::collections::{HashMap, HashSet};
 
 /// Limit on the number of JSON values in a config.
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
-/// Limit on the number of JSON values in a part of the training state that names every weight.
+/// Limit on the number of JSON values in each part of the training state that has entries for all
+/// weights.
 const STATE_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;

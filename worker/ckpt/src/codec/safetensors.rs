@@ -93,7 +93,7 @@ struct RawEntry {
     dtype: RawDtype,
     #[serde(deserialize_with = "deserialize_shape")]
     shape: Vec<u64>,
-    /// First byte and end, relative to the end of the header.
+    /// Offsets of the tensor's first byte and of its end, relative to the end of the header.
     data_offsets: (u64, u64),
 }
 

@@ -54,8 +54,8 @@ pub(crate) const DTYPE_GLOBALS: &[&str] = &[
     "torch.uint64",
     "torch.uint8",
 ];
-/// Classes and functions of plain values that programs save in addition to tensors. These functions
-/// are never called.
+/// Classes and functions of plain values that programs save in addition to tensors. The reader
+/// never calls them.
 pub(crate) const PLAIN_GLOBALS: &[&str] = &[
     "__builtin__.set",
     "__builtin__.complex",
@@ -208,7 +208,7 @@ impl TorchFile {
         Ok(TorchFile::from_parts(size, root, members, tree))
     }
 
-    /// Makes a [`TorchFile`] of its parts. The members in the directory `data` are the storages.
+    /// Makes a [`TorchFile`] from its parts. The members in the directory `data` are the storages.
     fn from_parts(size: u64, root: String, members: Vec<ZipMember>, tree: PickleTree) -> TorchFile {
         let keys = if root.is_empty() { "data/".to_owned() } else { format!("{root}/data/") };
         let key = |(i, m): (usize, &ZipMember)| Some((m.name.strip_prefix(&keys)?.to_owned(), i));

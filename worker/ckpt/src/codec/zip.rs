@@ -161,8 +161,8 @@ fn locate_directory(
 }
 
 /// Parses the entry of the central directory at the beginning of `bytes`. Returns the member and
-/// the entry's length in bytes. The member's `data` begin at the local header. [`locate_data`] then
-/// finds the content.
+/// the entry's length in bytes. The range `data` of the member begins at the local header, until
+/// [`locate_data`] finds the content.
 fn parse_entry(bytes: &[u8]) -> Result<(ZipMember, usize)> {
     let damaged = || ZipError::DirectoryDamaged;
     if bytes.len() < DIRECTORY_ENTRY_BYTES || !bytes.starts_with(b"PK\x01\x02") {
@@ -291,8 +291,8 @@ mod tests {
         assert_eq!(parse_container(&commented).expect("comments are allowed").len(), 3);
     }
 
-    /// Replaces some bytes of the first entry of a valid container's central directory, from byte
-    /// `at` of the entry on. Returns the error.
+    /// Replaces some bytes of the first entry of a valid container's central directory, starting at
+    /// byte `at` of the entry. Returns the error of reading the container.
     fn expect_patched_rejection(at: usize, bytes: &[u8]) -> ZipError {
         let mut file = make_valid_container();
         let entry = file.windows(4).position(|w| w == b"PK\x01\x02").expect("a directory") + at;

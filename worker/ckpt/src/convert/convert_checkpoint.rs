@@ -27,7 +27,7 @@ pub struct ConvertReport {
     pub bytes: u64,
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub reused: u64,
-    /// Notices for the user, such as losses that the target format causes.
+    /// Notices for the user, such as a notice about state that the target format cannot store.
     pub notices: Vec<ConvertNotice>,
 }
 

@@ -207,8 +207,8 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
 }
 
 /// Adds the limit of the gradient norm to `optimizer`, the value of an optimizer file, if the
-/// source has this limit. A source of stage 3 does not have it. No default is added, since at
-/// stages 1 and 2 DeepSpeed would use the default instead of the limit in its config.
+/// source has this limit. A source of stage 3 does not have this limit. No default is added, since
+/// at stages 1 and 2 DeepSpeed would use the default instead of the limit in its config.
 fn add_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
         optimizer.set("clip_grad", clip.clone());

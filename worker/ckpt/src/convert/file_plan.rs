@@ -193,7 +193,7 @@ pub(super) struct OutputPlan {
     pub(super) world: u32,
 }
 
-/// Returns the sum of [`FilePlan::bytes`] of all files, or the largest number if the sum is larger.
+/// Returns the sum of [`FilePlan::bytes`] of all files, or `u64::MAX` if the sum overflows.
 pub(super) fn sum_bytes(files: &[FilePlan]) -> u64 {
     files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes()))
 }

@@ -153,9 +153,9 @@ fn encode_groups(state: &SourceState) -> Value {
 }
 
 /// Encodes a parameter group in the form of a native manifest. Keeps the hyper-parameters of the
-/// source, except that `lr` becomes the learning rate before the schedule if the source has this
-/// rate. Adds hyper-parameters that a native manifest requires and the source lacks, with the value
-/// 0.
+/// source, except that `lr` becomes `initial_lr`, the learning rate without the schedule, if the
+/// source has this value. Adds hyper-parameters that a native manifest requires and the source
+/// lacks, with the value 0.
 fn encode_group(state: &SourceState, group: &WeightGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());

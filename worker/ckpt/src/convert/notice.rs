@@ -31,7 +31,7 @@ pub enum ConvertNotice {
     /// The source has weights and no training state, so that a run from the result starts at step
     /// 0.
     WeightsOnly,
-    /// The source doesn't assign some parameters to its groups.
+    /// The source doesn't assign some parameters to any of its parameter groups.
     GroupsUnknown {
         /// Number of parameters without a group.
         parameters: usize,

@@ -69,7 +69,8 @@ pub struct ElementDiff {
     /// Largest distance between the value in `a` and the value in `b` of one element, in units in
     /// the last place (ulp) of float32. Counts only elements whose two values are finite.
     pub max_ulp: u64,
-    /// Number of elements with different bits of which at least one value is NaN or infinite.
+    /// Number of elements that have different bits in `a` and `b`, and are NaN or infinite in at
+    /// least one of them.
     pub not_finite: u64,
     /// The cast that turns every element of one tensor into the element of the other. `None` if
     /// there is no such cast.

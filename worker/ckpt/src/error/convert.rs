@@ -28,7 +28,7 @@ pub enum ConvertError {
         /// The step of the training state.
         step: u64,
     },
-    /// The optimizer keeps no states, as SGD without momentum, but the target requires states.
+    /// The optimizer keeps no states, like SGD without momentum, but the target requires states.
     #[error("the source has no optimizer states, which the target requires")]
     OptimizerRequired,
     /// The target requires the group of each parameter, and the source doesn't assign some.

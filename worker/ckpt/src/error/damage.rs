@@ -140,7 +140,7 @@ pub enum DamageReason {
         /// Name of the member.
         member: String,
     },
-    /// The header of a native shard and the manifest differ in a piece of a tensor.
+    /// The header of a native shard and the manifest describe a piece of a tensor differently.
     #[error("the shard header and the manifest differ in {piece}")]
     HeaderMismatch {
         /// `role/name@start` of the piece.
@@ -152,7 +152,7 @@ pub enum DamageReason {
         /// Name of the tensor.
         tensor: String,
     },
-    /// The directory is named for a different step than its manifest.
+    /// The name of the directory states a different step than the manifest.
     #[error("the directory is named for step {named}, the manifest is of step {stored}")]
     StepMismatch {
         /// The step that the directory's name states.

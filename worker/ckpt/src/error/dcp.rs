@@ -26,7 +26,7 @@ pub enum DcpError {
     /// An object in `.metadata` has a different class than expected.
     #[error("expected an object of class {0}")]
     WrongClass(&'static str),
-    /// The planner data, which record the nested keys, lack an item.
+    /// The planner data in `.metadata`, which record the nested keys of every item, lack an item.
     #[error("no path for {0}")]
     PathMissing(String),
     /// The recorded nested keys of an item do not match its flattened key.
@@ -141,7 +141,7 @@ pub enum DcpError {
         /// The largest accepted number of runs in all tensors together.
         limit: usize,
     },
-    /// The items that are no tensors have too many values.
+    /// The items other than tensors have too many values in total.
     #[error("the items have more than {0} values that are no tensors")]
     TooManyValues(usize),
     /// An optimizer step is not a whole number.

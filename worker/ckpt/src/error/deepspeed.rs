@@ -23,7 +23,7 @@ pub enum DeepSpeedError {
         /// Why the tensor is rejected.
         error: TorchFileError,
     },
-    /// A tensor whose name is unknown is invalid.
+    /// A tensor is invalid, and its name is not known.
     #[error("{0}")]
     Torch(#[from] TorchFileError),
     /// The optimizer in a model file is invalid.

@@ -81,7 +81,7 @@ pub enum Diagnosis {
         candidates: Vec<String>,
         /// Number of further subdirectories that may be checkpoints.
         more: usize,
-        /// Number of subdirectories that were searched if there are more; otherwise `None`.
+        /// Number of subdirectories that were searched, or `None` if all of them were searched.
         limit: Option<usize>,
     },
     /// Neither the directory nor the subdirectories that were searched have a checkpoint. The

@@ -49,7 +49,7 @@ pub enum ManifestError {
     /// The world size is 0.
     #[error("the world size is 0")]
     NoRanks,
-    /// A tokenizer file has an unsafe name, or two files have this name.
+    /// A tokenizer file has an unsafe name, or the same name as another tokenizer file.
     #[error("{0:?} is not a valid tokenizer file name, or occurs twice")]
     TokenizerFileName(String),
     /// The block size differs from 1 MiB.

@@ -107,8 +107,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats the checkpoints that exist instead as a remark at the end of a message. The remark is
-/// empty if there are none.
+/// Formats the checkpoints that could be used instead, as a remark at the end of a message. The
+/// remark is empty if there are none.
 fn format_present(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),

@@ -48,7 +48,7 @@ pub enum RngStateError {
     /// NumPy's global generator uses a different algorithm than MT19937.
     #[error("the state of NumPy's generator is not one of MT19937")]
     NumpyGenerator,
-    /// A Mersenne Twister claims more used words than its 624 words.
+    /// The state of a Mersenne Twister claims that more than its 624 words are used.
     #[error("position {position} is outside of a Mersenne Twister of {TWISTER_WORDS} words")]
     TwisterPosition {
         /// The position in the file, in words.

@@ -1,9 +1,9 @@
 //! Formats lists of names and ranks for messages, and shortens texts of untrusted files.
 
-/// The most ranks that a message lists by number.
+/// Limit on the number of ranks that a message lists.
 pub(crate) const RANKS_LISTED_MAX: usize = 16;
 
-/// The most characters that a message contains of one text of an untrusted file.
+/// Limit on the number of characters that a message quotes from one text of an untrusted file.
 const TEXT_CHARS_MAX: usize = 600;
 
 /// Shortens a text to [`TEXT_CHARS_MAX`] characters, since an untrusted file may contain texts of

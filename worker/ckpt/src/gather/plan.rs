@@ -274,8 +274,7 @@ fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<Stri
     Some(generation)
 }
 
-/// Returns the sum of sizes, or the largest number if the sum is larger. Files with holes may have
-/// any size.
+/// Returns the sum of sizes, or `u64::MAX` if the sum overflows. Sparse files may have any size.
 fn sum_sizes(sizes: &[u64]) -> u64 {
     sizes.iter().fold(0, |sum, size| sum.saturating_add(*size))
 }

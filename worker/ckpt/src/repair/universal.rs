@@ -69,8 +69,9 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     Ok(false)
 }
 
-/// Finds the sound ZeRO checkpoints with the name of the universal checkpoint `tag` without
-/// [`UNIVERSAL_SUFFIX`], next to `tag` and in sibling directories.
+/// Finds the sound ZeRO checkpoints that may have the same training state as the universal
+/// checkpoint `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and they are next to `tag`
+/// or in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let name = |name: &str| name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(name).to_owned();
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
@@ -107,9 +108,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Converts `source` to a universal checkpoint, and copies the files that the universal checkpoint
-/// `tag` lacks from the result. Copies nothing and returns false if the remaining files belong to
-/// another training state, or if no file is missing.
+/// Converts `source` to a universal checkpoint, and copies from the result the files that the
+/// universal checkpoint `tag` lacks. Copies nothing and returns false if the remaining files belong
+/// to another training state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()

@@ -210,7 +210,7 @@ impl NumpyModule {
     }
 }
 
-/// The program whose file names and dict keys a set of RNG state files has.
+/// The program in whose format RNG state files are written, with its file names and dict keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {

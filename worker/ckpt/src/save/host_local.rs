@@ -160,9 +160,9 @@ pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
     step_directories::locate_step(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
-/// Lists the prepared directories in the checkpoint directory `root`, which remain of saves that
-/// were interrupted between the two phases. Returns the identity and the path of each. The list is
-/// empty if `root` does not exist.
+/// Lists the prepared directories in the checkpoint directory `root`. They remain if a save is
+/// interrupted between the two phases of its commit. Returns the identity and the path of each. The
+/// list is empty if `root` does not exist.
 pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     if !disk::exists(root) {
         return Ok(Vec::new());

@@ -47,7 +47,7 @@ pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
 /// The list of files that an operation wrote to a directory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OutputRecord {
-    /// The hash of the record, with zeros in place of the hash. Empty in version 1.
+    /// The hash of the record, computed with zeros in place of this field. Empty in version 1.
     #[serde(default)]
     blake3: String,
     format: String,
@@ -197,8 +197,9 @@ impl OutputRecord {
 }
 
 /// Updates the records in `copy`, a copy of the directory `original` in which files were replaced,
-/// added and removed. The hashes of `restored` files are kept, since their content must be the
-/// recorded one. Does nothing for records that are damaged or have no hashes.
+/// added and removed. Keeps the recorded hashes of the files `restored`, since a repair must have
+/// restored exactly their recorded content. Does nothing for records that are damaged or have no
+/// hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.

@@ -116,8 +116,9 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<
 }
 
 /// Writes this rank's shard as [`write_shard`] does, until `progress` returns
-/// [`ControlFlow::Break`]. Calls `progress` with the number of written bytes of elements before
-/// every 8 MiB. Returns `None` after a break, which leaves an incomplete file.
+/// [`ControlFlow::Break`]. Before every 8 MiB of elements, calls `progress` with the number of
+/// bytes of elements that were written so far. Returns `None` after a break, which leaves an
+/// incomplete file.
 pub fn write_shard_until(
     staging: &Path,
     rank: u32,

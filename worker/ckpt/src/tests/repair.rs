@@ -63,7 +63,7 @@ fn assert_lost(snapshot: &str, report: &RepairReport, path: &Path) {
     assert_report(snapshot, report, path);
 }
 
-/// Returns the path of the DeepSpeed tag in a golden checkpoint.
+/// Returns the path of the DeepSpeed tag in a copy of a golden checkpoint.
 fn tag_path(path: &Path) -> PathBuf {
     path.join("global_step3")
 }

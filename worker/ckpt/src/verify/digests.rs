@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Limit on the number of threads. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Limit on the bytes in holes of sparse files that are hashed. The hash of zeros takes time, but
-/// the holes take no space on the disk.
+/// Limit on the bytes in holes of sparse files that are hashed. Without the limit, a file that
+/// takes little space on the disk could take very long to hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
 /// The result of verifying files against the hashes in the records of gathers and conversions.

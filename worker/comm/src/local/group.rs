@@ -81,7 +81,7 @@ impl LocalGroup {
     }
 
     /// Records that `rank` has left the group: from now on, peers that wait for this rank fail.
-    /// Aborts the group if the calling thread panics.
+    /// Aborts the group if the calling thread is panicking.
     pub(super) fn leave(&self, rank: usize) {
         let mut state = self.lock_state();
         state.has_left[rank] = true;

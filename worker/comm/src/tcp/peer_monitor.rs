@@ -131,8 +131,8 @@ impl GroupHealth {
             .retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
     }
 
-    /// Returns a descriptor for `poll` that becomes readable when the group is aborted. Waits poll
-    /// it together with their connections.
+    /// Returns a descriptor for `poll` that becomes readable when the group is aborted. Every wait
+    /// polls this descriptor together with its connections.
     pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
         PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
     }
@@ -148,8 +148,8 @@ impl GroupHealth {
     }
 
     /// Determines why the connection to `rank` ended during the collective `call`. Waits up to
-    /// [`FAREWELL_DELAY`] for a farewell or an abort, because it may arrive later than the end of
-    /// the data.
+    /// [`FAREWELL_DELAY`] for a farewell or an abort, because either of them may arrive after the
+    /// data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_DELAY;
         loop {
@@ -191,7 +191,8 @@ pub(super) struct PeerMonitor {
     peers: Vec<MonitoredPeer>,
     /// How long a peer may be silent before it counts as dead.
     silence_timeout: Duration,
-    /// How long a peer may be silent if it was never heard, because it may still be joining.
+    /// How long a peer may be silent if nothing was ever received from it, because it may still be
+    /// joining.
     join_timeout: Duration,
 }
 

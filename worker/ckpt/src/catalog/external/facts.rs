@@ -12,7 +12,7 @@ pub enum StatePart {
     Scheduler,
     /// RNG states of all ranks.
     RngStates,
-    /// RNG states of one rank, while other ranks have RNG states.
+    /// RNG states of one rank, in a checkpoint that has the RNG states of other ranks.
     RankRngState {
         /// The rank without RNG states.
         rank: u32,

@@ -30,7 +30,7 @@ pub(crate) struct FusedMember {
 pub(crate) struct FusedExperts {
     /// Name and shape of each weight of the model.
     pub(crate) weights: Vec<(String, Vec<u64>)>,
-    /// The members of each weight that files store under other names, by the model's name.
+    /// By the model's name of each fused weight: its members, which files store under other names.
     members: HashMap<String, Vec<FusedMember>>,
 }
 

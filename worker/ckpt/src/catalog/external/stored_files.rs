@@ -131,8 +131,8 @@ impl StoredFile {
         open.compute_crc(bytes).map_err(|e| self.read_error(e))
     }
 
-    /// Fills `out` with bytes of `span` from offset `at` of the file on. Records the CRC-32 of the
-    /// bytes if the span is not verified yet.
+    /// Fills `out` with bytes of `span`, starting at offset `at` of the file. Records the CRC-32 of
+    /// the bytes if the span is not verified yet.
     fn read_and_record_crc(
         &self,
         open: &mut OffsetReader<'_>,
@@ -150,7 +150,7 @@ impl StoredFile {
         Ok(())
     }
 
-    /// Fills `out` with the bytes from offset `at` of the file on, without verification.
+    /// Fills `out` with the bytes that start at offset `at` of the file, without verification.
     fn read_bytes(&self, open: &mut OffsetReader<'_>, at: u64, out: &mut [u8]) -> Result<()> {
         open.read_into(at, out, |_| {}).map_err(|e| self.read_error(e))
     }

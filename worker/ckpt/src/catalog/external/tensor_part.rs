@@ -179,14 +179,14 @@ mod tests {
     use crate::tensor::Dtype;
     use proptest::prelude::*;
 
-    /// Makes a part of the elements `taken` of a view. The part's first element is element 100 of
+    /// Makes a part from the elements `taken` of a view. The part's first element is element 100 of
     /// the tensor.
     fn make_part(shape: &[u64], strides: &[u64], offset: u64, taken: Range<u64>) -> TensorPart {
         let (shape, strides) = (shape.to_vec(), strides.to_vec());
         TensorPart::new(0, &TensorView { dtype: Dtype::F32, shape, strides, member: 0, offset }, taken, 100)
     }
 
-    /// Lists the indices in the span of the elements `range` of the part's tensor.
+    /// Lists the positions within the span at which the elements `range` of the tensor are stored.
     fn list_positions(part: &TensorPart, range: Range<u64>) -> Vec<u64> {
         let mut positions = Vec::new();
         let result = part.for_each_run(range, |at, n| {

@@ -186,7 +186,7 @@ pub(crate) fn require_free_bytes(path: &Path, needed: u64) -> Result<()> {
 
 /// The exclusive lock of a directory, held until this value is dropped.
 pub(crate) struct DirLock {
-    /// `None` if the file system does not support locks.
+    /// The locked directory, or `None` if the file system does not support locks.
     _lock: Option<Flock<File>>,
 }
 

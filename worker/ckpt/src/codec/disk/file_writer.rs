@@ -61,7 +61,7 @@ impl Hashes {
         }
     }
 
-    /// Adds the next block, or the part of a block at the end of the file.
+    /// Hashes `bytes`, the next block of the file. The last block may be shorter than the others.
     fn add_block(&mut self, bytes: &[u8]) {
         match self {
             Hashes::Off => {}
@@ -354,7 +354,7 @@ mod tests {
     use crate::codec::disk::units::WINDOW;
 
     /// Writes a file of `len` bytes in pieces of different sizes, with windows of `window` bytes.
-    /// Asserts that the file's content equals the bytes, and each returned hash that of its bytes.
+    /// Asserts that the file has the right content, and that the returned hashes are right.
     fn assert_written_file(dir: &std::path::Path, io_mode: IoMode, window: usize, len: usize) {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i as u32).wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();

@@ -17,7 +17,7 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes per direct read: the size of a huge page, which is contiguous physical memory.
 const DIRECT_READ_BYTES: usize = 2 << 20;
-/// Bytes per read from the page cache. So few bytes stay in the CPU cache until they are used.
+/// Bytes per read from the page cache: few enough to stay in the CPU cache until they are used.
 const CACHED_READ_BYTES: usize = 256 << 10;
 /// Minimum size in bytes of a range that is read with direct I/O.
 const DIRECT_READ_MIN: u64 = 256 << 10;

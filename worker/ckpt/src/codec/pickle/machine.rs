@@ -295,19 +295,19 @@ impl<'a> PickleMachine<'a> {
         self.push_node(PickleNode::Bytes)
     }
 
-    /// Pops the values above the last mark and pushes the collection that `make` builds of them.
+    /// Pops the values above the last mark and pushes the collection that `make` builds from them.
     fn push_marked_collection(&mut self, make: impl Fn(Vec<PickleValue>) -> PickleNode) -> Result<()> {
         let values = self.pop_mark()?;
         self.push_node(make(values))
     }
 
-    /// Pops the keys and values above the last mark and pushes a dict of them.
+    /// Pops the keys and values above the last mark and pushes a dict that contains them.
     fn push_dict(&mut self) -> Result<()> {
         let values = self.pop_mark()?;
         self.push_node(PickleNode::Dict(pair_up(&values)?))
     }
 
-    /// Pops `n` values and pushes a tuple of them.
+    /// Pops `n` values and pushes a tuple that contains them.
     fn push_tuple(&mut self, n: usize) -> Result<()> {
         let start = self
             .stack

@@ -21,7 +21,7 @@ const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dic
 /// Prefixes of the flattened keys of optimizer states, for checkpoints without recorded paths.
 const OPTIMIZER_PREFIXES: [&str; 4] = ["optimizer.", "optim.", "optimizer_state_dict.", ""];
 
-/// Parses the keys of the items of one checkpoint into their kinds.
+/// Determines the kinds of the items of one checkpoint from their keys.
 pub(super) struct ItemKeyParser {
     /// Name of the dict that contains all weights. The flattened keys of weights begin with this
     /// name. `None` if the keys begin with the names of weights.

@@ -11,8 +11,8 @@ use crate::tensor::TensorRole;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-/// Collects the tensors of a tag from the files of all ranks. `stage` is the ZeRO stage. Collects
-/// nothing if the model file of rank 0 is missing.
+/// Collects the tensors of a DeepSpeed tag from the files of all ranks. `stage` is the ZeRO stage.
+/// Collects nothing if the model file of rank 0 is missing.
 pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     let TagContents { builder, model, optimizer } = tag;
     let Some((file, first)) = model.get(&0) else { return Ok(()) };

@@ -8,7 +8,8 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// By rank: the contents of the rank's model or optimizer file, after its index in `StoredFiles`.
+/// By rank: the index of the rank's model or optimizer file in `StoredFiles`, and the contents of
+/// this file.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The directory of a DeepSpeed tag, with the contents of its files.

@@ -23,9 +23,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Makes the message that the tag that `latest` names does not exist. Returns `None` if the
-/// directory has no file `latest`. Does not check the tag, so the caller must have found that the
-/// directory has no tags.
+/// Makes a message about the missing tag to which `latest` refers. Returns `None` if the directory
+/// has no file `latest`. Does not check the tag, so the caller must have found that the directory
+/// has no tags.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);

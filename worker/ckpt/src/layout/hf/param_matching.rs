@@ -82,10 +82,10 @@ fn list_groupings(groups: usize, sequence: Vec<ShapedWeight<'_>>) -> Result<Vec<
     }
 }
 
-/// Assigns the states to the weights of `candidate`, one possible division into groups. Returns the
-/// names of the weights by group. If `in_order` is true, a state belongs to the weight at its
-/// position, which must have its shape. Otherwise it belongs to the only weight with its shape.
-/// Fails if the shapes do not match.
+/// Assigns the states to the weights of `candidate`, which is one possible division of the weights
+/// into parameter groups. Returns the names of the weights by group. If `in_order` is true, a state
+/// belongs to the weight at its position, which must have its shape. Otherwise it belongs to the
+/// only weight with its shape. Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
     candidate: &[Vec<ShapedWeight<'_>>],

@@ -107,7 +107,8 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, directory, local_files, manifest))
     }
 
-    /// Makes a checkpoint from its manifest and its open directory.
+    /// Makes a checkpoint from its manifest and, if a part of it is on this host, its open
+    /// directory.
     fn from_parts(
         path: &Path,
         directory: Option<Directory>,
