@@ -202,7 +202,8 @@ impl SendPlan {
         }
     }
 
-    /// Returns, for each dispatched row, the index of the row's choice.
+    /// Returns, for each dispatched row, the index of the token's choice of an expert to which it
+    /// belongs. Choices are numbered token by token, best expert first.
     pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);

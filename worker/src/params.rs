@@ -19,7 +19,7 @@ pub enum ParamInit {
     Uniform(f32),
 }
 
-/// One logical tensor of the model.
+/// A parameter tensor of the model: its name, shape and initial values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// The Hugging Face name, unique in the model.

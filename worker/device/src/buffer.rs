@@ -31,8 +31,8 @@ impl Dtype {
     }
 }
 
-/// Owner of the memory of a buffer that the Rust allocator did not allocate. Dropping the buffer
-/// calls [`MemoryOwner::release`].
+/// Frees the memory of a [`Buf`] whose memory does not come from the Rust allocator. Dropping the
+/// buffer calls [`MemoryOwner::release`].
 pub(crate) trait MemoryOwner: Send + Sync {
     /// Frees the memory of a dropped buffer: `bytes` bytes at `address`.
     fn release(&self, address: u64, bytes: usize);
@@ -90,7 +90,7 @@ impl ElementRange {
     }
 }
 
-/// Defines the methods that describe the elements of buffers and views.
+/// Generates the methods `len`, `is_empty` and `dtype`, which buffers and views have in common.
 macro_rules! describe_elements {
     ($($type:ty),*) => {$(
         impl $type {
@@ -232,23 +232,24 @@ impl Buf {
         elements.and_then(|l| l.align_to(BUFFER_ALIGNMENT)).expect("buffer length fits the address space")
     }
 
-    /// Returns a view of the whole buffer, to read.
+    /// Returns a read-only view of the whole buffer.
     pub fn view(&self) -> View<'_> {
         View { elements: self.elements, life: PhantomData }
     }
 
-    /// Returns a view of the whole buffer, to write.
+    /// Returns a writable view of the whole buffer.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         ViewMut { elements: self.elements, life: PhantomData }
     }
 
-    /// Returns the elements of a host buffer of `f32`. Panics for other buffers.
+    /// Returns the buffer's elements as a slice. Panics unless they are `f32` in host memory.
     #[track_caller]
     pub fn host(&self) -> &[f32] {
         self.view().host()
     }
 
-    /// Returns the elements of a host buffer of `f32`, to write. Panics for other buffers.
+    /// Returns the buffer's elements as a writable slice. Panics unless they are `f32` in host
+    /// memory.
     #[track_caller]
     pub fn host_mut(&mut self) -> &mut [f32] {
         self.view_mut().host()
@@ -310,21 +311,22 @@ impl<'a> View<'a> {
         View { elements: self.elements.slice(r), ..self }
     }
 
-    /// Returns the elements of a host view of `f32`. Panics for other views.
+    /// Returns the view's elements as a slice. Panics unless they are `f32` in host memory.
     #[track_caller]
     pub fn host(self) -> &'a [f32] {
         // SAFETY: `len` elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
+    /// Returns the bit patterns of the view's 16-bit elements. Panics unless they are 16-bit
+    /// elements in host memory.
     #[track_caller]
     pub fn half_bits(self) -> &'a [u16] {
         // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the bytes of a host view. Panics for a view of GPU memory.
+    /// Returns the view's elements as bytes. Panics if they are in GPU memory.
     pub fn bytes(self) -> &'a [u8] {
         // SAFETY: the elements have no padding and outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.size()) }
@@ -384,22 +386,24 @@ impl<'a> ViewMut<'a> {
         View { elements: self.elements, life: PhantomData }
     }
 
-    /// Returns the elements of a host view of `f32`. Panics for other views.
+    /// Returns the view's elements as a writable slice. Panics unless they are `f32` in host
+    /// memory.
     #[track_caller]
     pub fn host(self) -> &'a mut [f32] {
         // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bit patterns of a host view of 16-bit elements. Panics for other views.
+    /// Returns the bit patterns of the view's 16-bit elements, for writing. Panics unless they are
+    /// 16-bit elements in host memory.
     #[track_caller]
     pub fn half_bits(self) -> &'a mut [u16] {
         // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the bytes of a host view, to write. Every bit pattern is a valid element. Panics for
-    /// a view of GPU memory.
+    /// Returns the view's elements as writable bytes. Every bit pattern is a valid element. Panics
+    /// if they are in GPU memory.
     pub fn bytes(self) -> &'a mut [u8] {
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
         // 'a.

@@ -52,8 +52,8 @@ impl Dataset {
         Self::open_with(spec, eval_files, split, workdir, &tokenizer)
     }
 
-    /// Opens the data as [`Dataset::open`] does, with the tokenizer of the data section, which is
-    /// already open.
+    /// Opens the data like [`Dataset::open`], with a tokenizer that is already open. It must be the
+    /// tokenizer of the data section.
     pub fn open_with(
         spec: &DataSpec,
         eval_files: Option<&[String]>,

@@ -129,6 +129,7 @@ impl<'a> DocumentTokenizer<'a> {
         flushed.inspect_err(|_| self.drop_documents())
     }
 
+    /// Drops all documents whose tokens were not written, sent or not.
     fn drop_documents(&mut self) {
         self.batch = Batch::default();
         self.sent.clear();
@@ -139,7 +140,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.writer
     }
 
-    /// Sends the current batch. Receives the results of an older batch if too many are pending.
+    /// Sends the current batch to the sandbox process. Receives the results of an older batch if
+    /// too many are pending.
     fn send_batch(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         if batch.parts.is_empty() {
@@ -151,7 +153,7 @@ impl<'a> DocumentTokenizer<'a> {
         self.send(batch)
     }
 
-    /// Sends a batch.
+    /// Sends a batch of documents to the sandbox process.
     fn send(&mut self, batch: Batch) -> Result<(), DataError> {
         let documents: Vec<Document> = batch.parts.iter().filter_map(BatchPart::as_document).collect();
         let sizes = documents.iter().map(|document| document.as_str().len());
@@ -220,13 +222,13 @@ impl<'a> DocumentTokenizer<'a> {
             DocumentPart::Text(_) | DocumentPart::End => Step::Tokenize,
         };
         let records = part.position.map(|first| RecordRange { first, is_exact });
-        let rules = self.find_rules(failure.step.unwrap_or(first_step));
+        let rules = self.find_step_file(failure.step.unwrap_or(first_step));
         to_data_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the tokenizer or of the chat template that a step of interpretation
-    /// uses.
-    fn find_rules(&self, step: Step) -> Option<&Path> {
+    /// Returns the path of the file that a step of interpretation uses: the tokenizer or the chat
+    /// template. Returns `None` if the step uses no file.
+    fn find_step_file(&self, step: Step) -> Option<&Path> {
         match step {
             Step::RenderChats => self.options.chat_template.map(|template| template.path()),
             Step::Tokenize => self.tokenizer.path(),
@@ -234,6 +236,7 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
+    /// Returns the options with which the sandbox process interprets documents.
     fn document_options(&self) -> DocumentOptions<'a> {
         DocumentOptions {
             field: self.options.field,
@@ -243,7 +246,7 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Writes the tokens of a batch.
+    /// Writes the tokens of a batch of documents to the token cache.
     fn write_batch(&mut self, batch: &Batch, results: Vec<DocumentResult>) -> Result<(), DataError> {
         if let Some(part) = batch.parts.first().filter(|_| results.len() != count_documents(batch)) {
             return Err(self.to_record_error(SandboxError::InvalidReply.into(), part, false));
@@ -261,7 +264,8 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Writes the tokens of one result. `is_whole` states that the document ends after them.
+    /// Writes the tokens of one interpreted document, or of one part of it, to the token cache. If
+    /// `is_whole` is set, the document ends after these tokens.
     fn write_result(
         &mut self,
         result: DocumentResult,
@@ -288,16 +292,19 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
+    /// Appends tokens to the current document of the token cache.
     fn write_tokens(&mut self, tokens: &[u32]) -> Result<(), DataError> {
         let written = self.writer.push_tokens(tokens);
         written.map_err(|source| self.unwritable_cache_error(source))
     }
 
+    /// Ends the current document of the token cache.
     fn end_document(&mut self) -> Result<(), DataError> {
         let written = self.writer.end_document();
         written.map_err(|source| self.unwritable_cache_error(source))
     }
 
+    /// Creates the error that the token cache cannot be written.
     fn unwritable_cache_error(&self, source: io::Error) -> DataError {
         DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
     }
@@ -338,7 +345,7 @@ impl<'a> DocumentTokenizer<'a> {
     /// `first_row`.
     fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = RecordRange { first: RecordPosition::Row(first_row), is_exact: false };
-        let rules = failure.step.and_then(|step| self.find_rules(step));
+        let rules = failure.step.and_then(|step| self.find_step_file(step));
         to_data_error(failure, Step::ReadRows, path, Some(range), rules)
     }
 }

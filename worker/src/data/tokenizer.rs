@@ -126,10 +126,10 @@ impl TextTokenizer {
             tokenize: true,
         };
         let result = self.interpreter.interpret_document(Document::Text(text), options);
-        match result.map_err(|failure| self.to_own_error(failure, Step::Tokenize))? {
+        match result.map_err(|failure| self.to_tokenizer_error(failure, Step::Tokenize))? {
             DocumentResult::Tokens(tokens) => out.extend(tokens.0),
             DocumentResult::TokenizerFailed(message) => return Err(DataError::TokenizerFailed { message }),
-            _ => return Err(self.to_own_error(SandboxError::InvalidReply.into(), Step::Tokenize)),
+            _ => return Err(self.to_tokenizer_error(SandboxError::InvalidReply.into(), Step::Tokenize)),
         }
         Ok(())
     }
@@ -140,14 +140,14 @@ impl TextTokenizer {
             return Ok(byte_tokenizer::decode(tokens));
         }
         let decoded = self.interpreter.decode_tokens(tokens);
-        match decoded.map_err(|failure| self.to_own_error(failure, Step::DecodeTokens))? {
+        match decoded.map_err(|failure| self.to_tokenizer_error(failure, Step::DecodeTokens))? {
             DecodeTokensReply::Text(text) => Ok(text),
             DecodeTokensReply::Failed(message) => Err(DataError::TokenizerFailed { message }),
         }
     }
 
     /// Returns the error of a failed request that involves only the tokenizer, and no data file.
-    fn to_own_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
+    fn to_tokenizer_error(&self, failure: InterpreterFailure, step: Step) -> DataError {
         let path = self.path().unwrap_or(Path::new(EMBEDDED_PATH));
         to_data_error(failure, step, path, None, None)
     }

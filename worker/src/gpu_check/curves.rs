@@ -20,7 +20,8 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The loss and the gradient norm of each step.
 type TrainingCurve = Vec<(f64, f64)>;
 
-/// Trains for `steps` steps from initial weights.
+/// Trains for `steps` steps from initial weights. Returns the loss and the gradient norm of each
+/// step.
 fn train_for_curve(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,

@@ -54,7 +54,7 @@ pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnos
     }))
 }
 
-/// The measurements of one model.
+/// The measured speed, peak memory and cost of saving of one model's training.
 struct Measurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.
@@ -178,8 +178,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// Measures one save while training continues. Returns the text of the cell about saving.
-/// `step_seconds` is the time of a step without saving.
+/// Measures one checkpoint save while training continues. Returns the text of the table cell about
+/// saving. `step_seconds` is the time of a step without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,

@@ -88,7 +88,8 @@ pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> 
     specs.iter().zip(names).map(|(spec, name)| BufferSpec { name, ..*spec }).collect()
 }
 
-/// A struct that [`declare_buffer_set`] declares, with fields of type `T`.
+/// A struct with one field of type `T` for each buffer of a set, which [`declare_buffer_set`]
+/// declares.
 pub(super) trait BufferSet<T>: Sized {
     /// Creates a set from the next values of `values`, one for each field.
     ///

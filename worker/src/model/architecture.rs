@@ -1,6 +1,6 @@
 //! [`ModelSizes`] and [`TiedWeight`]: the sizes of a model, and the second names of its tensors.
 
-/// The sizes of a model.
+/// The sizes of a decoder-only transformer: vocabulary, width, layers and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSizes {
     /// The number of tokens in the vocabulary.

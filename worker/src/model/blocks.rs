@@ -19,7 +19,8 @@ pub struct LayerInput<'a> {
     pub layer: usize,
 }
 
-/// The buffers of a layer's passes.
+/// The buffers of a layer's forward and backward pass: the values that the layer saves, and scratch
+/// memory.
 pub struct LayerBuffers<'a> {
     /// The values that the layer's forward pass saves for its backward pass.
     pub saved: &'a mut ActivationBuffers,
@@ -27,7 +28,7 @@ pub struct LayerBuffers<'a> {
     pub scratch: &'a mut ActivationBuffers,
 }
 
-/// The input of the head.
+/// The input of the head, which computes logits or the loss from the output of the last layer.
 pub struct HeadInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,

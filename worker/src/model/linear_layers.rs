@@ -14,7 +14,8 @@ use super::{
 use crate::params::ParamUnit;
 use device::{View, ViewMut};
 
-/// The matmuls of the matrices of all layers.
+/// The matmuls of the weight matrices of all layers, with their precision, biases and LoRA
+/// adapters.
 pub(super) struct LinearLayers {
     pub(super) format: LinearFormat,
     /// The LoRA adapters of each layer; empty without LoRA.
@@ -93,8 +94,8 @@ impl LinearLayers {
     }
 }
 
-/// One matmul of a layer. In the functions, `x` is the input of the matmul, `y` the output, and `g`
-/// the gradient of the layer's unit.
+/// One matmul of a layer's weight matrices, with its biases and adapters. In the functions, `x` is
+/// the input of the matmul, `y` the output, and `g` the gradient of the layer's unit.
 #[derive(Clone, Copy)]
 pub(super) struct Linear<'a> {
     layers: &'a LinearLayers,

@@ -124,7 +124,7 @@ declare_buffer_set! {
     }
 }
 
-/// The scratch buffers of [`LoraScratchBuffers`] for the computation of a block.
+/// Mutable references to the scratch buffers of adapters, for the computation of one block.
 pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 
 /// Creates the LoRA adapters of each layer.
@@ -200,8 +200,8 @@ impl LayerAdapters {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
 
-    /// Adds the outputs of the adapters of a group for input `x`, `[rows, in]`, to `y`,
-    /// `[rows, width]`.
+    /// Adds the outputs of the adapters of group `group`, the matrices that one matmul computes, to
+    /// `y`, `[rows, width]`. `x`, `[rows, in]`, is the input of the matmul.
     pub(super) fn forward(
         &self,
         group: usize,
@@ -220,9 +220,10 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the gradients of A and B of a group's adapters, and writes them to `grads`, the
-    /// gradient of the layer's unit. `x` is the group's input, and `dy` the gradient of its output.
-    /// Keeps the gradients of `A·dropout(x)` in `s` for [`LayerAdapters::backward_input`].
+    /// Computes the gradients of the LoRA matrices A and B of all adapters of a group, and writes
+    /// them to `grads`, the gradient of the layer's unit. `x` is the group's input, and `dy` the
+    /// gradient of its output. Keeps the gradients of `A·dropout(x)` in `s` for
+    /// [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
         group: usize,
@@ -250,8 +251,8 @@ impl LayerAdapters {
         }
     }
 
-    /// Adds the gradient that flows through the adapters of a group to `dx`, `[rows, in]`. Must
-    /// immediately follow [`LayerAdapters::backward_weight`] of that group.
+    /// Adds the gradient of the input that flows through the adapters of a group to `dx`, `[rows,
+    /// in]`. Must immediately follow [`LayerAdapters::backward_weight`] of that group.
     pub(super) fn backward_input(
         &self,
         group: usize,

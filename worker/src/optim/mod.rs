@@ -59,7 +59,8 @@ pub struct StepInputs {
     pub grad_scale: f32,
 }
 
-/// The optimizer of the unit ranges that this rank updates, with the optimizer states.
+/// The optimizer for the ranges of parameter units that this rank updates, with their optimizer
+/// states.
 pub struct Optimizer {
     spec: OptimizerSpec,
     /// The hyper-parameters of each group.

@@ -93,7 +93,7 @@ mod tests {
         assert_close(&compute_rates(ScheduleName::Linear, 0, 0.2, 0, 4), &[1.0, 0.8, 0.6, 0.4, 0.2, 0.2]);
     }
 
-    /// cos(π/6) = √3/2, cos(π/3) = ½.
+    /// The expected rates follow from cos(π/6) = √3/2 and cos(π/3) = ½.
     #[test]
     fn a_cosine_schedule_decays_to_the_minimum() {
         let h = 3f64.sqrt() / 2.0;

@@ -14,7 +14,7 @@ pub struct UnitStates {
     pub(super) roles: Vec<RoleStates>,
 }
 
-/// The states with one role of a unit's trained parameters.
+/// The optimizer states of one role, such as the first moment, of all trained parameters of a unit.
 pub struct RoleStates {
     pub(super) layout: StateLayout,
     pub(super) vector: StateVector,
@@ -202,7 +202,8 @@ impl DeviceStates<'_> {
         self.select(param, |layout| &layout.replicated)
     }
 
-    /// Borrows the states of a parameter that are in the list of segments.
+    /// Borrows the states of a parameter in the segments that `list` selects: the sharded or the
+    /// replicated ones.
     fn select(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
         for (layout, vector) in &mut self.0 {

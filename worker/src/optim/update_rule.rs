@@ -5,7 +5,8 @@ use ckpt::TensorRole;
 use device::{Buf, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// An optimizer. Every optimizer is a row of the table in `rules.rs`.
+/// An optimizer: which states it keeps, and how it updates each parameter. `rules.rs` lists all
+/// optimizers.
 pub(super) trait UpdateRule {
     /// Lists the roles of the optimizer's states, in the order in which checkpoints store them.
     /// [`TensorRole::state_shape`] determines which parameters have a state, and its shape.
@@ -30,8 +31,8 @@ pub(crate) struct UpdateMethod {
     pub update: ElementwiseUpdate,
 }
 
-/// Updates the elements `p` and their sharded states. `g` is the gradient or the direction of these
-/// elements.
+/// A function that updates the elements `p` and their sharded states. `g` is the gradient or the
+/// direction of these elements.
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 

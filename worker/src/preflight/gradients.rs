@@ -131,7 +131,8 @@ struct GradientBuffers {
 }
 
 impl GradientBuffers {
-    /// Ends writing a gradient, if there is one: starts its reduction, or frees its buffer.
+    /// Simulates the end of writing a gradient, if there is one: starts its reduction, or frees its
+    /// buffer.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
@@ -140,7 +141,7 @@ impl GradientBuffers {
         }
     }
 
-    /// Ends writing a stack of `len` elements and starts its reduction.
+    /// Simulates the end of writing a stack of `len` elements, and starts its reduction.
     fn release_stack(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,
@@ -149,8 +150,8 @@ impl GradientBuffers {
         self.start_reduction(None);
     }
 
-    /// Adds a gradient to those that are being reduced. If these are more than `in_flight`, frees
-    /// the oldest ones.
+    /// Simulates the start of a gradient's reduction. If more than `in_flight` gradients are then
+    /// being reduced, frees the oldest ones.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

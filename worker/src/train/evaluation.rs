@@ -38,9 +38,9 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the pass of forward passes if `is_stopping` is true on any rank. Returns whether the
-    /// pass was cancelled, which is the same on every rank. Collective: every rank must call it
-    /// between the same two forward passes.
+    /// Cancels the sequence of forward passes in progress if `is_stopping` is true on any rank.
+    /// Returns whether it was cancelled, which is the same on every rank. Collective: every rank
+    /// must call it between the same two forward passes.
     pub(super) fn cancel_pass_if_any(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {

@@ -16,8 +16,8 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
     buf.view_mut().slice(0..len)
 }
 
-/// A pool of buffers of one element type and any length. The pool reuses the best fit, and
-/// allocates a buffer if no free one is long enough.
+/// A pool of buffers of one element type and any length. Reuses the smallest free buffer that is
+/// long enough, and allocates a buffer if there is none.
 pub struct BufferPool {
     dtype: Dtype,
     /// What the buffers are for, in errors.

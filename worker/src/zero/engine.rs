@@ -313,8 +313,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` into the resident parameters of unit `u`, starting at element `at` of
-    /// [`ZeroEngine::resident_range`]. Rounds to the nearest value if the parameters have 16 bits.
+    /// Writes `values` into the parameters of unit `u` that the optimizer updates, starting at
+    /// element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if the
+    /// parameters have 16 bits.
     pub fn write_resident(&self, u: usize, at: usize, values: View) {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
@@ -327,17 +328,20 @@ impl ZeroEngine {
         self.shards[u].refresh_compute_copy(self.ops.as_ref(), self.resident_range(u), self.compute_range(u));
     }
 
-    /// Runs `f` on the resident parameters of unit `u`.
+    /// Runs `f` on the parameters of unit `u` that this rank always stores
+    /// ([`ZeroEngine::resident_range`]).
     pub fn with_resident<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
         f(&mut self.params_mut(u))
     }
 
-    /// Locks the resident parameters of unit `u` for reading.
+    /// Locks the parameters of unit `u` that this rank always stores
+    /// ([`ZeroEngine::resident_range`]) for reading.
     pub fn params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
-    /// Locks the resident parameters of unit `u` for writing.
+    /// Locks the parameters of unit `u` that this rank always stores
+    /// ([`ZeroEngine::resident_range`]) for writing.
     pub fn params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
@@ -566,10 +570,12 @@ pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     ops.cast(to, ops.to_device(values, &mut device_values));
 }
 
+/// Locks parameters for writing, even if another thread panicked while it held the lock.
 fn lock_for_writing(params: &RwLock<Buf>) -> RwLockWriteGuard<'_, Buf> {
     params.write().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Locks parameters for reading, even if another thread panicked while it held the lock.
 fn lock_for_reading(params: &RwLock<Buf>) -> RwLockReadGuard<'_, Buf> {
     params.read().unwrap_or_else(PoisonError::into_inner)
 }

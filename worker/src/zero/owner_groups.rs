@@ -15,7 +15,7 @@ use std::ops::Range;
 /// The allocation label of the buffers of an exchange, for out-of-memory errors.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
-/// Send and receive buffers that all collectives of this module reuse.
+/// Send and receive buffers that gathers and reductions of units that only some ranks own reuse.
 #[derive(Default)]
 pub(super) struct ExchangeBuffers {
     sent: Buf,

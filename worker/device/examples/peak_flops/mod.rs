@@ -53,7 +53,8 @@ fn select_chains(instruction_set: &str) -> (Chains, usize) {
 /// Number of independent chains of the portable function: enough to hide the latency.
 const PORTABLE_CHAINS: usize = 64;
 
-/// Computes the chains with the baseline instructions of the compilation target.
+/// Computes chains of multiply-adds with the baseline instructions of the target, and returns their
+/// sum.
 fn run_portable_chains(x: f32) -> f32 {
     let mut acc: [f32; PORTABLE_CHAINS] = std::array::from_fn(|i| i as f32);
     for _ in 0..FMAS_PER_CHAIN {
@@ -67,11 +68,12 @@ mod x86 {
     use super::FMAS_PER_CHAIN;
     use std::arch::x86_64::*;
 
-    /// Numbers of independent chains: enough to hide the latency, and few enough for the registers.
+    /// Number of independent chains in a measurement: enough to hide the latency, and few enough
+    /// for the registers.
     pub(super) const AVX512_CHAINS: usize = 12;
     pub(super) const AVX2_CHAINS: usize = 12;
 
-    /// Computes the chains on zmm registers.
+    /// Computes chains of multiply-adds in AVX-512 registers, and returns their sum.
     #[target_feature(enable = "avx512f")]
     pub(super) fn run_avx512_chains(x: f32) -> f32 {
         let factor = _mm512_set1_ps(x);
@@ -84,7 +86,7 @@ mod x86 {
         acc.iter().map(|acc| _mm512_reduce_add_ps(*acc)).sum()
     }
 
-    /// Computes the chains on ymm registers.
+    /// Computes chains of multiply-adds in AVX2 registers, and returns their sum.
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn run_avx2_chains(x: f32) -> f32 {
         let factor = _mm256_set1_ps(x);

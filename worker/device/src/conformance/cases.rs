@@ -1,5 +1,5 @@
-//! The conformance cases of each family of ops except experts and fp8: every op with its backward
-//! pass on one shape, compared with the CPU.
+//! Conformance cases: functions that run an op and its backward pass on the GPU and on the CPU for
+//! one shape, and compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_f32_buffer, make_nan_values, make_typed_buffer,
 };
@@ -220,8 +220,8 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Creates the attention dropout of a case with a probability of 0.3. Its key and first sequence
-/// (below 2⁴²) are taken from the bits of `first`.
+/// Returns the dropout settings of an attention case: probability 0.3, and a key and first sequence
+/// (below 2⁴²) that consist of bits of the random number `first`.
 pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
@@ -238,8 +238,8 @@ pub(super) fn compare_document_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention on the GPU with the CPU, where every query attends to itself and up to
-/// `window − 1` positions before it.
+/// Compares sliding-window attention on the GPU with the CPU: every query attends to itself and up
+/// to `window − 1` positions before it.
 pub(super) fn compare_windowed_attention(
     backends: &Backends,
     seed: u64,
@@ -251,8 +251,8 @@ pub(super) fn compare_windowed_attention(
     compare_attention_with_starts(backends, seed, shape, &starts)
 }
 
-/// Compares attention on the GPU with the CPU, where every query attends to a random number of
-/// positions.
+/// Compares attention on the GPU with the CPU. Each query attends to a random number of positions
+/// before it.
 pub(super) fn compare_ragged_attention(backends: &Backends, seed: u64, shape: AttentionShape) -> CaseResult {
     let mut rng = CaseRng::new(seed);
     let starts: Vec<u32> = (0..shape.b * shape.t).map(|i| rng.draw_below(i % shape.t + 1) as u32).collect();
@@ -417,7 +417,8 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares ops that only Muon and some models need, and copies inside GPU memory, with the CPU.
+/// Compares copies within GPU memory, and vector ops that only Muon or some models need, with the
+/// CPU.
 fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
@@ -462,8 +463,8 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
     Ok(errors)
 }
 
-/// Compares the sums that ops of the case `case` returned to the host: pairs of the CPU's sums and
-/// the GPU's sums. Fails if a sum of the GPU has a larger relative error than `tolerance`.
+/// Compares sums that ops return to the host: the pairs in `sums` are the CPU's sum and the GPU's
+/// sum. Fails, with the name `case`, if a relative error is larger than `tolerance`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -3,8 +3,8 @@ use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
-/// The largest errors of a family for each element type, relative to the largest expected value of
-/// the buffer.
+/// Largest relative errors of a family of ops on the GPU, one for each element type. Errors are
+/// relative to the largest expected value of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
     /// Largest error of cases in `f32`.
@@ -26,27 +26,27 @@ impl std::ops::AddAssign for MaxErrors {
 /// Result of one conformance case: its largest errors, or its failure.
 pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
-/// The initial values of a buffer that a case passes to its operations.
+/// Initial values of one input or output buffer of a conformance case.
 pub(super) struct CaseBuffer {
     values: Vec<f32>,
     /// True if the buffer has the element type of the run. False if the buffer is always `f32`.
     varies_type: bool,
 }
 
-/// Creates the values of a buffer that has the element type of the run, such as activations or
-/// weights.
+/// Creates a buffer of a conformance case that has the element type under test, such as activations
+/// or weights.
 pub(super) fn make_typed_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: true }
 }
 
-/// Creates the values of a buffer that is always `f32`, such as statistics, weight gradients or
-/// optimizer states.
+/// Creates a buffer of a conformance case that is `f32` whatever element type is tested, such as
+/// statistics, weight gradients or optimizer states.
 pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
 
-/// Returns `len` NaN as the content of an output, so that elements that an operation does not write
-/// are detected.
+/// Returns `len` NaNs to fill an output before an op runs, so that elements that the op does not
+/// write are detected.
 pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
@@ -67,7 +67,8 @@ impl OffsetBuf {
     }
 }
 
-/// The CPU and GPU backends that are compared, and the runs of each case.
+/// The CPU and GPU backends that a conformance case compares, with the element types, offsets and
+/// tolerances that are tested.
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
@@ -201,8 +202,8 @@ impl CaseRng {
         (0..len).map(|_| (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// Returns `len` initial values of an output that is written in the mode `write`: random
-    /// numbers if the result is added to them, otherwise NaN.
+    /// Returns `len` initial values for an output: random numbers if the op adds to its output, NaN
+    /// if the op overwrites it.
     pub(super) fn draw_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
         match write {
             WriteMode::Overwrite => make_nan_values(len),
@@ -210,7 +211,8 @@ impl CaseRng {
         }
     }
 
-    /// Draws the seed of a case, and then one number in `1..end` for each of `ends`.
+    /// Draws the random seed of a conformance case, and a random dimension in `1..end` for each
+    /// element of `ends`.
     pub(super) fn draw_case<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
         (self.draw_number(), ends.map(|end| self.draw_in_range(1, end)))
     }

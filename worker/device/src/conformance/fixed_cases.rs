@@ -1,9 +1,9 @@
-//! Conformance cases of fixed shapes, which select the special cases of kernels.
+//! Conformance cases with fixed shapes, which are chosen to reach the special cases of GPU kernels.
 use super::comparison::{Backends, CaseResult};
 use super::{cases, expert_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
-/// One op or family of ops with a fixed shape.
+/// A conformance case with a fixed shape, for one op or family of ops.
 enum FixedCase {
     /// RMSNorm, LayerNorm and bias of `m` rows of `d` elements.
     Norms { m: usize, d: usize },
@@ -97,8 +97,8 @@ fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases for kernels that load eight elements at once, each with its seed. The
-/// length of the rows of these cases is a multiple of eight.
+/// Returns conformance cases, each with its seed, for kernels that load eight elements at once. The
+/// length of their rows is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a

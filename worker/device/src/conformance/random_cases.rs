@@ -3,7 +3,8 @@ use super::comparison::{Backends, CaseResult, CaseRng};
 use super::{cases, expert_cases, fp8_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
-/// Function that compares a family of ops on the GPU with the CPU, for one random shape.
+/// Function that compares a family of ops on the GPU with the CPU for one random shape, and returns
+/// the errors.
 type RandomCase = fn(&Backends, &mut CaseRng) -> CaseResult;
 
 /// The families of ops that run on every GPU, with the name of each. The position of a family

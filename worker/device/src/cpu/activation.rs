@@ -12,7 +12,7 @@ const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::c
 /// Coefficient of x³ in the tanh approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
 
-/// Activation function of an element: SiLU of SwiGLU's gates, GELU of GeGLU's gates.
+/// Activation function of a gated linear unit: SiLU for SwiGLU, or GELU for GeGLU.
 #[derive(Clone, Copy)]
 enum Activation {
     Silu,
@@ -121,7 +121,7 @@ fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
-/// A function that activates one element, with its derivative: SiLU or GELU.
+/// An activation function and its derivative, computed in SIMD lanes: SiLU or GELU.
 trait ActivationFunction {
     /// Returns the function's value and derivative in each lane.
     fn differentiate<S: Simd>(s: S, x: S::V) -> (S::V, S::V);
@@ -198,7 +198,7 @@ fn differentiate_gate_rows<S: Simd>(
     }
 }
 
-/// Implements [`activate_gate_rows`] for the activation function `A`.
+/// Computes `y = A(gate)·up` for each row of `gate_up`, with the activation function `A`.
 #[inline(always)]
 fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {
@@ -210,7 +210,8 @@ fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &
     }
 }
 
-/// Implements [`differentiate_gate_rows`] for the activation function `A`.
+/// Computes the gradients of gate and up for the activation function `A`, and replaces `dy` by the
+/// output of the forward pass.
 #[inline(always)]
 fn differentiate_rows<S: Simd, A: ActivationFunction>(
     s: S,

@@ -22,7 +22,7 @@ use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
 
 impl AttentionOps for Cpu {
-    /// A task computes one tile of queries of one head.
+    /// Computes causal attention. Each parallel task computes one tile of queries of one head.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);

@@ -232,8 +232,8 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of the tile are at or before the position of query `last` of the tile
-    /// of queries.
+    /// Returns how many keys of the key tile have a position at or before that of query number
+    /// `last` of the query tile.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }

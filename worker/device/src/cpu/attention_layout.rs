@@ -1,4 +1,5 @@
-//! [`AttentionLayout`], and the copies of heads and the masks that both passes of attention need.
+//! [`AttentionLayout`]: the sizes of an attention op. Also functions of both passes that copy heads
+//! and mask scores.
 use super::attention_dropout::KEY_TILE;
 use super::elements::{Element, InputElements, with_elements};
 use super::simd::{LANES, Simd, load_array, store_array, store_lanes, tanh};

@@ -144,7 +144,7 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates `body` with `x` bound to the slice of an [`InputElements`] in its own element type:
+/// Evaluates `body` with `x` bound to the typed slice that an [`InputElements`] contains:
 /// `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
@@ -430,8 +430,8 @@ impl DerefMut for F32Output<'_> {
 }
 
 impl F32Output<'_> {
-    /// Rounds the values of a 16-bit output now, so that the task reads the values that later ops
-    /// will read.
+    /// Rounds the values of a 16-bit output now, so that the task continues with the same rounded
+    /// values that later ops will read.
     pub(crate) fn round_now(&mut self) {
         if let F32Output::Converted { instruction_set, format, wide, to } = self {
             round(*instruction_set, *format, to, &wide[..to.len()]);

@@ -95,7 +95,7 @@ impl VectorOps for Cpu {
         });
     }
 
-    /// Adds the squares in the order of the elements, on the calling thread.
+    /// Returns the sum of squares of `x`, added in the order of the elements on the calling thread.
     fn sum_squares(&self, x: View) -> f64 {
         x.host().iter().map(|v| f64::from(*v).powi(2)).sum()
     }

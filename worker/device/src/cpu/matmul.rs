@@ -211,7 +211,7 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs a range of rows or columns of the shared operand into `packed`, on all threads.
+/// Packs some rows or columns of the operand that all tasks read into `packed`, on all threads.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
@@ -242,8 +242,8 @@ fn pack_shared_operand(
     });
 }
 
-/// The part of a matmul for one block of the depth and one range of the shared operand, whose
-/// panels all tasks read. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul: one block of the depth and one range of the operand whose packed panels
+/// all tasks share. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -260,9 +260,9 @@ struct MatmulPass<'a> {
 }
 
 impl MatmulPass<'_> {
-    /// Computes the pass: runs one task for each block of the other operand, and returns when all
-    /// are done. If there are too few blocks for the threads, the panels of the shared operand are
-    /// divided into groups, too.
+    /// Computes this pass of the matmul: runs one task for each block of the operand that is not
+    /// shared, and returns when all tasks are done. If there are fewer blocks than threads, the
+    /// panels of the shared operand are divided into groups, too.
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
@@ -342,9 +342,8 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` for the micro-kernel. Panics if the operand does not
-    /// contain `lines` runs of `len` elements, of which the first begins at `first` and the others
-    /// every `stride` elements after it.
+    /// Returns the address of element `first` for the micro-kernel, which reads `lines` runs of
+    /// `len` elements from there, `stride` elements apart. Panics if a run is out of bounds.
     fn get_run_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
@@ -366,7 +365,7 @@ impl UnpackedOperands<'_> {
     }
 }
 
-/// Source from which a task reads one operand of its block of the result.
+/// Memory from which a matmul task reads one operand: packed panels, or the operand itself.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.

@@ -27,8 +27,9 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// Implements [`compute_tile`] with the strides of `a` as the arguments `rs` (rows) and `ks`
-/// (depth), which may be constants at compile time.
+/// Implements [`compute_tile`] with the strides of `a` as arguments: `rs` between rows and `ks`
+/// along the depth. Callers pass constants where they can, for which the compiler specialises the
+/// code.
 ///
 /// # Safety
 ///

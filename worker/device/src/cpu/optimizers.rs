@@ -12,7 +12,7 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Wraps a vector of `f32` that tasks update element by element.
+/// Wraps an `f32` vector as rows of one element, of which parallel tasks update different ranges.
 fn to_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host(), 1)
 }

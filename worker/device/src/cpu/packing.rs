@@ -21,7 +21,8 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Creates an operand whose terms of one sum are contiguous, in rows of `stride` elements.
+    /// Creates an operand in which the terms of each sum are contiguous, and rows are `stride`
+    /// elements apart.
     pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
     }
@@ -74,7 +75,7 @@ multiversion! {
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
-/// Packs a block of an operand with elements of any type.
+/// Packs a block of a matmul operand with elements of any type into panels.
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
@@ -82,7 +83,7 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
-/// Packs a block of an operand with elements of type `E`.
+/// Packs a block of a matmul operand with elements of type `E` into panels.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
     let panels = block.rows.div_ceil(block.panel_width);
@@ -105,7 +106,8 @@ const ELEMENTS_PER_COPY: usize = 32;
 /// How many rows ahead of the copied row the source is prefetched.
 const PREFETCH_ROWS: usize = 12;
 
-/// Packs panels of an operand whose rows are contiguous: the `row` stride is 1.
+/// Packs panels of an operand with row stride 1, where rows `i` and `i + 1` are neighbours in
+/// memory at each depth.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,

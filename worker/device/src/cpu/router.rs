@@ -79,8 +79,8 @@ fn select_experts(chosen: &mut [u32], probs: &[f32]) {
     }
 }
 
-/// Adds the gradient that reaches the probabilities through the selected experts' weights to
-/// `dprobs`, the gradient of the probabilities.
+/// Adds to `dprobs`, the gradient of the router's probabilities, the part that comes from the
+/// weights of the selected experts.
 fn add_weight_gradients(
     dprobs: &mut [f32],
     dweights: &[f32],

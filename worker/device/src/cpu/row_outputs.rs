@@ -1,4 +1,4 @@
-//! [`RowOutputs`]: outputs of an op of which each task writes different rows.
+//! [`RowOutputs`]: the outputs of an op, divided by rows among parallel tasks.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -10,12 +10,12 @@ use std::ops::Range;
 /// order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// One or more outputs that consist of rows.
+/// One or more outputs of an op, of which parallel tasks write different rows.
 pub(crate) trait RowOutputs: Sync {
     /// The rows that one task writes.
     type Rows;
 
-    /// Returns the rows with these indices, to write.
+    /// Returns the rows with the given indices, for writing.
     ///
     /// # Safety
     ///
@@ -23,7 +23,8 @@ pub(crate) trait RowOutputs: Sync {
     unsafe fn get_rows(&self, rows: &Range<usize>) -> Self::Rows;
 }
 
-/// Rows of an output of any element type, or some columns of its rows. A task writes them as `f32`.
+/// An output of any element type, divided into rows that tasks write as `f32`. The rows may be
+/// limited to some columns.
 pub(crate) struct ElementRows<'a> {
     elements: OutputElements<'a>,
     /// Index of the first row's first element.
@@ -47,7 +48,7 @@ impl<'a> RowOutputs for ElementRows<'a> {
     }
 }
 
-/// Rows of a slice.
+/// A slice, divided into rows that parallel tasks write.
 pub(crate) struct SliceRows<'a, T> {
     slices: DisjointSlices<'a, T>,
     width: usize,
@@ -88,7 +89,8 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 }
 
 impl Cpu {
-    /// Wraps an output with rows of `width` elements that tasks write in the mode `write`.
+    /// Divides an output into rows of `width` elements, which tasks overwrite or add to as `write`
+    /// states.
     pub(super) fn written_rows<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -98,18 +100,18 @@ impl Cpu {
         ElementRows { elements: self.as_output(y), first: 0, width, stride: width, prior: write.into() }
     }
 
-    /// Wraps an output with rows of `width` elements that tasks overwrite without reading them.
+    /// Divides an output into rows of `width` elements, which tasks overwrite without reading them.
     pub(super) fn overwritten_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
         self.written_rows(y, width, WriteMode::Overwrite)
     }
 
-    /// Wraps an output with rows of `width` elements that tasks read and write.
+    /// Divides an output into rows of `width` elements, which tasks read and write.
     pub(super) fn updated_rows<'a>(&'a self, y: ViewMut<'a>, width: usize) -> ElementRows<'a> {
         self.written_rows(y, width, WriteMode::Accumulate)
     }
 
-    /// Wraps the columns `columns` of an output with rows of `stride` elements. Tasks read and
-    /// write them, one row at a time.
+    /// Selects some columns of an output whose rows have `stride` elements, for tasks that read and
+    /// write one row at a time.
     pub(super) fn updated_columns<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -160,7 +162,8 @@ impl Cpu {
         self.write_rows(len, 1, self.updated_rows(y, 1), |range, mut y| work(range, &mut y));
     }
 
-    /// Runs `work` on chunks of `rows` rows in parallel, and adds sums over all rows to `totals`.
+    /// Runs `work` on chunks of the `rows` rows in parallel, and adds the sums over all rows to
+    /// `totals`.
     ///
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'

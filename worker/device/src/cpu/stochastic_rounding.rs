@@ -29,8 +29,8 @@ fn round_vectors<S: Simd>(_: S, mut to: &mut [u16], mut from: &[f32], rounding: 
     }
 }
 
-/// Rounds `x` to bf16: away from zero if the sum of its lower 16 bits and `random` carries,
-/// otherwise towards zero. `random` has 16 bits. The carry never reaches the sign.
+/// Rounds `x` to bf16 stochastically: away from zero if adding the 16-bit number `random` to the
+/// lower 16 bits of `x` carries, otherwise towards zero. The carry never reaches the sign.
 #[inline(always)]
 fn round_element(x: f32, random: u32) -> u16 {
     let bits = x.to_bits();

@@ -104,8 +104,9 @@ struct BlockOrder {
 // SAFETY: struct BlockOrder of flash.cu.
 unsafe impl KernelArg for BlockOrder {}
 
-/// Variants of a kernel of flash.cu. The first index is 0 for heads of at most 64 elements and 1
-/// for heads of at most 128. The second index is 1 for attention with a softcap or dropout.
+/// Launch parameters of the variants of a flash.cu kernel. The first index is 0 for heads of at
+/// most 64 elements and 1 for heads of at most 128. The second index is 1 for attention with a
+/// softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
@@ -168,9 +169,8 @@ impl FlashKernel {
         cuda.launch(FLASH, self.names[dim_index][variant], Work::Config(config), &arguments);
     }
 
-    /// Returns the order in which blocks are scheduled for this shape. Each block of a head reads
-    /// the same rows again. Therefore as many heads are scheduled together as have rows that fit
-    /// into half of the L2 cache.
+    /// Returns the order in which blocks are scheduled for this shape. All blocks of a head read
+    /// the same rows, so heads are scheduled in groups whose rows fit into half of the L2 cache.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(FLASH_TILE_ROWS);
         let group = s.heads / s.kv_heads;

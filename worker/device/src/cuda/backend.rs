@@ -1,4 +1,5 @@
-//! [`Cuda`]: the backend for one GPU, and the helpers with which its ops enqueue work.
+//! [`Cuda`]: the backend for one GPU, with the functions by which ops allocate memory and enqueue
+//! work.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
 use super::cudnn::{AttentionBackend, CudnnAttention};
@@ -59,7 +60,8 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer without memory, which takes the place of a buffer that could not be allocated.
+/// Owner of an empty placeholder buffer, which takes the place of a buffer that could not be
+/// allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
@@ -192,8 +194,9 @@ impl Cuda {
         Ok(self.gpu.with_stream(CUstream::cast)?)
     }
 
-    /// Returns the first failure of a call and forgets it, so that later calls are made again. The
-    /// comparison of several ops with the CPU continues after a failure.
+    /// Returns the first failure of a GPU call and clears it. Calls after a failure are skipped
+    /// until the failure is cleared. The conformance comparison uses this to continue after a
+    /// failure.
     pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take()
     }
@@ -285,7 +288,7 @@ pub(super) fn choose_row_threads(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// Work of a kernel, which determines the number of its threads.
+/// Amount of work of a kernel launch, from which the numbers of blocks and threads follow.
 pub(super) enum Work {
     /// This number of elements. Each thread processes one element at a time.
     Elements(usize),

@@ -236,6 +236,7 @@ impl KernelModules {
         })
     }
 
+    /// Returns the opened NVRTC library.
     pub(super) fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
     }

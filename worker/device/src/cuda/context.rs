@@ -88,13 +88,15 @@ impl GpuContext {
         Ok(())
     }
 
-    /// Issues a fill of `bytes` bytes at the GPU address `at` with zeros to `stream` immediately.
+    /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at`. The call is issued to
+    /// `stream` immediately, not recorded for a CUDA graph.
     pub(super) fn issue_fill(&self, at: Address, bytes: usize, stream: CUstream) -> Result<()> {
         // SAFETY: the caller owns the range.
         unsafe { self.driver.cuMemsetD8Async(at, 0, bytes, stream) }
     }
 
-    /// Issues a copy of `bytes` bytes within the GPU's memory to `stream` immediately.
+    /// Enqueues a copy of `bytes` bytes within the GPU's memory. The call is issued to `stream`
+    /// immediately, not recorded for a CUDA graph.
     pub(super) fn issue_copy(
         &self,
         to: Address,
@@ -123,8 +125,8 @@ impl Drop for GpuContext {
     }
 }
 
-/// Creates a CUDA stream of this priority that runs concurrently with the others, also with the
-/// default stream.
+/// Creates a CUDA stream of this priority without implicit synchronization with other streams,
+/// including the default stream.
 pub(super) fn create_stream(driver: &DriverApi, priority: c_int) -> Result<CUstream> {
     let mut stream = ptr::null_mut();
     let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;

@@ -20,7 +20,7 @@ pub(super) use backend_selection::CudnnAttention;
 use library::Cudnn;
 use std::path::PathBuf;
 
-/// Returns the library's version, such as `9.19.0`, and path. Does not use a GPU.
+/// Returns cuDNN's version, such as `9.19.0`, and the path of the library. Does not use a GPU.
 pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(String, PathBuf)> {
     let cudnn = Cudnn::open_without_gpu(paths)?;
     Ok((cudnn.format_version(), cudnn.path))

@@ -35,6 +35,7 @@ impl GpuContext {
     /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
     /// previous stream afterwards.
     pub(super) fn run_on_stream<T>(&self, stream: CUstream, f: impl FnOnce() -> T) -> T {
+        /// Restores this thread's previous stream when dropped.
         struct StreamRestorer(ThreadStreamSetting);
         impl Drop for StreamRestorer {
             fn drop(&mut self) {

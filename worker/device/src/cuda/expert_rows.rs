@@ -10,7 +10,8 @@ impl EmbeddingOps for Cuda {
         gather_selected_rows(self, "embedding_forward", x, w, tokens, d);
     }
 
-    /// One block sums the rows of a token, in their order.
+    /// Adds the gradient of each token's rows to the weight's gradient. One block sums all rows of
+    /// a token, in their order.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         let op = "embedding_backward";
         expect_lens(op, [("dx", dx.len(), tokens.len() * d)]);
@@ -76,8 +77,7 @@ fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows
     cuda.launch(EXPERT_ROWS, c"gather_rows", work, &[&y, &x, &rows, &d]);
 }
 
-/// Panics if an index is not that of a row of a matrix with `len` elements, in rows of `d`
-/// elements.
+/// Panics if a row index is out of bounds for a matrix of `len` elements in rows of `d` elements.
 fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
     let available = len.checked_div(d).unwrap_or(0);
     let outside = indices.iter().find(|index| **index as usize >= available);

@@ -102,7 +102,7 @@ impl Gpu {
         self.graphs.lock().set_enabled(self, on)
     }
 
-    /// Enqueues a fill of `bytes` bytes at the GPU address `at` with zeros on this thread's stream.
+    /// Enqueues the zeroing of `bytes` bytes at the GPU address `at` on this thread's stream.
     pub(super) fn enqueue_zero_fill(&self, at: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());

@@ -34,8 +34,8 @@ impl Cuda {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Implements [`crate::Storage::record_step_duration`]. Returns the next notice of the graph
-    /// autotuner or of cuDNN.
+    /// Records the duration of a training step, and returns the next notice of the graph autotuner
+    /// or of cuDNN for the user. Implements [`crate::Storage::record_step_duration`].
     pub(super) fn take_notice_after_step(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.graphs.lock().take_disable_reason() {

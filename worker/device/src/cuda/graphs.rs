@@ -82,7 +82,8 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// State of [`Graphs`] that is protected by its lock.
+/// Recorded calls, cached graphs and scratch memory of the main stream, protected by the lock of
+/// [`Graphs`].
 #[derive(Default)]
 pub(super) struct GraphState {
     on: Arc<AtomicBool>,
@@ -213,8 +214,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// Provides a graph for the recorded batch, whose hash has no graph. Returns false if the batch
-    /// must be issued call by call.
+    /// Captures or updates a CUDA graph for the recorded batch, which has no graph with its hash
+    /// yet. Returns false if the batch must be issued call by call.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -238,7 +239,8 @@ impl GraphState {
         self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Remembers the batch, because it may occur again with other arguments.
+    /// Remembers a batch without a graph, so that a similar batch with other arguments can be
+    /// recognized later.
     fn remember_unmatched(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
@@ -246,8 +248,8 @@ impl GraphState {
         self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Updates the graph of a similar batch to this batch. Returns false if too many calls differ
-    /// or the driver cannot update the graph.
+    /// Changes the graph of a similar batch so that it executes the recorded batch. Returns false
+    /// if too many calls differ or the driver cannot update the graph.
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
         let changed = cached.batch.find_changed_kernels(&self.batch);

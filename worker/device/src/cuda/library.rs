@@ -1,4 +1,5 @@
-//! [`CudaLibrary`]: the libraries of CUDA, their file names, and why a file of one is rejected.
+//! [`CudaLibrary`]: the libraries of CUDA, their file names, and the reasons for which a library
+//! file is rejected.
 use std::{fmt, path::PathBuf};
 
 /// A library of CUDA that this program opens at run time.

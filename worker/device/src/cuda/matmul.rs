@@ -42,7 +42,7 @@ pub(super) struct CublasLt {
     search: OnceLock<AlgorithmSearch>,
 }
 
-/// Returns the library's version, such as `13.1.0`, and path. Does not use a GPU.
+/// Returns cuBLASLt's version, such as `13.1.0`, and the path of the library. Does not use a GPU.
 pub(super) fn query_library_version(paths: &LibrarySearchPaths) -> Result<(String, PathBuf)> {
     let (library, path) = CublasLtApi::open(paths)?;
     // SAFETY: no preconditions.

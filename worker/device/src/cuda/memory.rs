@@ -86,7 +86,8 @@ impl DeviceMemory {
         self.at
     }
 
-    /// Returns a range without memory, for ops whose calls are not made after a failure.
+    /// Returns an empty range, which ops get after a failure. Their GPU calls are skipped, so they
+    /// need no memory.
     pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }

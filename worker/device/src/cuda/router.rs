@@ -11,7 +11,8 @@ use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 const MAX_EXPERTS: usize = 1024;
 
 impl RouterOps for Cuda {
-    /// Blocks until the chosen experts are on the host.
+    /// Selects the experts of each token on the GPU, and blocks until their indices are on the
+    /// host.
     fn router_forward(
         &self,
         probs: ViewMut,

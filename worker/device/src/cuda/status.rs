@@ -41,12 +41,13 @@ impl DeviceStatus {
         self.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first failure and forgets it, so that later calls are made again.
+    /// Returns the first failure and clears it, so that later calls are executed again.
     pub(super) fn take(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock().take().map_or(Ok(()), Err)
     }
 
+    /// Locks the recorded failure.
     fn lock(&self) -> MutexGuard<'_, Option<DeviceError>> {
         // no code panics while it holds the lock
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)

@@ -100,7 +100,8 @@ impl Storage for Cuda {
         self.run_profiled(|| "clear".to_owned(), || self.gpu.enqueue_zero_fill(at, bytes));
     }
 
-    /// Copies through scratch memory, because the ranges of a copy within the GPU must not overlap.
+    /// Moves elements to a lower position through scratch memory, because the ranges of a copy
+    /// within the GPU must not overlap.
     fn move_elements_down(&self, mut x: ViewMut, from: Range<usize>, to: usize) {
         if from.start == to || from.is_empty() {
             return;

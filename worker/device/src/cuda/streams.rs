@@ -79,6 +79,7 @@ pub(super) struct ThreadStream {
 }
 
 impl ThreadStream {
+    /// Returns CUDA's handle of the stream.
     pub(super) fn handle(&self) -> CUstream {
         self.stream
     }

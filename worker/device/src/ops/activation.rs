@@ -1,4 +1,4 @@
-//! Activation functions, alone and as gates.
+//! Ops of activation functions: GELU, and the gated linear units SwiGLU and GeGLU.
 use crate::buffer::{View, ViewMut};
 
 /// SwiGLU, GeGLU and GELU.

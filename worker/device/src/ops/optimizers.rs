@@ -1,4 +1,4 @@
-//! Updates of the optimizers.
+//! Ops that update parameters: AdamW, SGD, Lion, and Muon's Nesterov momentum.
 use crate::buffer::{View, ViewMut};
 
 /// Updates of AdamW, SGD and Lion, and Muon's momentum.
@@ -140,7 +140,7 @@ pub(crate) struct LionCoefficients {
 }
 
 impl LionHyperparams {
-    /// Computes the coefficients of an update.
+    /// Computes the coefficients of one Lion update.
     pub(crate) fn compute_coefficients(&self) -> LionCoefficients {
         LionCoefficients {
             grad_scale: self.grad_scale,

@@ -211,8 +211,8 @@ fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
     }
 }
 
-/// Compares unaligned matmuls with a bias with their definition, in a child process of the test
-/// above.
+/// Compares unaligned matmuls with a bias with their definition. Runs in a child process of
+/// `matmuls_work_without_algorithms_for_unaligned_operands_and_biases`.
 #[test]
 fn unaligned_matmuls_with_a_bias_match_the_definition() {
     if std::env::var_os("BLAS_LACKS").is_none() {

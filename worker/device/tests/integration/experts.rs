@@ -38,7 +38,8 @@ struct RouterOutput {
     chosen: Vec<u32>,
 }
 
-/// Runs the router's forward pass on buffers that are filled with other values.
+/// Runs the router's forward pass. The output buffers first contain arbitrary values, which the
+/// router must overwrite.
 fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     let mut r = RouterOutput {
         probs: vec![7.0; s.m * s.experts],

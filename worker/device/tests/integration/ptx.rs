@@ -111,8 +111,8 @@ fn races_and_invalid_accesses_are_always_detected() {
     }
 }
 
-/// Runs one of the test kernels in a child process of the test above, because an error ends the
-/// process.
+/// Runs one test kernel in a child process of `races_and_invalid_accesses_are_always_detected`,
+/// because a detected error ends the process.
 #[test]
 fn the_kernel_that_the_parent_process_selects_runs() {
     let Ok(index) = std::env::var("PTX_TEST_KERNEL") else { return };

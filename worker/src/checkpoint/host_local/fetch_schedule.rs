@@ -80,7 +80,8 @@ impl<'h> FetchSchedule<'h> {
 /// round.
 ///
 /// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
-/// [`ROUND_BLOCKS`]. Of equal holders, a different one comes first for each receiver.
+/// [`ROUND_BLOCKS`]. Ties are broken by the receiver's rank, so that different receivers prefer
+/// different senders.
 fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
     let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
     rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < ROUND_BLOCKS)).min_by_key(|h| sends[*h])

@@ -91,7 +91,8 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// The request of one rank at the beginning of a fetch.
+/// The request that each rank contributes to a fetch: the blocks that it needs, and whether serving
+/// ends.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that serving ends.
@@ -254,7 +255,7 @@ struct ReceivedBlocks {
     counts: Vec<usize>,
 }
 
-/// Builds the error of `rank`, which cannot read the blocks that it sends.
+/// Builds the error that `rank` cannot read the blocks that it must send to other ranks.
 fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     let message = format!("rank {rank} cannot read its blocks of the checkpoint");
     let diagnostic = Diagnostic::error(codes::RESUME_FETCH_FAILED, message);

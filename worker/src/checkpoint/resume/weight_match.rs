@@ -18,7 +18,8 @@ const MAX_LISTED: usize = 4;
 /// The number of elements that are compared at a time.
 const COMPARED_ELEMENTS: usize = 1 << 18;
 
-/// The parts of an external checkpoint that the job uses.
+/// The match of an external checkpoint with the job's model: how its tensors are named, and which
+/// states it has.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
@@ -153,8 +154,8 @@ pub(super) struct TensorMismatches {
 }
 
 impl TensorMismatches {
-    /// Records the tensor of this name if its stored shape differs from `expected`. `owner` is
-    /// what has the expected shape.
+    /// Records the tensor `name` if its stored shape differs from `expected`. `owner` names the
+    /// side that expects this shape in the message: `model` or `job`.
     pub(super) fn compare_shapes(&mut self, name: &str, stored: &[u64], expected: &[usize], owner: &str) {
         if !stored.iter().copied().eq(expected.iter().map(|&n| n as u64)) {
             self.shapes.push(format!("{name} {stored:?} ({owner}: {expected:?})"));

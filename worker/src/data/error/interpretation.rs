@@ -62,7 +62,8 @@ impl Step {
     }
 }
 
-/// The record that a library interpreted, or the first of several.
+/// The record that a library interpreted when it failed, or the first of several records that it
+/// may have interpreted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordRange {
     /// The record, or the first of several.

@@ -62,7 +62,7 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// The variants of [`Category`], which does not implement serde's traits.
+/// Mirrors serde_json's [`Category`] of errors, which does not implement serde's traits.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {

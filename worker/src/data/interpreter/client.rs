@@ -54,6 +54,7 @@ pub(crate) struct Interpreter {
     state: Mutex<InterpreterState>,
 }
 
+/// The running sandbox process, and the tokenizer and the template that a new process must load.
 #[derive(Default)]
 struct InterpreterState {
     process: Option<SandboxProcess>,
@@ -129,6 +130,7 @@ impl Interpreter {
         RequestStream { threads: self.threads, state: self.lock() }
     }
 
+    /// Locks the state of the interpreter.
     fn lock(&self) -> MutexGuard<'_, InterpreterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -147,6 +149,7 @@ fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimi
     (request, input_limits(template.source.len()))
 }
 
+/// Borrows both strings of each pair.
 fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
     pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
 }
@@ -237,6 +240,7 @@ impl InterpreterState {
     }
 }
 
+/// Encodes a request as bytes for the sandbox process.
 fn encode_request(request: &impl Serialize) -> Result<Vec<u8>, SandboxError> {
     rmp_serde::to_vec(request).map_err(|_| SandboxError::InvalidReply)
 }

@@ -86,8 +86,8 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec(reply).unwrap_or_default()
 }
 
-/// Runs code of a library, with a limit of CPU time for input of this size. A panic becomes the
-/// message that `convert` gets.
+/// Runs `work`, which calls a library, with a limit of CPU time for an input of `bytes` bytes. If
+/// the library panics, returns the message of the panic, converted by `convert`.
 fn run_library<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
     let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_time(bytes), work)));
     result.unwrap_or_else(|_| convert(describe_panic()))
@@ -106,6 +106,7 @@ enum PreparedDocument<'a> {
 }
 
 impl DataHandler {
+    /// Opens the Parquet file that came with the request.
     fn open_parquet(&mut self, file: Option<File>, field: &str, is_chat: bool) -> OpenParquetReply {
         let Some(file) = file else { return Err(ParquetProblem::Undecodable("no file".to_owned())) };
         let opened = catch_unwind(|| ParquetRows::open(file, field, is_chat));
@@ -144,6 +145,7 @@ impl DataHandler {
 }
 
 impl Rules {
+    /// Loads a tokenizer in place of the previous one.
     fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
         let loaded = catch_unwind(|| LibraryTokenizer::load(files));
         let (tokenizer, reply) = loaded.unwrap_or_else(|_| {
@@ -154,6 +156,7 @@ impl Rules {
         reply
     }
 
+    /// Compiles a chat template in place of the previous one.
     fn compile_template(&mut self, source: &str, special_tokens: &[(&str, &str)]) -> CompileTemplateReply {
         let compiled = catch_unwind(|| CompiledTemplate::new(source, special_tokens));
         let panicked = |_| Err(describe_template_panic(describe_panic()));
@@ -162,6 +165,7 @@ impl Rules {
         Ok(())
     }
 
+    /// Converts tokens to text with the loaded tokenizer.
     fn decode_tokens(&self, tokens: &[u32]) -> DecodeTokensReply {
         let Some(tokenizer) = &self.tokenizer else {
             return DecodeTokensReply::Text(byte_tokenizer::decode(tokens));
@@ -232,6 +236,7 @@ impl Rules {
         documents.into_par_iter().map(tokenize).collect()
     }
 
+    /// Converts a text to tokens with the loaded tokenizer.
     fn tokenize_text(&self, text: &str) -> DocumentResult {
         let Some(tokenizer) = &self.tokenizer else {
             return DocumentResult::Tokens(TokenList(byte_tokenizer::encode(text).collect()));
@@ -239,6 +244,7 @@ impl Rules {
         run_library(text.len(), DocumentResult::TokenizerFailed, || to_result(tokenizer.encode(text)))
     }
 
+    /// Converts a text to tokens, and marks the tokens that do not count for the loss.
     fn tokenize_masked(&self, masked: &LossMaskedText) -> DocumentResult {
         let mut mask = masked.create_mask();
         let Some(tokenizer) = &self.tokenizer else {

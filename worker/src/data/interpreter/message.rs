@@ -91,7 +91,7 @@ pub(crate) struct DocumentOptions<'a> {
     pub(crate) tokenize: bool,
 }
 
-/// The result of a document.
+/// The result of interpreting one document: its tokens, or the reason why it has none.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum DocumentResult {
     /// The tokens of the document, with the bit
@@ -107,7 +107,7 @@ pub(crate) enum DocumentResult {
     TokenizerFailed(String),
 }
 
-/// The rows that a request read.
+/// The reply to a request for rows of a Parquet file, with the result of each row.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct RowsReply {
     /// The result of each row. A row that cannot be used is the last one.
@@ -133,7 +133,7 @@ pub(crate) enum DecodeTokensReply {
     Failed(String),
 }
 
-/// What a process must know about its tokenizer.
+/// Properties of a loaded tokenizer: its vocabulary size, special tokens and chat template.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TokenizerInfo {
     /// The vocabulary size. Every token id is less than this size.

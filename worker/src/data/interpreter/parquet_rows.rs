@@ -22,7 +22,7 @@ const COLUMNS_LISTED: usize = 8;
 /// Approximate size of a value in addition to its text, in bytes.
 const VALUE_BYTES: usize = 64;
 
-/// The content of a row.
+/// The content of one row of a Parquet file: a text or a chat.
 pub(crate) enum RowRecord {
     /// A complete text.
     Text(String),

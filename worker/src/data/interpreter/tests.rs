@@ -63,7 +63,8 @@ fn create_spec(file: &str, format: RecordFormat, tokenizer: TokenizerSpec) -> Da
     }
 }
 
-/// Opens the data, and returns the error and the time until the error.
+/// Opens data that must fail, and returns the error. Panics if the error takes longer than
+/// [`LONGEST_TIME`].
 fn expect_error(spec: &DataSpec, dir: &Path) -> DataError {
     let began = Instant::now();
     let error = Dataset::open(spec, None, Split::Train, dir).err().expect("an error");
@@ -80,7 +81,8 @@ fn summarize(error: &DataError) -> (Step, Option<u64>, Option<&'static str>) {
     (failure.step, position, failure.error.exceeded_limit().map(|(name, _)| name))
 }
 
-/// Templates that took a process down, or gigabytes of memory, before they ran in a sandbox.
+/// Checks templates that ended a process, or took gigabytes of memory, before templates were
+/// rendered in a sandbox.
 #[test]
 fn untrusted_templates_exceed_a_limit_and_name_their_record() {
     let nested_list = format!("{{% set x = {}1{} %}}{{{{ x }}}}", "[".repeat(5000), "]".repeat(5000));
@@ -145,7 +147,7 @@ fn a_check_of_a_job_with_an_untrusted_template_ends_soon() {
     assert!(confinement.landlock && confinement.seccomp, "the kernel of the tests has both");
 }
 
-/// Tokenizers that panicked, or took minutes or gigabytes, before they ran in a sandbox.
+/// Checks tokenizers that panicked, or took minutes or gigabytes, before they ran in a sandbox.
 #[test]
 fn untrusted_tokenizers_are_errors_that_name_their_record() {
     let slow_regex = json!({"type": "Split", "pattern": {"Regex": r"x(?!(x*)(x*)\2q)"}, "behavior": "Isolated", "invert": false});

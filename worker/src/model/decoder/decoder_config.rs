@@ -98,7 +98,7 @@ pub(in crate::model) enum NormKind {
     Layer,
 }
 
-/// The rows over which the norms of q and k are computed.
+/// Whether q and k are normalized separately for each head, or over all heads of a token.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum QkNorm {
     /// Each head is normalized separately, with common weights.

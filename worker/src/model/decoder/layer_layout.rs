@@ -34,13 +34,14 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns the matmuls of a dense layer by [`LinearLayout::index`].
+    /// Returns the four matmuls of a dense layer: qkv, o, gate_up and down, in the order of
+    /// [`LinearLayout::index`].
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Returns the matmuls by [`LinearLayout::index`]. Those of the MLP have no matrices in a layer
-    /// with experts.
+    /// Converts the layout to its four matmuls: qkv, o, gate_up and down. Those of the MLP have no
+    /// matrices in a layer with experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
     }

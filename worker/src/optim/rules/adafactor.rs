@@ -11,7 +11,7 @@ use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// The rule of Adafactor.
+/// Implements [`UpdateRule`] for the optimizer Adafactor.
 pub(super) struct Adafactor;
 
 impl UpdateRule for Adafactor {
@@ -121,8 +121,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Updates elements by their part of the direction or, with `beta1`, by the moving average of the
-/// directions.
+/// Updates consecutive elements with Adafactor: by their part of the tensor's direction or, with
+/// `beta1`, by the moving average of the directions.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::AdamWHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The rule of AdamW.
+/// Implements [`UpdateRule`] for the optimizer AdamW.
 pub(super) struct AdamW;
 
 impl UpdateRule for AdamW {

@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::LionHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The rule of Lion.
+/// Implements [`UpdateRule`] for the optimizer Lion.
 pub(super) struct Lion;
 
 impl UpdateRule for Lion {
@@ -20,7 +20,7 @@ impl UpdateRule for Lion {
     }
 }
 
-/// Updates elements with Lion.
+/// Applies a Lion update to the consecutive elements `p` and their states.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let ((beta1, beta2), weight_decay) = (inputs.group.betas, inputs.group.weight_decay);
     let h = LionHyperparams { lr: inputs.lr, beta1, beta2, weight_decay, grad_scale: inputs.grad_scale };

@@ -21,12 +21,13 @@ const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
 /// The lower limit of the norm by which a matrix is divided.
 const MIN_NORM: f64 = 1e-7;
 
-/// The rule of Muon.
+/// Implements [`UpdateRule`] for the optimizer Muon.
 pub(super) struct Muon;
 
 impl UpdateRule for Muon {
-    /// The first moment of AdamW has another role here than in a job with AdamW, so that
-    /// checkpoints of the two optimizers are not confused.
+    /// Lists the roles of Muon's momentum and of AdamW's moments. The first moment of AdamW has
+    /// another role than in a job with AdamW, so that checkpoints of the two optimizers are not
+    /// confused.
     fn list_state_roles(&self, _: &OptimizerSpec) -> Vec<TensorRole> {
         vec![TensorRole::Momentum, TensorRole::ExpAvgSq]
     }

@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::SgdHyperparams};
 use jobspec::OptimizerSpec;
 
-/// The rule of SGD.
+/// Implements [`UpdateRule`] for stochastic gradient descent.
 pub(super) struct Sgd;
 
 impl UpdateRule for Sgd {
@@ -20,7 +20,8 @@ impl UpdateRule for Sgd {
     }
 }
 
-/// Updates elements with SGD. Either all parameters have momentum, or none.
+/// Applies an SGD update to the consecutive elements `p` and their states. Either all parameters
+/// have momentum, or none.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let (momentum, weight_decay) = (inputs.group.momentum, inputs.group.weight_decay);
     let h = SgdHyperparams { lr: inputs.lr, momentum, weight_decay, grad_scale: inputs.grad_scale };

@@ -1,4 +1,5 @@
-//! [`cuda_library!`]: the functions of a library of CUDA, with methods that check their status.
+//! [`cuda_library!`]: declares the functions of a CUDA library, with methods that check status
+//! codes.
 use std::ffi::{CStr, c_char, c_int};
 
 /// A status code of a library; 0 is success.

@@ -11,7 +11,7 @@ use std::{ffi::c_void, ptr, sync::Arc};
 /// Maximum number of engine configurations that are requested from the heuristics for one graph.
 const MAX_ENGINE_CONFIGS: i64 = 4;
 
-/// A type of the values of attributes.
+/// A Rust type whose values can be set as an attribute of a cuDNN descriptor.
 ///
 /// # Safety
 ///
@@ -76,6 +76,7 @@ impl Descriptor {
         Ok(descriptor)
     }
 
+    /// Returns cuDNN's handle of this object.
     pub(super) fn handle(&self) -> cudnnBackendDescriptor_t {
         self.handle
     }

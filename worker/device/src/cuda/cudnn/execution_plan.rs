@@ -152,7 +152,8 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns words for hashing that differ between most pairs of different plans or addresses.
+    /// Returns words that depend on the plan and its addresses, from which a hash of a batch of
+    /// calls is computed. The words of different plans may be equal, but rarely are.
     pub(in super::super) fn hash_words(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -178,7 +178,7 @@ impl CallBatch {
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the parameters of a graph node for the call with this index. Returns `None` if
+    /// Runs `f` with the CUDA graph node parameters of the call with this index. Returns `None` if
     /// the call is not a kernel.
     pub(super) fn with_kernel_node<T>(
         &self,

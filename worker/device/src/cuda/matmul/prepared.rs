@@ -124,7 +124,8 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, plan.layouts, algorithm)
     }
 
-    /// Returns words for hashing that differ between most pairs of different matmuls.
+    /// Returns words that depend on the matmul and its addresses, from which a hash of a batch of
+    /// calls is computed. The words of different matmuls may be equal, but rarely are.
     pub(in super::super) fn hash_words(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]
