@@ -197,6 +197,8 @@ def save_trainer(family, ds=None, bf16=False, fsdp=None, make_optimizer=None, fr
             control.should_save = state.global_step == STEPS_BEFORE
 
     class FsdpTrainer(transformers.Trainer):
+        """A Trainer that enables FSDP on CPUs if `fsdp` is given."""
+
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
             if fsdp:

@@ -1,4 +1,4 @@
-"""An ordinary training loop with Accelerate. All that it uses of launch is LAUNCH_RESUME_FROM.
+"""An ordinary training loop with Accelerate. The loop uses only LAUNCH_RESUME_FROM of launch.
 
     accelerate_loop.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR]
                        [--deepspeed CONFIG.json] [--fsdp full|sharded]

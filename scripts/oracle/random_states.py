@@ -4,9 +4,9 @@
     random_states.py check DIR WORLD SOURCE SOURCE_WORLD
 
 `make` writes the files of WORLD ranks. `check` loads those of DIR as the programs do and sets every
-generator. It compares the states and the next 1,000 draws with those that docs/numerics.md requires:
+generator. Then it compares the states and the next 1,000 draws with those that docs/numerics.md requires:
 those of SOURCE, or those of a generator that this script seeds by the rule (with a separate BLAKE3).
-It prints one line of JSON.
+`check` prints one line of JSON.
 """
 import argparse
 import json

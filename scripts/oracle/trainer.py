@@ -1,4 +1,4 @@
-"""An ordinary training script with HF Trainer. All that it uses of launch is LAUNCH_RESUME_FROM.
+"""An ordinary training script with HF Trainer. The script uses only LAUNCH_RESUME_FROM of launch.
 
     trainer.py OUTPUT_DIR REPORT_DIR STEPS [--resume_from_checkpoint DIR] [--deepspeed CONFIG.json] [--bf16]
                [--fsdp full|sharded]

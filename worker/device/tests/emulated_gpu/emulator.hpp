@@ -1,10 +1,11 @@
 // Runs the kernels' CUDA C++ on the CPU: one block at a time, its threads as fibers that meet at
 // barriers.
 //
-// It checks arithmetic, indices, launch configurations, that all threads reach each barrier, and
-// accesses beyond an allocation. EMULATED_GPU_ORDER=1 runs the threads of a block from the last to
-// the first: a kernel whose results change has a race. It does not detect every race between
-// barriers, and does not reproduce the GPU's rounding of expf and similar functions, or its speed.
+// The emulator checks arithmetic, indices, launch configurations, that all threads reach each
+// barrier, and accesses beyond an allocation. EMULATED_GPU_ORDER=1 runs the threads of a block from
+// the last to the first: a kernel whose results change has a race. The emulator does not detect
+// every race between barriers, and does not reproduce the GPU's rounding of expf and similar
+// functions, or its speed.
 #pragma once
 #define EMULATED
 #include <cmath>

@@ -87,8 +87,8 @@ struct Allocation {
 };
 static std::map<uintptr_t, Allocation> allocations;
 static size_t allocated = 0;
-// Sizes of freed blocks that the pool keeps. It reuses them only for requests of exactly the same
-// size, which is the worst that a pool may do.
+// Sizes of freed blocks that the pool keeps. The pool reuses them only for requests of exactly the
+// same size, which is the worst that a pool may do.
 static std::multiset<size_t> pooled;
 static size_t pooled_bytes = 0;
 

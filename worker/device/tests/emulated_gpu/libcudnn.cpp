@@ -1,9 +1,9 @@
 // cuDNN for the emulated GPU: executes the operations of a graph one after the other, each by its
 // definition.
 //
-// It accepts any graph of known operations. It rejects missing attributes, shapes that do not
-// match, and tensors without an address. Tensors in memory are accessed by their strides; virtual
-// tensors are rounded to their type.
+// The library accepts any graph of known operations, and rejects missing attributes, shapes that do
+// not match, and tensors without an address. Tensors in memory are accessed by their strides;
+// virtual tensors are rounded to their type.
 //
 // Attributes have the numbers of cudnnBackendAttributeName_t, pointwise modes those of
 // cudnnPointwiseMode_t.

@@ -1,6 +1,6 @@
-// NVRTC for the emulated GPU. It checks its arguments, and its image is the name of the source
-// file. If NVIDIA's NVRTC is in the directory `nvrtc` next to this library, the image is the PTX
-// that it generates. NVRTC_FAILS=1: every compilation fails with a log.
+// NVRTC for the emulated GPU. The library checks its arguments. The image of a program is the name
+// of its source file. If NVIDIA's NVRTC is in the directory `nvrtc` next to this library, the image
+// is the PTX that it generates. NVRTC_FAILS=1: every compilation fails with a log.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Common code of both attention implementations: shape, scores, masks, dropout. Each source
-// includes it once.
+// Common code of both attention implementations: shape, scores, masks, dropout. A source includes
+// this file at most once.
 
 // Kernel argument with the shape, scale, softcap and dropout of an attention (AttentionArg in
 // attention.rs).
@@ -49,7 +49,7 @@ DEVICE i64 find_first_visible_key(const u32* starts, i64 sequence, i64 query, At
 }
 
 // Computes the random words of four keys in a group of 64 keys. Word w decides whether key
-// `16·w + key % 16` of the group is dropped (AttentionDropout in shapes.rs).
+// `16·w + key % 16` of the group is dropped (AttentionDropout in ops/attention.rs).
 DEVICE void compute_dropout_words(u32 (&c)[4], i64 sequence, i64 head, i64 query, i64 key, const Attention& a) {
     compute_random_words(c, a.key, (u64)(key / 64 * 16 + key % 16), (u64)(a.first_sample + sequence), (u64)head << 24 | (u64)query);
 }

@@ -152,7 +152,7 @@ DEVICE void store_8(Tensor y, i64 i, i64 remaining, const float (&v)[8]) {
 
 // Variants for a type that is known at compile time. F32 or BF16: the tensor has this type, is
 // aligned to 16 bytes, and its rows are multiples of eight elements. ANY: no restriction. The host
-// selects the kernel (`are_vectorizable` in mod.rs); the results are bit-equal.
+// selects the kernel (`are_vectorizable` in tensor_arg.rs); the results are bit-equal.
 #define ANY -1
 template <int TYPE> DEVICE void load_8(float (&v)[8], Tensor x, i64 i, i64 remaining) {
     if (TYPE == ANY) return load_8(v, x, i, remaining);

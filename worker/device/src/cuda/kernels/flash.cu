@@ -362,8 +362,8 @@ template <int STEP, int THREADS> DEVICE void fetch_query_stats(QueryStats<STEP>*
     }
 }
 
-// Returns the end of the queries that attend to any key before `end`, among the queries that this
-// warp's threads examine.
+// Returns the index after the last query that attends to any key before `end`, among the queries
+// that this warp's threads examine.
 template <int THREADS> DEVICE int find_last_query(const u32* starts, int first, int end, int t) {
     int last = first;
     for (int q = first + (int)threadIdx.x; q < t; q += THREADS)

@@ -3,7 +3,8 @@
 //
 // A tile's rows have D elements and a stride of D + 8, so that the eight rows that `ldmatrix` reads
 // together begin in eight different groups of four banks. Elements beyond the head or the sequence
-// are zero. Each source includes it once.
+// are zero. A source includes this file at most
+// once.
 // Returns the number of elements from row to row of a tile.
 template <int D> DEVICE constexpr int row_stride() { return D + 8; }
 
