@@ -82,7 +82,7 @@ pub fn is_any_true(queue: &CollectiveQueue, mine: bool) -> Result<bool> {
     Ok(gathered.iter().flatten().any(|flag| *flag != 0))
 }
 
-/// Encodes a value or an error for the other ranks.
+/// Encodes this rank's value or error as bytes for the other ranks.
 fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&mine).map_err(|e| {
         let message = "cannot encode a report to the other ranks";

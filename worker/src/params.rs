@@ -96,8 +96,8 @@ struct ExpertTensors {
 }
 
 impl ParamUnit {
-    /// Creates a unit of these tensors. All ranks own a shard of the unit, and all tensors are
-    /// trained.
+    /// Creates a parameter unit of the tensors `params`. All ranks own a shard of the unit, and all
+    /// tensors are trained.
     pub fn new(name: impl Into<String>, params: Vec<ParamSpec>) -> Self {
         let mut offsets = Vec::with_capacity(params.len() + 1);
         let mut end = 0;

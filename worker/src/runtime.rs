@@ -214,8 +214,8 @@ fn resume_or_initialise(
     }
 }
 
-/// Reports that this rank is ready to train: sets the step that heartbeats report. The leader also
-/// sends the event that the job is ready.
+/// Reports that this rank is ready to train, and sets the step that its heartbeats report. The
+/// leader also sends the event that the job is ready.
 fn report_ready(
     session: &AgentSession,
     running: &RunningTrainer,

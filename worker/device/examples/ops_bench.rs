@@ -74,7 +74,7 @@ fn measure_memcpy() -> f64 {
     (a.len() * 4) as f64 / seconds
 }
 
-/// Forward pass, backward pass and optimizer update of a whole model, as a training step runs them.
+/// Benchmark of a whole training step: forward pass, backward pass and optimizer update of a model.
 struct TrainingStep<'a> {
     cpu: &'a Cpu,
     shape: AttentionShape,

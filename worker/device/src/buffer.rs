@@ -163,8 +163,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, None)
     }
 
-    /// Creates a buffer from GPU memory that `owner` has allocated for it. The address is ignored
-    /// if `len` is 0.
+    /// Creates a buffer from `len` elements of GPU memory at `address`, which `owner` has allocated
+    /// and will free. The address is ignored if `len` is 0.
     pub(crate) fn from_device_allocation(
         owner: Arc<dyn MemoryOwner>,
         address: u64,
@@ -175,8 +175,8 @@ impl Buf {
         Buf::new(ptr, len, dtype, false, Some(owner))
     }
 
-    /// Creates a buffer from host memory that `owner` has allocated for it. The memory must be zero
-    /// and aligned to [`BUFFER_ALIGNMENT`].
+    /// Creates a buffer from `len` elements of host memory at `ptr`, which `owner` has allocated
+    /// and will free. The memory must be zero and aligned to [`BUFFER_ALIGNMENT`].
     pub(crate) fn from_host_allocation(
         owner: Arc<dyn MemoryOwner>,
         ptr: NonNull<u8>,

@@ -359,8 +359,8 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Gathers the owners' ranges of the replicated optimizer states of unit `u` on every rank.
-/// Collective: every rank must call it.
+/// Gathers the owners' ranges of the replicated optimizer states of parameter unit `u` on every
+/// rank. Collective: every rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

@@ -246,8 +246,8 @@ impl CheckpointSaver {
         }
     }
 
-    /// Begins a checkpoint of the current state. The previous checkpoint must be finished.
-    /// Collective: every rank must call it.
+    /// Begins to save a checkpoint of the trainer's current state. The previous checkpoint must be
+    /// finished. Collective: every rank must call it.
     pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);

@@ -28,8 +28,8 @@ pub(super) enum ShardWrite {
 /// The report about a shard that was written, or the error of writing it.
 pub(super) type ShardResult = std::result::Result<ShardReport, CkptError>;
 
-/// What the thread of a [`BackgroundWrite`] returns: the staging memory together with the result,
-/// which is `None` after a cancellation.
+/// The result of the thread of a [`BackgroundWrite`]: the result of writing the shard, which is
+/// `None` after a cancellation, and the staging memory.
 type BackgroundResult = std::result::Result<(Option<ShardResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard.
@@ -38,7 +38,7 @@ pub(super) struct BackgroundWrite {
     progress: Arc<WriteProgress>,
 }
 
-/// The progress of a [`BackgroundWrite`].
+/// How much of a shard a [`BackgroundWrite`] has written, and whether the write was cancelled.
 struct WriteProgress {
     /// The size of the shard's elements in bytes.
     total_bytes: u64,
@@ -47,7 +47,8 @@ struct WriteProgress {
 }
 
 impl BackgroundWrite {
-    /// Starts to write the values that `copies` downloads to the staging directory `directory`.
+    /// Starts a thread that writes the values that `copies` downloads from the device. The shard is
+    /// written to the staging directory `directory`.
     pub(super) fn start(
         copies: Download,
         labels: Vec<RangeLabel>,
@@ -89,8 +90,8 @@ impl BackgroundWrite {
         self.progress.is_cancelled.store(true, Relaxed);
     }
 
-    /// Waits for the thread. Returns the result, which is `None` after a cancellation, and the
-    /// staging memory.
+    /// Waits for the writing thread to end. Returns its result, which is `None` after a
+    /// cancellation, and the staging memory.
     pub(super) fn finish(self) -> std::result::Result<(Option<ShardResult>, Vec<Buf>), ThreadFailure> {
         join_thread(self.thread)
     }
@@ -108,7 +109,8 @@ impl RangeLabel {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Builds the piece for [`ckpt::write_shard`] from this label and the values of its range.
+    /// Combines this label with the values of its range to the form that [`ckpt::write_shard`]
+    /// needs.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host()),

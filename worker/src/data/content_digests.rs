@@ -112,7 +112,8 @@ fn find_or_compute_digest(
     Ok((before, *hasher.finalize().as_bytes()))
 }
 
-/// Reads the index of the cache directory. Returns an empty index if the file is absent or damaged.
+/// Reads the digest index of the cache directory. Returns an empty index if the file is absent or
+/// damaged.
 fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     let Ok(file) = File::open(cache_dir.join(INDEX_FILE_NAME)) else { return HashMap::new() };
     let mut text = String::new();
@@ -122,7 +123,7 @@ fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     parse_digest_index(&text).unwrap_or_default()
 }
 
-/// Parses the text of an index. Returns `None` if its checksum or a line is wrong.
+/// Parses the text of a digest index. Returns `None` if its checksum or a line is wrong.
 fn parse_digest_index(text: &str) -> Option<DigestIndex> {
     let (head, body) = text.split_once('\n')?;
     if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()?

@@ -90,8 +90,8 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a part of a document. After an error, the documents whose tokens are not written are
-    /// dropped.
+    /// Adds a part of a document that is to be tokenized. After an error, the documents whose
+    /// tokens are not written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -135,7 +135,7 @@ impl<'a> DocumentTokenizer<'a> {
         self.sent.clear();
     }
 
-    /// Returns the writer. All documents must have been written.
+    /// Returns the writer of the token cache. All documents must have been written.
     pub(crate) fn into_writer(self) -> TokenCacheWriter {
         self.writer
     }

@@ -83,7 +83,7 @@ fn has_row(
     }
 }
 
-/// Returns the options with which a record is checked, but not tokenized.
+/// Returns the options with which the sandbox process checks a record without tokenizing it.
 fn check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,

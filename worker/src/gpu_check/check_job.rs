@@ -76,8 +76,8 @@ pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Erro
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a part of the check. Converts a panic, which is a bug of this program, to an internal
-/// error. Every error has the category `Failed`, because the GPU was usable.
+/// Runs a part of `launch gpu-check`. Converts a panic, which is a bug of this program, to an
+/// internal error. Every error has the category `Failed`, because the GPU was usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     let result = catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|panic| {
         Err(Diagnostic::error(codes::run::INTERNAL, extract_panic_message(panic.as_ref())))

@@ -43,7 +43,8 @@ pub(super) fn measure_and_print_speed(open: OpenGpu, tiny: bool) {
     println!();
 }
 
-/// Measures speed and memory of the model with this number. Returns the measured values as JSON.
+/// Measures speed and memory of training the model with the number `number`. Returns the measured
+/// values as JSON.
 pub(super) fn measure_model(open: OpenGpu, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let timed = &TimedModel { saves: false, ..*find_model_by_number(tiny, number)? };
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);

@@ -46,7 +46,7 @@ pub struct ActivationBuffers {
 }
 
 impl ActivationBuffers {
-    /// Allocates zeroed buffers. `compute` is the compute dtype.
+    /// Allocates one zeroed buffer for each of `specs`. `compute` is the compute dtype.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
         let allocate = |spec: &BufferSpec| ops.zeroed_for("activations", spec.dtype(compute), spec.len);
         ActivationBuffers {

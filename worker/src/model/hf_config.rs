@@ -144,14 +144,14 @@ impl<'a> HfConfigFields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// Reads a required integer. Fails if the key is absent, or the value is not from 1 to
-    /// [`SIZE_MAX`].
+    /// Reads the integer at `key`, which is required. Fails if the key is absent, or the value is
+    /// not from 1 to [`SIZE_MAX`].
     pub(super) fn read_size(&self, key: &'static str) -> Result<u32> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
-    /// Reads an integer. Returns `None` if the key is absent, and fails if the value is not from 1
-    /// to [`SIZE_MAX`].
+    /// Reads the integer at `key`. Returns `None` if the key is absent, and fails if the value is
+    /// not from 1 to [`SIZE_MAX`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=SIZE_MAX).contains(n)).and_then(|n| u32::try_from(n).ok()) {
@@ -160,8 +160,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a number. Returns `None` if the key is absent, and fails if the number is not finite
-    /// in f32.
+    /// Reads the number at `key`. Returns `None` if the key is absent, and fails if the number is
+    /// not finite in f32.
     pub(super) fn read_optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_f64().filter(|x| (*x as f32).is_finite()) {
@@ -170,19 +170,19 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads a number. Returns `default` if the key is absent, and fails if the number is not
-    /// positive in f32.
+    /// Reads the number at `key`. Returns `default` if the key is absent, and fails if the number
+    /// is not positive in f32.
     pub(super) fn read_positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
         let x = self.read_optional_number(key)?.unwrap_or(default);
         if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value_error(key, &x.into(), "a number above 0")) }
     }
 
-    /// Reads a boolean. Returns false if the key is absent.
+    /// Reads the boolean at `key`. Returns false if the key is absent.
     pub(super) fn read_flag(&self, key: &'static str) -> Result<bool> {
         self.read_flag_or(key, false)
     }
 
-    /// Reads a boolean. Returns `default` if the key is absent.
+    /// Reads the boolean at `key`. Returns `default` if the key is absent.
     pub(super) fn read_flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
         match self.read_value(key) {
             None => Ok(default),

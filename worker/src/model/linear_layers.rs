@@ -88,7 +88,7 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Selects the matmul with this layout in the layer of `input`.
+    /// Returns the matmul with the layout `layout` in the layer of `input`.
     pub(super) fn select<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }

@@ -31,8 +31,8 @@ pub(super) struct LinearFormat {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Returns `x` as an operand of an FP8 matmul, in this format and read transposed if `transposed`
-/// is set.
+/// Wraps `x` as an operand of an FP8 matmul with the format `format`. The operand is read
+/// transposed if `transposed` is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }

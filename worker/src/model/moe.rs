@@ -383,9 +383,10 @@ impl RouterStats {
             + self.coefficients.z * squares / self.total_rows()
     }
 
-    /// Computes two values for the backward pass. The first is the gradient of `scale` ×
-    /// [`RouterStats::compute_loss`] with respect to the probabilities of a row, which is equal for
-    /// all rows. The second is the factor of Σ lse² in the scaled loss.
+    /// Computes the gradient of the router losses, as two values for the backward pass. The first
+    /// is the gradient of `scale` × [`RouterStats::compute_loss`] with respect to the probabilities
+    /// of a row, which is equal for all rows. The second is the factor of Σ lse² in the scaled
+    /// loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
         let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();

@@ -160,38 +160,38 @@ impl Optimizer {
         lags.filter(|(_, lag)| *lag > 0).collect()
     }
 
-    /// Returns the states of unit `u`.
+    /// Returns the optimizer states of parameter unit `u`.
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
     }
 
-    /// Starts to copy offloaded states of unit `u` to the device, so that the next update need not
-    /// wait for the whole copy.
+    /// Starts to copy offloaded states of parameter unit `u` to the device, so that the next update
+    /// need not wait for the whole copy.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         st.roles.iter().for_each(|states| states.vector.read_ahead());
         self.staging.prefetch(ops, u, st);
     }
 
-    /// Starts to copy the updated states of unit `u` back to their offload storage.
+    /// Starts to copy the updated states of parameter unit `u` back to their offload storage.
     pub fn write_back_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         self.staging.write_back(ops, u, st);
         self.evict_states(u);
     }
 
-    /// Allows the operating system to write file-backed states of unit `u` to their file and to
-    /// free their memory.
+    /// Allows the operating system to write file-backed states of parameter unit `u` to their file
+    /// and to free their memory.
     pub fn evict_states(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
 
-    /// Returns the states of unit `u` for modification.
+    /// Returns the optimizer states of parameter unit `u` for modification.
     pub fn states_mut(&mut self, u: usize) -> &mut UnitStates {
         &mut self.units[u]
     }
 
-    /// Returns the states of every unit for modification.
+    /// Returns the optimizer states of every parameter unit for modification.
     pub fn all_states_mut(&mut self) -> impl Iterator<Item = &mut UnitStates> {
         self.units.iter_mut()
     }
@@ -221,15 +221,15 @@ impl Optimizer {
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether the update of a parameter of unit `u` needs the gradient of the whole
-    /// tensor.
+    /// Returns whether the update of a parameter of parameter unit `u` needs the gradient of the
+    /// whole tensor.
     pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the update of the parameters of unit `u` that need the gradient of the whole
-    /// tensor. On entry, `grad` is the gradient of the trained elements in this rank's range of the
-    /// unit. Overwrites the elements of these parameters.
+    /// Prepares the update of the parameters of unit `u` that need the gradient of the
+    /// whole tensor. On entry, `grad` is the gradient of the trained elements in this rank's range
+    /// of the unit. Overwrites the elements of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
@@ -255,8 +255,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates the trained parameters in `params`, this rank's range of unit `u`, and their
-    /// optimizer states. `grad` is the gradient of the trained elements in the range.
+    /// Updates the trained parameters in `params`, this rank's range of parameter unit `u`, and
+    /// their optimizer states. `grad` is the gradient of the trained elements in the range.
     ///
     /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_gradient`] must have
     /// changed `grad`, and `whole_grad` must be the changed gradient of the unit's trained vector.

@@ -20,8 +20,8 @@ struct StateStagingBuffer {
 }
 
 impl StateStagingBuffers {
-    /// Allocates buffers for the largest offloaded unit. The buffers are empty if no states are
-    /// offloaded.
+    /// Allocates buffers for the optimizer states of the largest offloaded parameter unit. The
+    /// buffers are empty if no states are offloaded.
     pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
         let mut lens = vec![0; units.first().map_or(0, |st| st.roles.len())];
         for st in units.iter().filter(|st| st.is_offloaded(ops)) {
@@ -34,8 +34,8 @@ impl StateStagingBuffers {
         StateStagingBuffers([buffer(), buffer()])
     }
 
-    /// Starts to copy the states of unit `u` to a buffer. Does nothing if the states are not
-    /// offloaded or already in a buffer.
+    /// Starts to copy the states of parameter unit `u` to a buffer. Does nothing if the states are
+    /// not offloaded or already in a buffer.
     pub(super) fn prefetch(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         if !st.is_offloaded(ops) || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
             return;
@@ -52,8 +52,8 @@ impl StateStagingBuffers {
         buffer.unit = Some(u);
     }
 
-    /// Returns the states of unit `u` in the memory of the backend. Copies offloaded states to this
-    /// memory if [`StateStagingBuffers::prefetch`] has not done so.
+    /// Returns the states of parameter unit `u` in the memory of the backend. Copies offloaded
+    /// states to this memory if [`StateStagingBuffers::prefetch`] has not done so.
     pub(super) fn fetch_to_device<'a>(
         &'a mut self,
         ops: &dyn Ops,
@@ -74,7 +74,8 @@ impl StateStagingBuffers {
         })
     }
 
-    /// Starts to copy the updated states of unit `u` back to their storage, and frees their buffer.
+    /// Starts to copy the updated states of parameter unit `u` back to their storage, and frees
+    /// their buffer.
     pub(super) fn write_back(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         let Some(buffer) = self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) else { return };
         for (states, vector) in st.roles.iter_mut().zip(&buffer.vectors) {

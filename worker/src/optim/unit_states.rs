@@ -100,12 +100,12 @@ impl UnitStates {
         Ok(UnitStates { range, roles })
     }
 
-    /// Returns the states of each role.
+    /// Returns the unit's optimizer states, one item for each role.
     pub fn by_role(&self) -> &[RoleStates] {
         &self.roles
     }
 
-    /// Returns the states of each role for modification.
+    /// Returns the unit's optimizer states for modification, one item for each role.
     pub fn by_role_mut(&mut self) -> &mut [RoleStates] {
         &mut self.roles
     }
@@ -117,12 +117,13 @@ impl UnitStates {
 }
 
 impl RoleStates {
-    /// Returns the role of the states.
+    /// Returns the role of these optimizer states, such as the first moment.
     pub fn role(&self) -> TensorRole {
         self.layout.role
     }
 
-    /// Returns all states: the sharded ones in the order of the parameters, then the others.
+    /// Returns all optimizer states of this role: the sharded ones in the order of the parameters,
+    /// then the others.
     pub fn view(&self) -> View<'_> {
         self.vector.view()
     }

@@ -38,7 +38,8 @@ pub(super) type ElementwiseUpdate =
 
 /// The part of an update that needs the gradient of a whole tensor.
 pub(crate) trait TensorDirection: Sync {
-    /// Returns the purpose of the memory for directions, such as `Muon matrices`.
+    /// Returns the purpose that out-of-memory errors name for the memory of directions, such as
+    /// `Muon matrices`.
     fn memory_label(&self) -> &'static str;
 
     /// Returns the number of elements that [`TensorDirection::compute_direction`] allocates for a

@@ -36,9 +36,9 @@ impl MemoryPlan<'_> {
         if is_sent { largest } else { 0 }
     }
 
-    /// Computes the bytes of memory that collectives add to this rank's resident memory: the shared
-    /// memory that the rank reads and writes, and the private buffer in which a reduction assembles
-    /// pieces that are larger than a staging slot.
+    /// Computes the bytes of memory that collectives add to this rank's resident memory. These are
+    /// the shared memory that the rank reads and writes, and the private buffer in which a
+    /// reduction assembles pieces that are larger than a staging slot.
     pub(super) fn count_collective_staging_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;

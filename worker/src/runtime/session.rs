@@ -215,7 +215,8 @@ impl AgentSession {
         Ok(())
     }
 
-    /// Adds a handler of aborts. If the session was aborted already, calls the handler immediately.
+    /// Adds a function that is called when the agent aborts the job or ends. If the session was
+    /// aborted already, calls the handler immediately.
     pub(super) fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {
@@ -330,7 +331,7 @@ fn poll_readable(read: &UnixStream) -> Result<bool> {
     }
 }
 
-/// Reads one message. Returns `None` if the agent closed the connection.
+/// Reads one message of the agent. Returns `None` if the agent closed the connection.
 fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     let mut header = [0; frame::HEADER_BYTES];
     match read.read_exact(&mut header) {

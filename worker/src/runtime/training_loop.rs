@@ -284,9 +284,9 @@ fn is_evaluation_due(running: &RunningTrainer, run: &RunContext, values: &Reload
     running.position.step.is_multiple_of(every) || running.is_done()
 }
 
-/// Evaluates and generates text if an evaluation is due, and reports the results. A stop request
-/// ends the evaluation early and without results, so that the evaluation remains due. Collective:
-/// every rank must call it.
+/// Evaluates the model and generates text if an evaluation is due, and reports the results. A stop
+/// request ends the evaluation early and without results, so that the evaluation remains due.
+/// Collective: every rank must call it.
 fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext) -> Result<()> {
     let Some(held_out) = run.held_out.as_ref().filter(|_| running.position.is_evaluation_due) else {
         running.position.is_evaluation_due = false;
@@ -306,8 +306,8 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext) -> Result<()>
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Evaluates and generates text. Returns the events with the results, or `None` after a stop
-/// request. Collective: every rank must call it.
+/// Evaluates the model on held-out samples, and generates text. Returns the events with the
+/// results, or `None` after a stop request. Collective: every rank must call it.
 fn evaluate_held_out(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -326,8 +326,8 @@ fn evaluate_held_out(
     Ok(Some(events))
 }
 
-/// Begins a checkpoint. If `wait` is set or saves do not run in the background, returns only when
-/// the checkpoint is complete. Collective: every rank must call it.
+/// Begins to save a checkpoint. If `wait` is set or saves do not run in the background, returns
+/// only when the checkpoint is complete. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,

@@ -47,7 +47,7 @@ enum StopAt {
     Gathering,
 }
 
-/// Samples that are functions of their number, and that request a stop when one of them is loaded.
+/// A source of deterministic samples that requests a stop when a certain micro-batch is loaded.
 struct StoppingSamples<'a> {
     requests: &'a AgentRequests,
     loaded: AtomicUsize,

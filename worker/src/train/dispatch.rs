@@ -14,7 +14,7 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// The plans of the rows of a layer that this rank sends and receives.
+/// The plans of which rows of one layer this rank sends and receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
 /// The kind of values that an exchange transfers.
@@ -44,7 +44,7 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The buffers of one payload. A running exchange owns the buffers.
+/// The send and receive buffers for one kind of payload. A running exchange owns the buffers.
 struct PayloadBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,

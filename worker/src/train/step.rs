@@ -22,7 +22,8 @@ use diagnostic::codes;
 use jobspec::RecomputeMode;
 use std::sync::Arc;
 
-/// A source of samples. The number of a sample in the run alone determines its contents.
+/// A source of training or evaluation samples. The number of a sample in the run alone determines
+/// its contents.
 pub trait SampleSource {
     /// Fills the vectors of `batch` with the samples that start at number `first`. Each vector has
     /// one element per token.
@@ -107,7 +108,7 @@ impl Trainer {
         self.activations.layer_inputs.len() - 1
     }
 
-    /// Returns the index of the head's unit. Units of experts have higher indices.
+    /// Returns the index of the head's parameter unit. Units of experts have higher indices.
     pub(super) fn head_unit(&self) -> usize {
         self.count_layers() + 1
     }
@@ -159,8 +160,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the units in the order in which one round fetches them: the forward pass and, if
-    /// `backward` is set, the backward pass.
+    /// Lists the parameter units in the order in which one round fetches them: the forward pass
+    /// and, if `backward` is set, the backward pass.
     pub(super) fn plan_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
@@ -182,7 +183,7 @@ impl Trainer {
         find_first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
 
-    /// Returns whether unit `u` has a trained parameter.
+    /// Returns whether parameter unit `u` has a trained parameter.
     fn is_trained_unit(&self, u: usize) -> bool {
         self.engine.shards[u].unit.has_any_trained()
     }
@@ -417,8 +418,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates the parameters of unit `u` with the gradient of this rank's shard. Starts to
-    /// distribute the updated parameters to other ranks.
+    /// Updates the parameters of unit `u` with the gradient of this rank's shard. Starts
+    /// to distribute the updated parameters to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -446,10 +447,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// Prepares the gradient of this rank's range of unit `u`, if updates of the unit need the
-    /// gradient of whole tensors. Returns the prepared gradient of all owners, gathered as one
-    /// trained vector of the unit. Returns `None` if no rank has another part of this vector, or if
-    /// no update needs the vector.
+    /// Prepares the gradient of this rank's range of parameter unit `u`, if updates of the unit
+    /// need the gradient of whole tensors. Returns the prepared gradient of all owners, gathered as
+    /// one trained vector of the unit. Returns `None` if no rank has another part of this vector,
+    /// or if no update needs the vector.
     ///
     /// Collective: every rank must call it.
     fn gather_prepared_gradient(

@@ -257,13 +257,13 @@ impl ZeroEngine {
         &self.queue
     }
 
-    /// Returns the flat range of unit `u` that this rank owns.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank owns.
     pub fn owned_range(&self, u: usize) -> Range<usize> {
         self.shards[u].partition.range(self.rank)
     }
 
-    /// Returns the number of trained elements in this rank's shard of unit `u`. This is the length
-    /// of the shard's gradient and optimizer states.
+    /// Returns the number of trained elements in this rank's shard of parameter unit `u`. This is
+    /// the length of the shard's gradient and optimizer states.
     pub fn owned_trained_len(&self, u: usize) -> usize {
         self.shards[u].trained_counts[self.rank]
     }
@@ -278,31 +278,32 @@ impl ZeroEngine {
         self.weights
     }
 
-    /// Returns the flat range of unit `u` whose parameters this rank always stores in the form that
-    /// the optimizer updates. With master weights, this rank updates exactly this range.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank always stores in the
+    /// form that the optimizer updates. With master weights, this rank updates exactly this range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_masters()))
     }
 
-    /// Returns the flat range of unit `u` whose parameters for computation this rank always stores.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank always stores in the
+    /// form that forward and backward passes use.
     pub fn compute_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
-    /// Returns the flat range of unit `u` that this rank updates.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank updates.
     pub fn update_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// Returns the flat range of unit `u` that this rank stores: its shard if `sharded`, else the
-    /// whole unit on its owners.
+    /// Returns the range of parameter unit `u`'s flat vector that this rank stores: its shard if
+    /// `sharded`, otherwise the whole unit on its owners.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// Writes `values` to the compute copy of unit `u`, rounded to its type, starting at element
-    /// `at` of [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
+    /// Writes `values` to the compute copy of parameter unit `u`, rounded to its type, starting at
+    /// element `at` of [`ZeroEngine::compute_range`]. Does nothing if no compute copy is stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
@@ -313,15 +314,15 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` into the parameters of unit `u` that the optimizer updates, starting at
-    /// element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if the
-    /// parameters have 16 bits.
+    /// Writes `values` into the parameters of unit `u` that the optimizer updates,
+    /// starting at element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if
+    /// the parameters have 16 bits.
     pub fn write_resident(&self, u: usize, at: usize, values: View) {
         copy_or_cast(self.ops.as_ref(), self.params_mut(u).view_mut().slice(at..at + values.len()), values);
     }
 
-    /// Casts the resident master weights of unit `u` to the compute copy. Does nothing if no
-    /// compute copy is stored.
+    /// Casts the resident master weights of parameter unit `u` to the compute copy. Does nothing if
+    /// no compute copy is stored.
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
@@ -364,7 +365,8 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether unit `u` must be gathered, or cast from its master weights, before each use.
+    /// Returns whether parameter unit `u` must be gathered, or cast from its master weights, before
+    /// each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
@@ -376,8 +378,8 @@ impl ZeroEngine {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available. Starts the next gathers. Waits for the
-    /// gather of `u` if its parameters were not retained.
+    /// Makes the whole parameters of unit `u` available. Starts the next gathers. Waits
+    /// for the gather of `u` if its parameters were not retained.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -489,8 +491,8 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Starts to distribute the owners' updated shards of unit `u` to every rank that stores the
-    /// unit. [`ZeroEngine::wait_param_gather`] waits for the result.
+    /// Starts to distribute the owners' updated shards of parameter unit `u` to every rank that
+    /// stores the unit. [`ZeroEngine::wait_param_gather`] waits for the result.
     ///
     /// Collective: every rank must call it.
     pub fn start_param_gather(&mut self, u: usize) {

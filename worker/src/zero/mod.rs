@@ -13,7 +13,8 @@ pub mod partition;
 use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;
 
-/// The sharded state, as three independent choices, and the order in which gradients are summed.
+/// Which of optimizer states, gradients and parameters are sharded among ranks, and the order in
+/// which gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardingPolicy {
     /// The ZeRO stage, for messages and checkpoints.

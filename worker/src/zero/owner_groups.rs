@@ -15,7 +15,8 @@ use std::ops::Range;
 /// The allocation label of the buffers of an exchange, for out-of-memory errors.
 const EXCHANGED: &str = "exchanged parameters and gradients";
 
-/// Send and receive buffers that gathers and reductions of units that only some ranks own reuse.
+/// Reusable send and receive buffers for gathering and reducing parameter units that only some
+/// ranks own.
 #[derive(Default)]
 pub(super) struct ExchangeBuffers {
     sent: Buf,

@@ -150,7 +150,7 @@ impl Backends<'_> {
         self.cuda.clone_to_host(wide.view()).host().to_vec()
     }
 
-    /// Returns `values` as `f32` after the GPU has rounded them to `dtype`.
+    /// Rounds `values` to `dtype` on the GPU, and returns them as `f32`.
     pub(super) fn round_on_gpu(&self, dtype: Dtype, values: &[f32]) -> Vec<f32> {
         self.copy_to_host_as_f32(self.copy_to_gpu(dtype, values, 0).view())
     }

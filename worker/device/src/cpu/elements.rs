@@ -342,9 +342,9 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Returns the elements with indices in `r` as `f32`, to write. If they are 16-bit, returns an
-    /// `f32` copy in scratch memory. Dropping the copy rounds its elements and stores them in the
-    /// output. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
+    /// Returns the elements with indices in `r` as `f32`, for writing. If they are 16-bit, returns
+    /// an `f32` copy in scratch memory. Dropping the copy rounds its elements and stores them in
+    /// the output. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
     ///
     /// # Safety
     ///

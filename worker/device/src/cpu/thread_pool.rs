@@ -205,8 +205,9 @@ impl PoolState {
         }
     }
 
-    /// Waits for a task set after number `last_number` and joins it. Returns the number of the new
-    /// task set, and the task set itself if it is still open. Returns `None` if the pool ends.
+    /// Waits until a task set newer than number `last_number` is posted, and joins it. Returns the
+    /// number of the new task set, and the task set itself if it is still open. Returns `None` if
+    /// the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
             if self.task_set_count.load(Ordering::Acquire) != last_number {

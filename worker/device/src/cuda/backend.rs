@@ -187,8 +187,8 @@ impl Cuda {
         self.gpu.make_current()
     }
 
-    /// Returns the stream of this thread's work (a `CUstream`), after issuing all recorded calls to
-    /// the stream. Fails if this or an earlier call failed.
+    /// Issues all recorded calls, and returns the CUDA stream (a `CUstream`) on which this thread's
+    /// work runs. Fails if this or an earlier call failed.
     pub fn flushed_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check()?;
         Ok(self.gpu.with_stream(CUstream::cast)?)

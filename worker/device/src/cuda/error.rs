@@ -172,7 +172,8 @@ impl CudaError {
         self
     }
 
-    /// Returns this error with `purpose` as the purpose of the memory, if memory was full.
+    /// Returns this error with `memory_purpose` as the purpose of the memory, if it is an
+    /// out-of-memory error. Returns other errors unchanged.
     pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {
             *purpose = memory_purpose;

@@ -55,8 +55,8 @@ impl Gpu {
         }))
     }
 
-    /// Locks the graph state if this thread's calls are recorded. Returns `None` if they are issued
-    /// immediately.
+    /// Locks the state of CUDA graphs if this thread's calls are recorded for a graph. Returns
+    /// `None` if they are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_on() && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }

@@ -72,7 +72,7 @@ pub(super) struct Graphs {
     state: Mutex<GraphState>,
 }
 
-/// A graph and the batch that it executes.
+/// A cached CUDA graph, and the batch of calls that it executes.
 struct CachedGraph {
     batch: CallBatch,
     graph: ExecutableGraph,
@@ -136,8 +136,8 @@ impl Graphs {
         self.calls.fetch_add(1, Relaxed);
     }
 
-    /// Locks the graph state. A panic of another thread may leave the batch incomplete, but then
-    /// the worker ends.
+    /// Locks the recorded calls and CUDA graphs of the main stream. A panic of another thread may
+    /// leave the batch incomplete, but then the worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

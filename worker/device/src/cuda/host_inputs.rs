@@ -50,9 +50,9 @@ struct InputSlots {
 }
 
 impl HostInputCache {
-    /// Uploads the input `input` with the name `name`, unless a slot already has this content.
-    /// Returns its GPU address, which is valid until another input of this name is uploaded. The
-    /// address of an empty input is 0.
+    /// Uploads the input `input` with the name `name`, unless a copy on the GPU already has this
+    /// content. Returns its GPU address, which is valid until another input of this name is
+    /// uploaded. The address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,
         gpu: &Arc<Gpu>,

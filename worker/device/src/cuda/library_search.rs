@@ -185,8 +185,8 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
     }
 }
 
-/// Opens `libnvrtc-builtins` next to NVRTC, if `path` is NVRTC. The library stays open as long as
-/// the process lives.
+/// If `path` is NVRTC, opens the library `libnvrtc-builtins` in the same directory, which NVRTC
+/// needs. The library stays open as long as the process lives.
 ///
 /// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
 /// the dynamic loader, this only works if the library is already open.

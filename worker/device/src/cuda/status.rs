@@ -21,8 +21,8 @@ impl DeviceStatus {
         self.has_failed.load(Relaxed)
     }
 
-    /// Returns the value of `result`. Records an error, unless an earlier one was recorded, and
-    /// returns `None`.
+    /// Returns the value of `result`. If `result` is an error, returns `None`, and records the
+    /// error unless an earlier one was recorded.
     pub(super) fn record<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }

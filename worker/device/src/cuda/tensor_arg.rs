@@ -62,9 +62,9 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns true if all tensors can be accessed as vectors of eight elements, by a kernel for
-/// exactly these element types. Each tensor must have its type, begin at a multiple of 16 bytes,
-/// and have rows of a multiple of eight elements. The name of such a kernel ends in the type.
+/// Returns true if a kernel for exactly these element types can access all tensors as vectors of
+/// eight elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows
+/// of a multiple of eight elements. The name of such a kernel ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

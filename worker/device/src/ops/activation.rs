@@ -1,7 +1,7 @@
 //! Ops of activation functions: GELU, and the gated linear units SwiGLU and GeGLU.
 use crate::buffer::{View, ViewMut};
 
-/// SwiGLU, GeGLU and GELU.
+/// Forward and backward pass of SwiGLU, GeGLU and GELU.
 pub trait ActivationOps {
     /// Computes SwiGLU (Shazeer, 2020): `y[m,f] = silu(gate)·up`. Each row of `gate_up[m, 2f]` has
     /// the gate, then up.

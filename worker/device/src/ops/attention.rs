@@ -2,7 +2,7 @@
 use super::arguments::expect_lens;
 use crate::buffer::{View, ViewMut};
 
-/// Rotary position embedding.
+/// Forward and backward pass of rotary position embedding.
 pub trait RopeOps {
     /// Applies rotary position embedding (Su et al., 2021) in the "rotate half" form of Hugging
     /// Face, in place. The tables `cos` and `sin` are `[t, head_dim/2]`.
@@ -40,7 +40,7 @@ impl RopeShape {
     }
 }
 
-/// Causal grouped-query attention.
+/// Forward and backward pass of causal grouped-query attention.
 pub trait AttentionOps {
     /// Computes causal grouped-query attention with memory linear in `t` (Dao et al.,
     /// "FlashAttention", 2022).

@@ -2,7 +2,7 @@
 use super::arguments::{WriteMode, expect_len};
 use crate::buffer::{View, ViewMut};
 
-/// The router of a layer with experts.
+/// Forward and backward pass of the router of a layer with experts.
 pub trait RouterOps {
     /// Selects the experts of each token from the router's `logits[m, experts]`.
     ///

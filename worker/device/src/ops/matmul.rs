@@ -67,7 +67,7 @@ pub trait MatmulOps {
     }
 }
 
-/// Matmuls in fp8.
+/// Matmuls whose operands are rounded to fp8.
 pub trait Fp8Ops {
     /// Computes an fp8 matmul: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
     ///

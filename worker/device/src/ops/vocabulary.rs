@@ -2,7 +2,7 @@
 use super::arguments::{WriteMode, expect_lens};
 use crate::buffer::{View, ViewMut};
 
-/// The token embedding.
+/// Forward and backward pass of the token embedding.
 pub trait EmbeddingOps {
     /// Looks up token embeddings: `x[m,d] = w[tokens[m], d]`. Every token must be below the number
     /// of rows of `w`.

@@ -104,8 +104,8 @@ fn find_device_crate() -> PathBuf {
     candidates.into_iter().find(|path| path.join("tests/emulated_gpu").exists()).expect("the crate `device`")
 }
 
-/// Builds the libraries in a temporary directory and moves it to `directory`, so that concurrent
-/// builds see all libraries or nothing.
+/// Builds the emulated libraries in a temporary directory, which is then moved to `directory`.
+/// Concurrent builds therefore see all libraries or none.
 fn build_libraries(sources: &Path, kernels: &Path, directory: &Path) {
     let new = directory.with_extension(std::process::id().to_string());
     fs::create_dir_all(new.join("cudnn")).expect("a directory");
@@ -147,8 +147,8 @@ fn move_into_place(new: &Path, directory: &Path) {
     }
 }
 
-/// Generates the source that includes every kernel source in a separate namespace, because each is
-/// a separate module on a GPU, and that lists the kernels for the emulated driver.
+/// Generates the source that includes every kernel source and lists the kernels for the emulated
+/// driver. Each source is in a separate namespace, because each is a separate module on a GPU.
 fn generate_kernel_include(kernels: &Path) -> String {
     let mut text = String::from(
         "#undef KERNEL\n#undef WIDE_KERNEL\n#define KERNEL static void\n#define WIDE_KERNEL static void\n",

@@ -44,7 +44,7 @@ fn download_as_f32(from: View) -> Vec<f32> {
     open_shared_gpu().clone_to_host(wide.view()).host().to_vec()
 }
 
-/// Returns the values after the GPU has rounded them to `dtype`.
+/// Rounds values to `dtype` on the GPU, and returns them as `f32`.
 fn round_on_gpu(dtype: Dtype, values: &[f32]) -> Vec<f32> {
     let wide = open_shared_gpu().clone_to_device(values.into());
     let mut buf = open_shared_gpu().zeroed(dtype, values.len());
@@ -200,8 +200,8 @@ fn the_fastest_algorithm_is_found_and_stored() {
     assert_eq!(stored_choices().len(), 2);
 }
 
-/// Checks matmuls for which the library has no algorithm: unaligned 16-bit operands, and a bias.
-/// Other algorithms and kernels are used then.
+/// Checks matmuls for which cuBLASLt has no algorithm: unaligned 16-bit operands, and a bias. Other
+/// algorithms and kernels are used then.
 #[test]
 fn matmuls_work_without_algorithms_for_unaligned_operands_and_biases() {
     for lacking in ["", "odd"] {

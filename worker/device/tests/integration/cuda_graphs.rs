@@ -22,7 +22,7 @@ fn open_gpu() -> Cuda {
         .expect("the emulated GPU")
 }
 
-/// Buffers, and a step that changes them with each kind of call that graphs contain: kernels, a
+/// Buffers that a test step changes with each kind of call that CUDA graphs contain: kernels, a
 /// host input, a matmul with scratch memory, a fill and a copy.
 struct StepBuffers<'a> {
     cuda: &'a Cuda,
@@ -40,7 +40,7 @@ impl<'a> StepBuffers<'a> {
         StepBuffers { cuda, buffers }
     }
 
-    /// Runs one step. `factor` is an argument of the last kernel.
+    /// Runs one test step on the buffers. `factor` is an argument of the last kernel.
     fn run_step(&mut self, factor: f32, tokens: &[u32; 8]) {
         let (cuda, [x, y, w, z]) = (self.cuda, &mut self.buffers);
         cuda.embedding_forward(y.view_mut(), x.view(), tokens, 8);

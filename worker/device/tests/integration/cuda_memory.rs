@@ -59,8 +59,8 @@ fn memory_is_freed_and_failures_are_typed() {
     }
 }
 
-/// Checks that calls after a failure neither allocate nor compute, that the first failure stays the
-/// status, and that calls are made again after the status was taken.
+/// Checks that calls after a failure neither allocate nor compute, that the first failure remains
+/// recorded, and that calls are executed again after the failure was cleared.
 fn check_that_calls_do_nothing(cuda: &Cuda, failure: &DeviceError) {
     let free = cuda.query_memory_info().expect("memory info").0;
     let mut absent = cuda.zeroed_for("a test", Dtype::F32, 1 << 16);

@@ -402,7 +402,7 @@ fn optimizer_updates_do_not_depend_on_the_position() {
 }
 
 /// Checks that calls from several threads at once give the results of single calls, although they
-/// share the helpers.
+/// share the thread pool.
 #[test]
 fn concurrent_calls_do_not_affect_each_other() {
     let cpu = Cpu::new(3);

@@ -103,7 +103,7 @@ fn operands_are_rounded() {
     assert!(worst > 1e-2 && worst < 0.3, "{worst}");
 }
 
-/// Checks that a NaN or infinity affects exactly the results of which it is a term.
+/// Checks that a NaN or infinity in an operand affects exactly those results that it is a term of.
 #[test]
 fn nan_and_infinity_reach_the_results() {
     let cpu = Cpu::new(2);

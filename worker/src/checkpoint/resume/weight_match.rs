@@ -18,8 +18,8 @@ const MAX_LISTED: usize = 4;
 /// The number of elements that are compared at a time.
 const COMPARED_ELEMENTS: usize = 1 << 18;
 
-/// The match of an external checkpoint with the job's model: how its tensors are named, and which
-/// states it has.
+/// The match of an external checkpoint with the job's model: how the checkpoint's tensors are
+/// named, and which optimizer states the checkpoint has.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose

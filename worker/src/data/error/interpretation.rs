@@ -26,7 +26,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Returns the step with this number.
+    /// Returns the kind of work with this number, or `None` for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
         const STEPS: [Step; 6] = [
             Step::LoadTokenizer,
@@ -89,7 +89,7 @@ pub struct InterpretationError {
 }
 
 impl InterpretationError {
-    /// Converts the error to a diagnostic with this message.
+    /// Converts the error to a diagnostic with the text `message`.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         let diagnostic = match self.error.exceeded_limit() {
             Some((name, value)) => Diagnostic::error(codes::DATA_LIMIT_EXCEEDED, message)

@@ -140,7 +140,8 @@ pub enum RecordProblem {
 }
 
 impl RecordProblem {
-    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
+    /// and help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         const CONTENT_HELP: &str = "the field that train.data.field names must be a text or, with `format: chat`, a list of messages";
         let error = |code| Diagnostic::error(code, message.clone());
@@ -203,7 +204,8 @@ pub enum ParquetProblem {
 }
 
 impl ParquetProblem {
-    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
+    /// and help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
             ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => {
@@ -289,7 +291,8 @@ pub enum ChatProblem {
 }
 
 impl ChatProblem {
-    /// Returns the diagnostic of the problem, with this message, and with its fields and help.
+    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
+    /// and help.
     fn to_diagnostic(&self, message: String) -> Diagnostic {
         const MESSAGE_HELP: &str = "each message must be an object with a role and a content, such as \
                                     {\"role\": \"user\", \"content\": \"…\"}";
@@ -361,7 +364,7 @@ pub enum ChatTemplateProblem {
 }
 
 impl ChatTemplateProblem {
-    /// Returns the diagnostic of the problem, with this message and its help.
+    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
             ChatTemplateProblem::FileMissing { .. } => {
@@ -436,7 +439,7 @@ pub enum TokenizerProblem {
 }
 
 impl TokenizerProblem {
-    /// Returns the diagnostic of the problem, with this message and its help.
+    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         let error = |code| Diagnostic::error(code, message);
         match self {

@@ -65,7 +65,7 @@ struct InterpreterState {
 }
 
 impl Interpreter {
-    /// Creates an interpreter whose process has this many threads. Starts no process.
+    /// Creates an interpreter whose sandbox process has `threads` threads. Starts no process.
     pub(crate) fn new(threads: usize) -> Arc<Self> {
         Arc::new(Interpreter { threads: threads.max(1), state: Mutex::default() })
     }
@@ -94,7 +94,8 @@ impl Interpreter {
         Ok(reply)
     }
 
-    /// Interprets one document.
+    /// Interprets one document in the sandbox process: renders a chat, and tokenizes or only checks
+    /// the text as `options` state.
     pub(crate) fn interpret_document(
         &self,
         document: Document,
@@ -103,7 +104,7 @@ impl Interpreter {
         self.open_stream().interpret_document(document, options)
     }
 
-    /// Converts tokens to text.
+    /// Converts tokens to text in the sandbox process.
     pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
         let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
         self.open_stream().call(&request, &input_limits(size_of_val(tokens)))
@@ -115,7 +116,7 @@ impl Interpreter {
         self.lock().confinement
     }
 
-    /// Ends the process, if one runs. The next request starts another one.
+    /// Ends the sandbox process, if one runs. The next request starts another one.
     pub(crate) fn end_process(&self) {
         self.lock().process = None;
     }
@@ -125,7 +126,7 @@ impl Interpreter {
         self.threads
     }
 
-    /// Opens a stream of requests. Blocks while another thread has one.
+    /// Opens a stream of requests to the sandbox process. Blocks while another thread has one.
     pub(crate) fn open_stream(&self) -> RequestStream<'_> {
         RequestStream { threads: self.threads, state: self.lock() }
     }
@@ -161,7 +162,7 @@ pub(crate) struct RequestStream<'a> {
 }
 
 impl RequestStream<'_> {
-    /// Sends a request, and `file` with it. Starts the process if none runs.
+    /// Sends a request to the sandbox process, and `file` with it. Starts the process if none runs.
     pub(crate) fn send(
         &mut self,
         request: &Request,
@@ -199,7 +200,8 @@ impl RequestStream<'_> {
         self.receive()
     }
 
-    /// Interprets one document. No other request may be pending.
+    /// Interprets one document in the sandbox process: renders a chat, and tokenizes or only checks
+    /// the text as `options` state. No other request may be pending.
     pub(crate) fn interpret_document(
         &mut self,
         document: Document,

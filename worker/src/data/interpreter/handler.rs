@@ -35,7 +35,8 @@ pub(crate) fn create_handler(settings: &SandboxSettings) -> Box<dyn RequestHandl
     Box::new(DataHandler { rules: Rules::default(), rows: None })
 }
 
-/// The state of the sandbox process.
+/// Handles requests in the sandbox process, with the loaded tokenizer and chat template and the
+/// open Parquet file.
 struct DataHandler {
     rules: Rules,
     rows: Option<ParquetRows>,
@@ -81,7 +82,8 @@ impl RequestHandler for DataHandler {
     }
 }
 
-/// Encodes a reply. An empty reply means that the value cannot be encoded.
+/// Encodes a reply of the sandbox process as bytes. An empty reply means that the value cannot be
+/// encoded.
 fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec(reply).unwrap_or_default()
 }

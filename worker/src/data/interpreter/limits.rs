@@ -28,12 +28,12 @@ pub(crate) const REQUEST_TEXT_BYTES: usize = 4 << 20;
 /// Largest number of records of a reply to a request for rows.
 pub(crate) const RECORDS_PER_REPLY: u64 = 1 << 16;
 
-/// Returns the CPU time for one document of this size.
+/// Returns the limit of CPU time for interpreting one document of `bytes` bytes.
 pub(super) fn document_cpu_time(bytes: usize) -> Duration {
     CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
 }
 
-/// Returns the CPU time for input of this size.
+/// Returns the limit of CPU time for input of `bytes` bytes, at `per_mib` for each MiB.
 fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }

@@ -38,8 +38,8 @@ pub(crate) struct ParquetRows {
 }
 
 impl ParquetRows {
-    /// Opens a file. `field` is the column with the text or, if `is_chat` is set, the messages.
-    /// Fails if the file has no such column or too many columns.
+    /// Opens a Parquet file. `field` is the column with the text or, if `is_chat` is set, the
+    /// messages. Fails if the file has no such column or too many columns.
     pub(crate) fn open(file: File, field: &str, is_chat: bool) -> Result<Self, ParquetProblem> {
         let undecodable = |e: ParquetError| ParquetProblem::Undecodable(e.to_string());
         let reader = SerializedFileReader::new(file).map_err(undecodable)?;

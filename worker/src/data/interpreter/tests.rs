@@ -27,8 +27,8 @@ fn run_sandbox() {
     }
 }
 
-/// Returns a tokenizer.json with the words a, b and c and an end-of-document token, and with these
-/// parts.
+/// Returns a tokenizer.json with the words a, b and c and an end-of-document token, and with the
+/// given normalizer, pre-tokenizer and model.
 fn build_tokenizer_json(normalizer: Value, pre_tokenizer: Value, model: Option<Value>) -> String {
     let vocab = json!({"a": 0, "b": 1, "c": 2});
     let model = model.unwrap_or(json!({"type": "WordLevel", "vocab": vocab, "unk_token": "c"}));

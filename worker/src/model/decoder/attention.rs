@@ -34,8 +34,9 @@ impl Model {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
 
-    /// Rotates q and k in `qkv` in place. With `is_backward`, replaces the gradients of the rotated
-    /// q and k by those of q and k before the rotation. Does nothing without rotary embedding.
+    /// Applies rotary position embedding to q and k in `qkv`, in place. With `is_backward`,
+    /// replaces the gradients of the rotated q and k by those of q and k before the rotation. Does
+    /// nothing without rotary embedding.
     fn rotate(&self, input: &LayerInput, qkv: &mut Buf, is_backward: bool) {
         let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
         let Some(tables) = sliding.or(self.rope_tables.as_ref()) else { return };
@@ -49,8 +50,9 @@ impl Model {
         }
     }
 
-    /// Computes attention of a layer. Saves the projected output in the buffer of the residual
-    /// stream. The second half of the layer adds the layer's input to this buffer.
+    /// Computes the forward pass of a layer's attention, from the norm of the layer's input to the
+    /// output projection. Saves the projected output in the buffer of the residual stream. The
+    /// second half of the layer adds the layer's input to this buffer.
     pub(super) fn attention_forward(&self, input: &LayerInput, buffers: &mut LayerBuffers) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers {
@@ -87,9 +89,10 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of attention. Writes the parameter gradients to `g`, the gradient of
-    /// the layer's unit. `dx` is the gradient of the residual stream after attention on entry, and
-    /// of the layer's input on return.
+    /// Computes the gradients of a layer's attention, from its output projection to the norm of the
+    /// layer's input. Writes the parameter gradients to `g`, the gradient of the layer's unit. `dx`
+    /// is the gradient of the residual stream after attention on entry, and of the layer's input on
+    /// return.
     pub(super) fn attention_backward(
         &self,
         input: &LayerInput,

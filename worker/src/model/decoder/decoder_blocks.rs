@@ -77,8 +77,8 @@ impl Model {
         }
     }
 
-    /// Computes a dense layer. Writes the output to `y`, `[rows, hidden]`, and values for the
-    /// backward pass to `buffers`. If `y` is `None`, computes only the saved values
+    /// Computes the forward pass of a dense layer. Writes the output to `y`, `[rows, hidden]`, and
+    /// values for the backward pass to `buffers`. If `y` is `None`, computes only the saved values
     /// (recomputation).
     pub fn layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
         self.attention_forward(input, buffers);

@@ -118,7 +118,7 @@ pub(in crate::model) enum Activation {
     Gelu,
 }
 
-/// Positions whose embeddings are parameters.
+/// Learned position embeddings: the name of their module, and the number of positions.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct LearnedPositions {
     /// The name of the module.

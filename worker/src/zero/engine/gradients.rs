@@ -10,7 +10,7 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, View};
 
 impl ZeroEngine {
-    /// Takes a buffer for the whole gradient of unit `u`, with unspecified content.
+    /// Takes a buffer for the whole gradient of parameter unit `u`, with unspecified content.
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let is_temporary =
@@ -21,8 +21,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Returns the trained elements of the whole gradient of unit `u`. If some elements are frozen,
-    /// packs the trained ones into another buffer and gives `whole` back to the pool.
+    /// Returns the trained elements of the whole gradient of parameter unit `u`. If some elements
+    /// are frozen, packs the trained ones into another buffer and gives `whole` back to the pool.
     fn extract_trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
         if shard.unit.is_all_trained() {
@@ -36,13 +36,13 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether a further gradient of unit `u` is added to the existing sum, without a
-    /// separate partial sum.
+    /// Returns whether a further gradient of parameter unit `u` is added to the existing sum,
+    /// without a separate partial sum.
     fn accumulates_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds the whole gradient of one micro-batch to this rank's sums of unit `u`.
+    /// Adds the whole gradient of one micro-batch to this rank's sums of parameter unit `u`.
     fn add_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
@@ -70,8 +70,8 @@ impl ZeroEngine {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Starts to reduce the whole gradient of unit `u` for one micro-batch. Frozen parameters are
-    /// not reduced.
+    /// Starts to reduce the whole gradient of parameter unit `u` for one micro-batch. Frozen
+    /// parameters are not reduced.
     ///
     /// Collective: every rank must call it for every unit and round. `gradient` is `None` if the
     /// rank has no micro-batch in the round.
@@ -110,7 +110,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Submits a reduction. Waits until at most [`REDUCTIONS_IN_FLIGHT`] reductions are running.
+    /// Submits a reduction of gradients to the collective queue. Waits until at most
+    /// [`REDUCTIONS_IN_FLIGHT`] reductions are running.
     fn submit_reduction(
         &mut self,
         reduce: impl FnOnce(&dyn Comm) -> Result<()> + Send + 'static,
@@ -122,7 +123,7 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Takes an empty [`MicroBatchSums`] for gradients of unit `u`.
+    /// Takes an empty [`MicroBatchSums`] for gradients of parameter unit `u`.
     /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
     /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
     pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
@@ -134,8 +135,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Adds the gradient of unit `u` for one micro-batch to `partial_sums`. `write` computes the
-    /// gradient of the whole unit.
+    /// Adds the gradient of parameter unit `u` for one micro-batch to `partial_sums`. `write`
+    /// computes the gradient of the whole unit.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -159,8 +160,8 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums` to the owners of unit `u`, which only some ranks own. The
-    /// sums cover the micro-batches that this rank's group computed in `round`.
+    /// Starts to reduce `partial_sums` to the owners of parameter unit `u`, which only some ranks
+    /// own. The sums cover the micro-batches that this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -200,7 +201,8 @@ impl ZeroEngine {
     }
 
     /// Waits for all reductions, and returns the summed gradient of the trained elements in this
-    /// rank's shard of unit `u`. Collective: every rank must call it after the last round.
+    /// rank's shard of parameter unit `u`. Collective: every rank must call it after the last
+    /// round.
     pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
@@ -229,13 +231,13 @@ impl ZeroEngine {
         })
     }
 
-    /// Gives the buffer of a finished gradient of unit `u` back for reuse.
+    /// Gives the buffer of a finished gradient of parameter unit `u` back for reuse.
     pub fn recycle_gradient(&self, u: usize, gradient: Buf) {
         lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
-    /// Gathers the finished gradient of unit `u` from the shards of all ranks, and returns the
-    /// whole gradient. `owned` is the gradient of this rank's shard, as
+    /// Gathers the finished gradient of parameter unit `u` from the shards of all ranks, and
+    /// returns the whole gradient. `owned` is the gradient of this rank's shard, as
     /// [`ZeroEngine::finish_gradient`] returns it. Collective: every rank must call it.
     pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
@@ -251,10 +253,10 @@ impl ZeroEngine {
         self.gather_trained(u, owned, whole)
     }
 
-    /// Gathers a vector with the layout of unit `u`'s trained vector into `whole`, and returns
-    /// `whole`. `owned` is this rank's shard of the vector. `whole` must have the length of the
-    /// whole vector on owner ranks, and be empty on other ranks. Collective: every rank must call
-    /// it.
+    /// Gathers a vector with the layout of parameter unit `u`'s trained vector into `whole`, and
+    /// returns `whole`. `owned` is this rank's shard of the vector. `whole` must have the length of
+    /// the whole vector on owner ranks, and be empty on other ranks. Collective: every rank must
+    /// call it.
     pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {

@@ -17,7 +17,7 @@ pub(crate) fn list_family_cases() -> Vec<String> {
     names
 }
 
-/// Returns the directory of the case `name`.
+/// Returns the directory of the golden model `name`.
 pub(crate) fn golden_model_directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/families").join(name)
 }

@@ -359,8 +359,8 @@ pub(crate) fn resume_newest_checkpoint(
     try_resume_newest_checkpoint(spec, comm, root).unwrap()
 }
 
-/// Resumes as [`resume_newest_checkpoint`] does. Returns the error of a checkpoint that does not
-/// fit the job. Collective: every rank of the group must call it.
+/// Resumes from the newest checkpoint under `root`, or returns the error of a checkpoint that does
+/// not fit the job. Collective: every rank of the group must call it.
 pub(crate) fn try_resume_newest_checkpoint(
     spec: &TrainSpec,
     comm: Arc<dyn Comm>,

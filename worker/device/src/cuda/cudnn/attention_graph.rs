@@ -51,7 +51,7 @@ pub(super) enum AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns the mask in which each query attends to keys from its element of `starts` on, for
+    /// Returns the attention mask that `starts`, the first visible key of each query, describes for
     /// sequences of `t` tokens. Returns `None` if no mask fits, for example if a sequence has
     /// several documents.
     fn from_starts(starts: &[u32], t: usize) -> Option<AttentionMask> {

@@ -103,7 +103,7 @@ impl Descriptor {
     }
 
     /// Reads up to `values.len()` values of an attribute of the finalized descriptor, and returns
-    /// the number of values that it has.
+    /// the number of values of the attribute.
     fn query<T: AttributeValue>(
         &self,
         attribute: cudnnBackendAttributeName_t,

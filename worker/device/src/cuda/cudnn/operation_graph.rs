@@ -16,7 +16,7 @@ pub(super) const ALIGNMENT: i64 = 16;
 /// The first id of virtual tensors.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
-/// Storage of a tensor's elements.
+/// Where the elements of a tensor are stored: in GPU memory, on the host, or not at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TensorLocation {
     /// The elements are in GPU memory, at the address that is bound to this id.
@@ -95,7 +95,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
 
-    /// Adds an operation with its tensors, and with its descriptor if it has one.
+    /// Adds an operation on `tensors` to the graph. `descriptor` has the operation's settings, if
+    /// the operation has any.
     fn add_operation(
         &mut self,
         kind: cudnnBackendDescriptorType_t,

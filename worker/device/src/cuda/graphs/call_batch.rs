@@ -35,7 +35,8 @@ enum RecordedCall {
     },
 }
 
-/// Recorded calls in their order. Equal batches do the same work at the same addresses.
+/// GPU calls that were recorded for a stream, in their order. Equal batches do the same work at the
+/// same addresses.
 #[derive(Clone, Default, PartialEq)]
 pub(in super::super) struct CallBatch {
     calls: Vec<RecordedCall>,

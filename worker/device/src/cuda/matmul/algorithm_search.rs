@@ -124,8 +124,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Reads a stored choice and returns the candidate that it names. Returns `None` if the file is
-/// invalid or names no candidate.
+/// Reads the stored choice of an algorithm, and returns the candidate that matches it. Returns
+/// `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.bytes() == algorithm).copied()

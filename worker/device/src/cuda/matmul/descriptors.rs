@@ -77,7 +77,7 @@ pub(super) struct AlgorithmPreference<'a> {
 }
 
 impl<'a> AlgorithmPreference<'a> {
-    /// Creates a preference without limits.
+    /// Creates a preference for cuBLASLt's choice of an algorithm, without limits.
     pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.

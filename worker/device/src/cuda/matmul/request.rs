@@ -107,7 +107,7 @@ impl InputFormat {
     }
 }
 
-/// Everything that decides which algorithm is best for a matmul.
+/// The properties of a matmul that decide which algorithm is the fastest.
 ///
 /// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
 /// field would discard all stored choices.
