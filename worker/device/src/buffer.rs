@@ -200,6 +200,8 @@ impl Buf {
         dtype: Dtype,
         len: usize,
     ) -> Self {
+        /// Keeps the owner of externally allocated memory alive as long as a buffer uses the
+        /// memory.
         struct SharedOwner(
             #[allow(dead_code, reason = "held to be dropped with the buffer")] Arc<dyn Send + Sync>,
         );

@@ -105,6 +105,7 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
+    /// Creates the description of the range `o`.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }

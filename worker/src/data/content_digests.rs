@@ -39,6 +39,7 @@ const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 struct FileIdentity([i128; 5]);
 
 impl FileIdentity {
+    /// Reads the identity of a file from the file's metadata.
     fn from_metadata(meta: &Metadata) -> Self {
         let ns = |s: i64, ns: i64| i128::from(s) * 1_000_000_000 + i128::from(ns);
         FileIdentity([

@@ -300,6 +300,7 @@ fn read_text_documents(
     }
 }
 
+/// Counts the newline characters in `bytes`.
 fn count_newlines(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|&&b| b == b'\n').count() as u64
 }
@@ -457,6 +458,7 @@ mod tests {
         assert!(matches!(line, Err(DataError::NotUtf8 { offset: 22, line: 2, .. })), "{line:?}");
     }
 
+    /// Returns a text of `n` numbered lines.
     fn build_numbered_lines(n: usize) -> String {
         (0..n).map(|i| format!("This is line number {i} of a long file.\n")).collect()
     }

@@ -61,6 +61,7 @@ fn compute_half_cosine(progress: f64) -> f64 {
 mod tests {
     use super::*;
 
+    /// Computes the learning rate of every step of a schedule with base rate 1.
     fn compute_rates(
         name: ScheduleName,
         warmup_steps: u64,
@@ -72,6 +73,7 @@ mod tests {
         (0..=total + 1).map(|s| compute_learning_rate(&spec, 1.0, total, s)).collect()
     }
 
+    /// Asserts that learning rates are equal up to rounding.
     fn assert_close(got: &[f64], want: &[f64]) {
         assert_eq!(got.len(), want.len());
         for (i, (g, w)) in got.iter().zip(want).enumerate() {

@@ -184,6 +184,7 @@ fn build_interface_not_found_error(name: &str, addresses: &[InterfaceAddress]) -
 mod tests {
     use super::*;
 
+    /// Returns the addresses of a simulated host with a loopback and two network interfaces.
     fn list_test_addresses() -> Vec<InterfaceAddress> {
         [
             ("lo", "127.0.0.1", true),
@@ -201,6 +202,8 @@ mod tests {
         .to_vec()
     }
 
+    /// Selects an address by a value of `cluster.interface`. Returns the address and the reason as
+    /// text.
     fn select_for_test(
         wanted: &str,
         ssh: Option<&str>,
@@ -213,6 +216,8 @@ mod tests {
         select_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
     }
 
+    /// Returns the address that a value of `cluster.interface` selects. Panics if the selection
+    /// fails.
     fn expect_selected(wanted: &str, addresses: &[InterfaceAddress]) -> String {
         select_for_test(wanted, None, addresses).unwrap().0
     }

@@ -98,6 +98,7 @@ impl LossScale {
 mod tests {
     use super::*;
 
+    /// Creates loss scale settings with the initial scale `2^power`.
     fn make_spec(power: u32, window: u64, min: f64) -> Option<LossScaleSpec> {
         Some(LossScaleSpec { initial_scale_power: power, loss_scale_window: window, min_loss_scale: min })
     }

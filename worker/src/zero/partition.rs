@@ -57,6 +57,7 @@ mod tests {
     use crate::params::{ParamInit, ParamSpec};
     use proptest::prelude::*;
 
+    /// Creates a parameter unit of vectors with these numbers of elements.
     fn make_unit(sizes: &[usize]) -> ParamUnit {
         let spec = |(i, &n): (usize, &usize)| ParamSpec {
             name: format!("p{i}"),

@@ -1,4 +1,4 @@
-//! Measures the peak rate of multiply-adds, to which benchmarks compare matmuls.
+//! Measures the peak rate of multiply-adds, with which benchmarks compare matmuls.
 use std::{
     hint::black_box,
     sync::Barrier,

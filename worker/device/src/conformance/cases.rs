@@ -81,6 +81,7 @@ pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) 
     Ok(errors)
 }
 
+/// Compares RMSNorm and its backward pass on the GPU with the CPU, on `m` rows of `d` elements.
 fn compare_rms_norm(
     backends: &Backends,
     rng: &mut CaseRng,
@@ -108,6 +109,7 @@ fn compare_rms_norm(
     })
 }
 
+/// Compares LayerNorm and its backward pass on the GPU with the CPU, on `m` rows of `d` elements.
 fn compare_layer_norm(
     backends: &Backends,
     rng: &mut CaseRng,

@@ -215,6 +215,7 @@ mod tests {
         fn exp_all = exp_each(x: &mut [f32])
     }
 
+    /// Computes eˣ of each element, in place.
     #[inline(always)]
     fn exp_each<S: Simd>(s: S, x: &mut [f32]) {
         for i in (0..x.len()).step_by(LANES) {
@@ -252,6 +253,7 @@ mod tests {
         fn tanh_all = tanh_each(x: &mut [f32])
     }
 
+    /// Computes tanh(x) of each element, in place.
     #[inline(always)]
     fn tanh_each<S: Simd>(s: S, x: &mut [f32]) {
         for i in (0..x.len()).step_by(LANES) {

@@ -32,19 +32,19 @@ pub(crate) fn create_handler(settings: &SandboxSettings) -> Box<dyn RequestHandl
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
     _ = threads.stack_size(STACK_BYTES).build_global();
-    Box::new(DataHandler { rules: Rules::default(), rows: None })
+    Box::new(DataHandler { interpreter: DocumentInterpreter::default(), rows: None })
 }
 
 /// Handles requests in the sandbox process, with the loaded tokenizer and chat template and the
 /// open Parquet file.
 struct DataHandler {
-    rules: Rules,
+    interpreter: DocumentInterpreter,
     rows: Option<ParquetRows>,
 }
 
 /// The tokenizer and the chat template with which documents are interpreted on all threads.
 #[derive(Default)]
-struct Rules {
+struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
     tokenizer: Option<LibraryTokenizer>,
     template: Option<CompiledTemplate>,
@@ -58,14 +58,14 @@ impl RequestHandler for DataHandler {
         match request {
             Request::LoadTokenizer { files } => {
                 begin(Step::LoadTokenizer);
-                encode_reply(&self.rules.load_tokenizer(&files))
+                encode_reply(&self.interpreter.load_tokenizer(&files))
             }
             Request::CompileTemplate { source, special_tokens } => {
                 begin(Step::CompileTemplate);
-                encode_reply(&self.rules.compile_template(source, &special_tokens))
+                encode_reply(&self.interpreter.compile_template(source, &special_tokens))
             }
             Request::Documents { documents, options } => {
-                encode_reply(&self.rules.interpret_documents(&documents, &options, &mut begin))
+                encode_reply(&self.interpreter.interpret_documents(&documents, &options, &mut begin))
             }
             Request::OpenParquet { field, is_chat } => {
                 begin(Step::ReadRows);
@@ -76,7 +76,7 @@ impl RequestHandler for DataHandler {
             }
             Request::DecodeTokens { tokens } => {
                 begin(Step::DecodeTokens);
-                encode_reply(&self.rules.decode_tokens(&tokens.0))
+                encode_reply(&self.interpreter.decode_tokens(&tokens.0))
             }
         }
     }
@@ -130,7 +130,7 @@ impl DataHandler {
         if records.iter().any(|record| matches!(record, Ok(RowRecord::Chat(..)))) {
             begin(Step::RenderChats);
         }
-        let rules = &self.rules;
+        let interpreter = &self.interpreter;
         let prepare = |record| match record {
             Err(problem) => PreparedDocument::Done(DocumentResult::Invalid(problem)),
             Ok(RowRecord::Text(text)) if text.is_empty() || !options.filter.accepts_piece(&text) => {
@@ -138,15 +138,15 @@ impl DataHandler {
             }
             Ok(RowRecord::Text(text)) => PreparedDocument::Text(text.into()),
             Ok(RowRecord::Chat(chat, bytes)) => {
-                run_library(bytes, reject_template_panic, || rules.render_chat(Ok(chat), options))
+                run_library(bytes, reject_template_panic, || interpreter.render_chat(Ok(chat), options))
             }
         };
         let prepared = records.into_par_iter().map(prepare).collect();
-        RowsReply { rows: rules.tokenize(prepared, options, begin), at_end }
+        RowsReply { rows: interpreter.tokenize(prepared, options, begin), at_end }
     }
 }
 
-impl Rules {
+impl DocumentInterpreter {
     /// Loads a tokenizer in place of the previous one.
     fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
         let loaded = catch_unwind(|| LibraryTokenizer::load(files));

@@ -1,4 +1,4 @@
-//! AdamW (Loshchilov and Hutter, 2019).
+//! The optimizer AdamW (Loshchilov and Hutter, 2019).
 use crate::optim::{
     unit_states::StateViews,
     update_rule::{UpdateInputs, UpdateMethod, UpdateRule},

@@ -115,6 +115,7 @@ mod tests {
     use super::*;
     use device::cpu::Cpu;
 
+    /// Orthogonalizes a matrix in host memory.
     fn run_orthogonalize(ops: &dyn Ops, x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         orthogonalize(ops, x.into(), rows, columns).host().to_vec()
     }

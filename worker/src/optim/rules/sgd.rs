@@ -1,4 +1,4 @@
-//! Stochastic gradient descent with momentum.
+//! The optimizer SGD: stochastic gradient descent with momentum.
 use crate::optim::{
     unit_states::StateViews,
     update_rule::{UpdateInputs, UpdateMethod, UpdateRule},
