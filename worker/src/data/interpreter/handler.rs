@@ -42,7 +42,7 @@ struct DataHandler {
     rows: Option<ParquetRows>,
 }
 
-/// The tokenizer and the chat template with which documents are interpreted on all threads.
+/// Interprets documents on all threads, with the loaded tokenizer and chat template.
 #[derive(Default)]
 struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
