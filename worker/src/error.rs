@@ -17,7 +17,7 @@ pub struct Error {
     aborted: bool,
 }
 
-/// The result of the training runtime.
+/// The result of an operation of the training runtime: a value or an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

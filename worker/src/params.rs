@@ -169,18 +169,20 @@ impl ParamUnit {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Computes the index in the trained vector that corresponds to index `flat` of the flat
-    /// vector.
+    /// Computes the index among the unit's trained elements (the trained vector) that corresponds
+    /// to index `flat` of the flat vector.
     pub fn compute_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
 
-    /// Returns the number of elements of the trained vector.
+    /// Returns the number of elements of all trained tensors, which is the length of the trained
+    /// vector.
     pub fn trained_len(&self) -> usize {
         self.compute_trained_offset(self.len())
     }
 
-    /// Computes the range of the trained vector that corresponds to a range of the flat vector.
+    /// Computes the range of the trained vector, which has only the trained tensors, that
+    /// corresponds to a range of the flat vector.
     pub fn compute_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
         self.compute_trained_offset(flat.start)..self.compute_trained_offset(flat.end)
     }

@@ -30,8 +30,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the name that is hashed into the key. A changed name changes the numbers of every
-    /// run.
+    /// Returns the name that is hashed into the random generator's key. A changed name changes the
+    /// numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",

@@ -127,7 +127,8 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer from memory of `owner`, or from memory of the Rust allocator.
+    /// Creates a buffer from the memory at `ptr`, which belongs to `owner`, or to the Rust
+    /// allocator if there is no owner.
     fn new(
         ptr: NonNull<u8>,
         len: usize,

@@ -228,7 +228,7 @@ pub struct ReadPlan<'a> {
     pub selects: fn(&str) -> bool,
 }
 
-/// Reads the owned ranges of the weights and states of every unit.
+/// Reads this rank's ranges of the weights and optimizer states of every parameter unit.
 ///
 /// Values in device memory or in 16 bits are first read into a host buffer, one unit at a time.
 pub fn read_owned_ranges(
@@ -243,9 +243,9 @@ pub fn read_owned_ranges(
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
-/// Reads the owned ranges on every rank, and copies them to the ranks that store replicas. If a
-/// rank cannot read its ranges, returns the error of the lowest such rank, and copies nothing.
-/// Collective: every rank must call it.
+/// Reads each rank's owned tensor ranges on that rank, and copies them to the ranks that store
+/// replicas. If a rank cannot read its ranges, returns the error of the lowest such rank, and
+/// copies nothing. Collective: every rank must call it.
 pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -> Result<Option<Error>> {
     let failed = read_owned_ranges(ready, reading).err().map(to_unreadable_checkpoint_error);
     match exchange_first_error(ready.trainer.engine.queue(), failed)? {
@@ -254,7 +254,8 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads the owned ranges of the units with indices `units`, with one request to the checkpoint.
+/// Reads this rank's ranges of the parameter units with indices `units`, with one request to the
+/// checkpoint.
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -298,7 +299,8 @@ fn read_units(
     Ok(())
 }
 
-/// Values that the host can write as `f32`: in place, or in a copy that is written back.
+/// Access of the host to values of a device as `f32`: in place, or through a copy that is written
+/// back.
 enum HostValues<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },

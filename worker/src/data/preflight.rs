@@ -35,7 +35,7 @@ pub struct DataEstimate {
     pub vocab_size: u32,
 }
 
-/// The result of the check of a data section.
+/// The result of checking a job's data section: the estimated size of the data, and all errors.
 #[derive(Debug)]
 pub struct DataReport {
     /// The size of the training data. Absent if there are errors in it.

@@ -36,7 +36,8 @@ pub(crate) struct UpdateMethod {
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 
-/// The part of an update that needs the gradient of a whole tensor.
+/// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
+/// orthogonalization.
 pub(crate) trait TensorDirection: Sync {
     /// Returns the purpose that out-of-memory errors name for the memory of directions, such as
     /// `Muon matrices`.

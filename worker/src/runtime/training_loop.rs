@@ -357,8 +357,8 @@ fn is_stopping_after_save(
     Ok(!saver.is_pending() && is_any_true(running.trainer.engine.queue(), is_requested)?)
 }
 
-/// Cancels the background save before the save at a stop, if the background save is far from
-/// complete. Collective: every rank must call it.
+/// Before a stopping run saves its last checkpoint, cancels the background save in progress if it
+/// is far from complete. Collective: every rank must call it.
 fn cancel_early_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
     match saver.cancel_early_save(running)? {
         Some(step) if run.is_leader => {

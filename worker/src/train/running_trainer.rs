@@ -3,7 +3,7 @@ use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
 use jobspec::{ReloadTrain, TrainSpec};
 
-/// A trainer with parameters and a position, which runs steps.
+/// A trainer with initialized parameters and a position in the run, which runs training steps.
 pub struct RunningTrainer {
     /// The state that computes the steps.
     pub trainer: Trainer,

@@ -195,8 +195,8 @@ pub(super) fn list_group_ranges(
     merge_into_aligned_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Counts the largest number of buffers in which the group of `rank` sums a unit's gradients over
-/// the micro-batches of a round, for the memory estimate.
+/// Returns the peak number of buffers in which the group of `rank` sums a unit's gradients over the
+/// micro-batches of a round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
         count_peak_buffers(
@@ -207,8 +207,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Counts the largest number of buffers in which an owner sums a unit's gradients during a step,
-/// for the memory estimate.
+/// Returns the peak number of buffers in which an owner sums a unit's gradients during a step. The
+/// memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())

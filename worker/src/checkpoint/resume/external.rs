@@ -25,8 +25,8 @@ use protocol::event::Event;
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads the training state of an external checkpoint: each rank reads its owned ranges.
-/// Collective: every rank must call it.
+/// Loads the training state of an external checkpoint: each rank reads the tensor ranges that it
+/// owns. Collective: every rank must call it.
 pub(super) fn load_external(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,

@@ -48,8 +48,8 @@ impl From<Diagnostic> for LoadError {
     }
 }
 
-/// Loads a native checkpoint: each rank reads its owned ranges. Collective: every rank must call
-/// it.
+/// Loads a native checkpoint: each rank reads the tensor ranges that it owns. Collective: every
+/// rank must call it.
 pub(super) fn load_native(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,

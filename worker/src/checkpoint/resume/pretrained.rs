@@ -72,8 +72,8 @@ impl PretrainedModel {
         Ok(Some(PretrainedModel { source }))
     }
 
-    /// Loads the weights of the model directory: each rank reads its owned ranges. Collective:
-    /// every rank must call it.
+    /// Loads the weights of the model directory: each rank reads the tensor ranges that it owns.
+    /// Collective: every rank must call it.
     pub fn load_pretrained_weights(
         &mut self,
         ready: &mut UninitializedTrainer,

@@ -70,7 +70,7 @@ pub(crate) enum Document<'a> {
 }
 
 impl<'a> Document<'a> {
-    /// Returns the text or the line.
+    /// Returns the text of the document, or the line of its chat.
     pub(crate) fn as_str(&self) -> &'a str {
         match self {
             Document::Text(text) | Document::ChatLine(text) => text,

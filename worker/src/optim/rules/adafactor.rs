@@ -111,8 +111,8 @@ fn update_row_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: 
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row of `x[rows, len]` by the root of its element of `means`, relative to the root
-/// of `unit(means)`.
+/// Divides each row of `x[rows, len]` by `√(mean / unit(means))`, where `mean` is the row's element
+/// of `means`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host());

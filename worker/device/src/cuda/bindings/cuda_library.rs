@@ -65,7 +65,7 @@ macro_rules! cuda_library {
 }
 pub(super) use cuda_library;
 
-/// Copies a text of a library. Returns `unknown error` if there is none.
+/// Copies a C string of a library. Returns `unknown error` if the pointer is null.
 ///
 /// # Safety
 ///

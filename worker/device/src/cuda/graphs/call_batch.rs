@@ -219,7 +219,8 @@ impl CallBatch {
         hash
     }
 
-    /// Returns a hash of everything except the kernels' arguments and grids.
+    /// Returns a hash of the batch's calls without the arguments and grids of kernels. Similar
+    /// batches have equal hashes.
     pub(super) fn compute_structure_hash(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
