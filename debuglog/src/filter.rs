@@ -2,7 +2,7 @@
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
-/// The directives of a process without another filter: important decisions only.
+/// The filter of a process for which the user chooses no filter: important decisions only.
 pub const DEFAULT_FILTER: &str = "info";
 
 /// A valid filter of events by target and level, such as `agent=debug,info`. The syntax is that of
@@ -59,7 +59,7 @@ impl Filter {
         }
     }
 
-    /// Returns the text of the filter.
+    /// Returns the directives that the filter was parsed from, such as `agent=debug,info`.
     pub fn directives(&self) -> &str {
         &self.directives
     }
@@ -69,7 +69,7 @@ impl Filter {
         self.directives.trim().eq_ignore_ascii_case("off")
     }
 
-    /// Builds the filter for a subscriber.
+    /// Converts the filter to the [`EnvFilter`] that a subscriber of `tracing` uses.
     pub(crate) fn to_env_filter(&self) -> EnvFilter {
         EnvFilter::builder().with_regex(false).parse_lossy(&self.directives)
     }

@@ -49,12 +49,12 @@ pub fn open_file(path: &Path) -> io::Result<()> {
 }
 
 /// Returns the filter of the log as directives, which this process passes to the processes that it
-/// starts. Returns those of [`DEFAULT_FILTER`] without [`start`].
+/// starts. Returns [`DEFAULT_FILTER`] if [`start`] was not called.
 pub fn directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }
 
-/// Writes the log for the rest of a scope, and waits for queued lines at its end.
+/// When dropped, waits until the queued lines of the debug log are written to its file.
 #[derive(Debug)]
 pub struct FlushOnDrop;
 

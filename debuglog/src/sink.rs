@@ -15,34 +15,35 @@ use std::{
 };
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The size limit of a log file. A full file is renamed to `NAME.1`, which replaces an older one.
+/// The size limit of a log file, in bytes. A full file is renamed to `NAME.1`, which replaces an
+/// older one.
 pub const MAX_FILE_BYTES: u64 = 8 << 20;
-/// The number of lines that may wait for the writing thread, and the number of lines that are
-/// collected before a file is open. Further lines are dropped.
+/// The number of lines that may wait for the thread that writes the file, and the number of lines
+/// that are collected before a file is open. Further lines are dropped.
 const QUEUE_LINES: usize = 1024;
-/// The longest wait for queued lines at the end of a process.
+/// The longest wait for the writing of queued lines, at the end of a process.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A request to the writing thread.
+/// A request to the thread that writes the log file.
 enum Request {
     Line(Vec<u8>),
-    /// Answers after all earlier lines were written.
+    /// Asks the thread for an answer as soon as all earlier lines are written.
     Flush(SyncSender<()>),
 }
 
-/// The destination of the lines.
+/// Where log lines are stored until they are written to the file.
 enum Destination {
-    /// No file is open yet.
+    /// The collected lines, while no file is open yet.
     Memory(Vec<Vec<u8>>),
-    /// The queue of the writing thread.
+    /// The queue of the thread that writes the file.
     Thread(SyncSender<Request>),
 }
 
-/// Accepts the lines of the log without blocking.
+/// Accepts log lines without blocking, and passes them to the thread that writes the file.
 #[derive(Clone)]
 pub(crate) struct LineSink {
     destination: Arc<Mutex<Destination>>,
-    /// The number of dropped lines that no line of the file reports yet.
+    /// The number of dropped lines that the log file does not report yet.
     dropped: Arc<AtomicU64>,
 }
 
@@ -71,7 +72,7 @@ impl LineSink {
         Ok(())
     }
 
-    /// Waits until the lines so far are written, but at most [`FLUSH_TIMEOUT`].
+    /// Waits until the lines so far are written, but at most for [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
         let sender = match &*self.lock() {
             Destination::Thread(sender) => sender.clone(),
@@ -98,13 +99,14 @@ impl LineSink {
         }
     }
 
+    /// Locks the destination, also after a thread panicked while it held the lock.
     fn lock(&self) -> MutexGuard<'_, Destination> {
         self.destination.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
-/// Writes requested lines until all senders are dropped. Reports dropped lines before the next
-/// line.
+/// Writes the requested lines to the file, until all senders of requests are dropped. Before a
+/// line, reports how many lines were dropped.
 fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: &AtomicU64) {
     for request in requests {
         match dropped.swap(0, Ordering::Relaxed) {
@@ -118,7 +120,7 @@ fn write_requests(file: &mut CappedFile, requests: &Receiver<Request>, dropped: 
     }
 }
 
-/// Permissions of a new file. Only the user can read it.
+/// The permissions of a new log file. Only the user can read the file.
 const FILE_MODE: u32 = 0o600;
 
 /// A log file whose size is limited.

@@ -1,7 +1,7 @@
 //! [`variant_name`]: names the variant of an enum without its values.
 use std::fmt::{self, Debug, Write};
 
-/// Collects the first identifier that is written.
+/// A writer that keeps only the first identifier of the text that is written to it.
 struct FirstWord(String);
 
 impl Write for FirstWord {

@@ -65,6 +65,7 @@ impl Diagnostic {
         Self::new(code, Severity::Note, message.into())
     }
 
+    /// Creates a diagnostic without a subject, fields, help or causes.
     fn new(code: Code, severity: Severity, message: String) -> Self {
         Diagnostic(Box::new(DiagnosticData {
             code,
@@ -87,7 +88,7 @@ impl Diagnostic {
         self
     }
 
-    /// Sets the place in a file or a `--set` argument where the mistake was written.
+    /// Sets the location of the mistake: a place in a file, or an argument of the command line.
     pub fn with_location(mut self, location: Location) -> Self {
         self.0.location = Some(location);
         self
@@ -106,8 +107,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds the remedy of the code as advice for the user. The remedy loses its full stop, and
-    /// begins in lower case.
+    /// Adds the remedy from the explanation of the code as advice for the user. The remedy loses
+    /// its full stop, and begins in lower case.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
@@ -177,8 +178,7 @@ impl Diagnostic {
         self.0.subject.as_deref()
     }
 
-    /// Returns the place in a file or a `--set` argument where the mistake was written; `None` if
-    /// unknown.
+    /// Returns the location of the mistake in a file or on the command line; `None` if unknown.
     pub fn location(&self) -> Option<&Location> {
         self.0.location.as_ref()
     }

@@ -11,22 +11,22 @@ pub enum Location {
         /// The name of the file.
         file: String,
     },
-    /// Some characters of one line of a file.
+    /// A range of characters in one line of a file.
     Line {
         /// The name of the file.
         file: String,
         /// The line number, counted from 1.
         line: u32,
-        /// The number in the line of the first wrong character, counted from 1.
+        /// The column of the first wrong character, counted from 1.
         column: u32,
         /// The number of wrong characters, at least 1.
         width: u32,
         /// The text of the whole line.
         text: String,
     },
-    /// Some characters of a `--set path=value` argument.
+    /// A range of characters in a `--set path=value` argument.
     Override {
-        /// The number in the argument of the first wrong character, counted from 1.
+        /// The position of the first wrong character in the argument, counted from 1.
         column: u32,
         /// The number of wrong characters, at least 1.
         width: u32,
@@ -41,8 +41,8 @@ pub enum Location {
 }
 
 impl Location {
-    /// Returns the name of the file; `--set` for a mistake in a `--set` argument, and the argument
-    /// for a mistake in another one.
+    /// Returns the name of the file. Returns `--set` for a mistake in a `--set` argument, and the
+    /// argument itself for a mistake in another argument.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
@@ -61,8 +61,8 @@ impl Location {
         }
     }
 
-    /// Returns the number of the first wrong character in its line, counted from 1; 0 for a mistake
-    /// in a whole file or argument.
+    /// Returns the column of the first wrong character, counted from 1; 0 for a mistake in a whole
+    /// file or argument.
     pub fn column(&self) -> u32 {
         match self {
             Location::File { .. } | Location::Argument { .. } => 0,

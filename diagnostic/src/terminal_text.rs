@@ -1,6 +1,6 @@
-//! The only filter for text that is printed although a file, another process or another host
-//! determined it. Such a text could otherwise move the cursor, hide other text, set the window
-//! title, or change the order in which characters are shown.
+//! Filters text from files, other processes and other hosts before it is printed. No other module
+//! filters text. Without the filter, such text could move the cursor, hide other text, set the
+//! window title, or change the order in which characters are shown.
 use std::{borrow::Cow, fmt::Write};
 
 /// The character that is printed instead of an unprintable one.
@@ -8,9 +8,9 @@ const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 /// The control sequence that ends all colors.
 const COLOR_RESET: &str = "\x1b[0m";
 
-/// Returns whether a character controls the terminal or the layout of the text: control characters
-/// (C0, DEL and C1, line breaks and tabs included), line separators, bidirectional controls,
-/// deprecated format controls, annotations and tags.
+/// Returns whether `c` controls the terminal or the layout of text. Such characters are control
+/// characters (C0, DEL and C1, including line breaks and tabs), line separators, bidirectional
+/// controls, deprecated format controls, annotations and tags.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c,
@@ -18,8 +18,8 @@ pub fn is_unprintable(c: char) -> bool {
             | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Replaces all unprintable characters by U+FFFD, also line breaks, tabs and color sequences. The
-/// text stays on one line.
+/// Replaces all unprintable characters by U+FFFD, including line breaks, tabs and color sequences.
+/// The text stays on one line.
 pub fn filter_line(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { REPLACEMENT } else { c }).collect()
 }
@@ -30,8 +30,8 @@ pub fn filter_text(text: &str) -> String {
     text.chars().map(|c| if is_replaced(c) { REPLACEMENT } else { c }).collect()
 }
 
-/// Replaces unprintable characters other than line breaks, tabs and color sequences by U+FFFD. If a
-/// line sets a color, adds the end of the color at the end of the line.
+/// Replaces unprintable characters other than line breaks, tabs and color sequences by U+FFFD.
+/// Resets the color at the end of each line that sets one.
 pub fn filter_colored_text(text: &str) -> String {
     let mut filtered = String::with_capacity(text.len());
     for (number, line) in text.split('\n').enumerate() {
@@ -68,7 +68,8 @@ fn filter_colored_line(line: &str, filtered: &mut String) {
     }
 }
 
-/// Returns the length of the color sequence (SGR) with which `text` begins.
+/// Returns the length of the color sequence (SGR) at the start of `text`, in bytes; `None` if
+/// `text` does not begin with such a sequence.
 fn find_color_sequence(text: &str) -> Option<usize> {
     let body = text.strip_prefix("\x1b[")?;
     let end = body.find(|c: char| !c.is_ascii_digit() && c != ';')?;

@@ -16,9 +16,9 @@ use tokio::{
 
 type BenchResult<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Sequential GETs of each client.
+/// The number of GET requests that each client sends, one after the other.
 const GETS: u32 = 10;
-/// Descriptors in addition to one per client.
+/// The number of file descriptors that the process needs in addition to one per client.
 const OTHER_FILES: u64 = 64;
 
 fn main() -> BenchResult<()> {
@@ -44,7 +44,8 @@ fn main() -> BenchResult<()> {
     Ok(())
 }
 
-/// The seconds until all clients have connected, passed the barrier, and read their keys.
+/// Runs the clients. Returns the seconds until all clients have connected, until all have passed
+/// the barrier, and until all have read the key.
 async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let start = Instant::now();
     let mut connecting = JoinSet::new();
@@ -76,12 +77,12 @@ async fn join_all<T: 'static>(mut tasks: JoinSet<BenchResult<T>>) -> BenchResult
     Ok(done)
 }
 
-/// Encodes a text as the protocol does: its length, then its bytes.
+/// Encodes a text as the protocol of TCPStore does: its length, then its bytes.
 fn encode_text(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// Connects and performs the handshake, VALIDATE and PING.
+/// Connects a client, performs the handshake, and sends VALIDATE and PING.
 async fn connect(address: String, client: u32) -> BenchResult<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
@@ -93,7 +94,8 @@ async fn connect(address: String, client: u32) -> BenchResult<TcpStream> {
     Ok(stream)
 }
 
-/// A barrier built from ADD and WAIT, as in torch: the last client SETs the key that all wait for.
+/// Waits at a barrier built from ADD and WAIT, as in torch. The last client to arrive SETs the key
+/// for which all clients wait.
 async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStream> {
     let add = [&[4][..], &encode_text("/count"), &1i64.to_le_bytes()].concat();
     stream.write_all(&add).await?;
@@ -121,7 +123,8 @@ async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
     Ok(())
 }
 
-/// The path `/proc/PID/stat` of the process that listens at a port of this network namespace.
+/// Finds the process that listens at a port of this network namespace. Returns the path of its
+/// `/proc/PID/stat`.
 fn find_listener(port: u16) -> BenchResult<PathBuf> {
     const LISTENS: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
@@ -139,7 +142,7 @@ fn find_listener(port: u16) -> BenchResult<PathBuf> {
     Err(format!("no process of this user listens at port {port} of this machine").into())
 }
 
-/// The directory in /proc of the process that has this socket open.
+/// Finds a process that has a socket open. Returns the directory of the process in /proc.
 fn socket_owner(socket: &str) -> Option<PathBuf> {
     let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     list("/proc".into()).find(|process| {
@@ -147,7 +150,8 @@ fn socket_owner(socket: &str) -> Option<PathBuf> {
     })
 }
 
-/// The user and system time of a process, seconds.
+/// Returns the CPU time that a process has used, in seconds: its user and system time in the file
+/// `stat`.
 fn cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
     let stat = fs::read_to_string(stat)?;
     let (_, after_name) = stat.rsplit_once(')').ok_or("/proc/PID/stat has no process name")?;

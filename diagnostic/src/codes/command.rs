@@ -1,4 +1,5 @@
-//! Codes of errors about the command line, runs that are named on it, imports and batch scripts.
+//! Codes of errors about the command line, about runs that the user names, and about imports and
+//! batch scripts.
 
 codes! {
     // --- the command line ----------------------------------------------------------------------

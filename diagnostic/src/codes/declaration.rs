@@ -15,7 +15,7 @@ macro_rules! codes {
                 remedy: $remedy,
             });
         )*
-        /// The codes that this module declares, in the order of docs/errors.md.
+        /// The codes that the module declares, in the order of docs/errors.md.
         pub(crate) const ALL: &[$crate::code::Code] = &[$($constant),*];
     };
 }

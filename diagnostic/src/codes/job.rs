@@ -1,4 +1,4 @@
-//! Codes of errors about job.yaml, `--set`, texts that name hosts, and imported configurations.
+//! Codes of errors about job.yaml, `--set`, host lists, hostfiles, and imported configurations.
 
 codes! {
     // --- the file ------------------------------------------------------------------------------

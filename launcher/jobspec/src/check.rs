@@ -35,8 +35,8 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks the rules of all keys that the job contains. Of several rules of a key, the first that
-/// applies is reported.
+/// Checks the job against the rules that its keys declare. If several rules of a key apply, only
+/// the first one is reported.
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
@@ -50,8 +50,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Returns whether the keys on whose values the conditions of a rule depend have no errors. A job
-/// with a program and built-in training is already rejected, so rules about programs do not apply.
+/// Returns whether a rule can be checked, because the keys in its conditions have no errors. A
+/// condition that only asks whether a key is given does not need a correct value, except for
+/// `run.command`.
 fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
@@ -83,8 +84,8 @@ fn check_run_or_train(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that a program with `resume.from: auto` has a directory in which launch can search for
-/// its checkpoints.
+/// Checks that a program with `resume.from: auto` has a checkpoint directory, in which launch
+/// searches for its checkpoints.
 fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
     const FROM: &str = "resume.from";
     const DIR: &str = "checkpoint.dir";
@@ -97,7 +98,8 @@ fn check_program_resume(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Checks that the devices of the job suffice for `run.visible_devices` and `cluster.comm_backend`.
+/// Checks that the selected devices are compatible with `run.visible_devices` and
+/// `cluster.comm_backend`.
 fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     const VISIBLE: &str = "run.visible_devices";
     const WORKERS: &str = "cluster.workers_per_gpu";
@@ -123,7 +125,8 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
     }
 }
 
-/// Warns about variables of `run.env` that look like secrets and whose values the job contains.
+/// Warns about secrets in the job: variables of `run.env` whose names look secret, and whose values
+/// are written in the job.
 fn check_secrets(d: &mut JobDecoder, job: &JobSpec) {
     for (name, _) in job.run.env.iter().filter(|(name, value)| looks_secret(name) && !value.is_empty()) {
         d.report_warning(

@@ -24,8 +24,8 @@ pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut Yaml
     }
 }
 
-/// Returns the entries of the section with the path `section`; `None` if the job does not contain
-/// the section.
+/// Returns the entries of the section with the path `section` in the YAML tree; `None` if the job
+/// does not contain the section.
 fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n mut Vec<YamlEntry>> {
     let mut node = root;
     for name in section.split('.') {

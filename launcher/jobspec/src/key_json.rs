@@ -9,8 +9,8 @@ use crate::{
 };
 use serde_json::{Map, Value};
 
-/// The endings that a serialized field adds to the name of its key. A duration is stored in
-/// milliseconds.
+/// The suffixes that a serialized field can add to the name of its key: none, or `_ms` for a
+/// duration in milliseconds.
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
@@ -39,8 +39,8 @@ fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     }
 }
 
-/// Returns the serialized form of a value of job.yaml: a boolean, or the name of the enum variant,
-/// which is the value with a capital first letter.
+/// Converts a value of job.yaml to its serialized form. `true` and `false` become booleans. A
+/// keyword becomes the name of an enum variant, by a capital first letter.
 fn serialize_value(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),

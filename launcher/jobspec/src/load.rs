@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// The name by which messages refer to a job without a job file.
 const COMMAND_LINE: &str = "the command line";
 
-/// The file or text that a job is loaded from.
+/// The file or text from which a job is loaded.
 #[derive(Clone, Debug)]
 pub enum JobSource {
     /// The file at this path. Loading fails if the file has more than [`MAX_JOB`] bytes.

@@ -157,8 +157,8 @@ fn set_value(
     Ok(())
 }
 
-/// Returns the entry of the key with the documented path `path`, which the entries may give by any
-/// of its names. Adds an entry with the name and span of the override if the key is absent.
+/// Returns the entry of the key with the documented path `path`, under any of the key's names. If
+/// `entries` lacks the key, adds an entry with the name and span of the override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

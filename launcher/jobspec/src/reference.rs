@@ -8,8 +8,9 @@ use std::fmt::Write as _;
 /// The widest row of a table, in characters.
 const MAX_ROW: usize = 200;
 
-/// Replaces the tables of keys in `page`, the text of docs/job.md, by the present ones. A table
-/// follows a line `<!-- keys: SECTION -->`, or `<!-- deprecated names -->`.
+/// Replaces the tables of keys in `page`, the text of docs/job.md, by tables that are generated
+/// from the present declarations. A table follows a line `<!-- keys: SECTION -->`, or `<!--
+/// deprecated names -->`.
 pub fn update_reference(page: &str) -> String {
     let mut updated = String::new();
     let mut lines = page.lines().peekable();

@@ -1,9 +1,10 @@
 //! [`hide_secret_values`]: hides the values of secret variables in text that is printed or stored.
 use crate::env::looks_secret;
 
-/// The path of the job's environment variables.
+/// The prefix of an override's path that sets an environment variable of the job.
 const ENV_PATH: &str = "run.env.";
-/// Parts of lower-case names that are hidden. No key of a job has such a name.
+/// Parts of names. A lower-case name that contains one of them counts as the name of a secret. No
+/// key of job.yaml contains one of them.
 const LOWER_CASE_PARTS: [&str; 6] = ["secret", "password", "passwd", "api_key", "private_key", "credential"];
 
 /// Replaces each character of a value by `*` if the value follows a name that suggests a secret, as
@@ -35,8 +36,9 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '-')
 }
 
-/// Returns whether the value of this name is hidden. Lower-case names that only contain `token` or
-/// `key` are keys of a job, unless they are variables of the job.
+/// Returns whether a value after this name is a secret, so that it is hidden. A lower-case name
+/// that only contains `token` or `key` may be a key of job.yaml, and counts as secret only if it is
+/// a variable in `run.env`.
 fn is_secret_name(name: &str, is_variable: bool) -> bool {
     let name = name.replace('-', "_");
     let is_lower_case = name.chars().any(|c| c.is_ascii_lowercase());
@@ -44,8 +46,8 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     looks_secret(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Returns the position of the value in the text after a name. Returns `None` if no value follows,
-/// or if the value is a reference such as `{from_env: NAME}`.
+/// Returns the start of the value in `text`, the text after a name. Returns `None` if no value
+/// follows, or if the value is a reference such as `{from_env: NAME}`.
 fn find_value(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');

@@ -170,7 +170,7 @@ pub enum FromAgent {
         /// silent for too long.
         token: Option<ControllerToken>,
         /// The time since the last message of the controller, in milliseconds. `None` if the agent
-        /// has just been started by this controller, which was replaced before.
+        /// has just started, and found that a later controller already controls its host.
         silent_ms: Option<u64>,
     },
     /// The answer to [`ToAgent::Bind`]: the port at which ranks can connect, or the error.

@@ -113,8 +113,8 @@ pub enum FailureReason {
         /// The diagnostic code of the error.
         code: Code,
     },
-    /// A reason that this version of launch does not know. Another version recorded it in the
-    /// journal.
+    /// A reason that this version of launch does not know, because another version recorded it in
+    /// the journal.
     #[default]
     #[serde(other)]
     Unknown,

@@ -1,4 +1,4 @@
-//! The name by which a host identifies itself in messages.
+//! Reads the hostname by which a machine identifies itself in messages.
 use std::{fs, io, path::Path};
 
 /// Reads the host name of this machine. Returns an empty text if `/proc` is not readable.
@@ -6,8 +6,8 @@ pub fn read_host_name() -> String {
     read_host_name_below(Path::new("/")).unwrap_or_default()
 }
 
-/// Reads the host name of the machine whose file system is below `root`. The error contains the
-/// path of the file.
+/// Reads the hostname from `/proc` below `root`, the root directory of a machine. The error
+/// contains the path of the file.
 pub fn read_host_name_below(root: &Path) -> io::Result<String> {
     let path = "proc/sys/kernel/hostname";
     let name = fs::read_to_string(root.join(path));

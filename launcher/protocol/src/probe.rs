@@ -9,8 +9,8 @@ pub const MAX_PEERS: usize = 64;
 /// A request of `launch check` to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeRequest {
-    /// Inspects the hardware, limits and directories of the host. Until it ends, the agent then
-    /// also listens for its peers and keeps a nonce file in each directory.
+    /// Inspects the hardware, limits and directories of the host. Afterwards, the agent listens for
+    /// its peers and keeps a nonce file in each directory, until it ends.
     Inspect {
         /// The name of the nonce file, which consists of letters and digits.
         nonce: String,

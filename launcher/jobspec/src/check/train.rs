@@ -68,7 +68,7 @@ fn check_loss_scale(d: &mut JobDecoder, train: &TrainSpec) {
     }
 }
 
-/// Rejects widths and numbers of heads that a family with learned positions does not support.
+/// Rejects widths and numbers of heads that a model family with learned positions does not support.
 fn check_fixed_heads(d: &mut JobDecoder, m: &ModelSpec) {
     if !has_learned_positions(&m.family) {
         return;
@@ -123,7 +123,7 @@ fn check_heads(d: &mut JobDecoder, m: &ModelSpec) {
 }
 
 /// Checks that the ranks in `train.experts.placement` are less than the size of an expert-parallel
-/// group. The numbers of the experts are checked when the model is known.
+/// group. The numbers of the experts are checked later, when the model is known.
 fn check_experts(d: &mut JobDecoder, e: &ExpertsSpec) {
     const PLACEMENT: &str = "train.experts.placement";
     const SIZE: &str = "train.experts.expert_parallel_size";

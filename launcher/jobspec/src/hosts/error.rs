@@ -1,20 +1,20 @@
-//! Errors of texts that name hosts: hosts with ranges, hostfiles and filters.
+//! Errors in host names, host lists, hostfiles and filters of hosts.
 use super::limits::{MAX_BRACKETS, MAX_DIGITS, MAX_HOSTS, MAX_NAME, MAX_SLOT, MAX_SLOTS};
 use diagnostic::{Code, codes};
 use thiserror::Error;
 
-/// A mistake in a text that names hosts, with its position.
+/// A mistake in a host name or a list of hosts, with its position.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{problem}")]
 pub struct HostSyntaxError {
     /// The byte offset of the mistake in the text.
     pub at: usize,
-    /// The kind of mistake. The text of this error is that of the kind.
+    /// What is wrong. The whole error is displayed as this problem.
     pub problem: HostSyntaxProblem,
 }
 
-/// The kinds of mistakes in a text that names hosts. Each error text is a predicate, such as "names
-/// no host". The caller puts the name of the key or option in front.
+/// The kinds of mistakes in host names and lists of hosts. Each error text is a predicate, such as
+/// "names no host". The caller puts the name of the key or option in front.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum HostSyntaxProblem {
     /// No login name precedes the `@`.
@@ -42,19 +42,19 @@ pub enum HostSyntaxProblem {
     /// The text has several colons and is not an IPv6 address.
     #[error("is neither `name:port` nor an IPv6 address")]
     AddressInvalid,
-    /// An address in brackets is followed by something other than a port.
+    /// Text other than a port follows an address in brackets.
     #[error("has something other than `:PORT` after the address")]
     TextAfterAddress,
     /// The port is not a number from 1 to 65535.
     #[error("needs a port from 1 to 65535 after the colon")]
     PortInvalid,
-    /// A bracket is opened within brackets.
+    /// An opening bracket is within brackets.
     #[error("has a `[` inside brackets")]
     BracketNested,
-    /// A bracket is closed that was not opened.
+    /// A closing bracket has no opening bracket.
     #[error("has a `]` without a `[`")]
     BracketUnopened,
-    /// A bracket is not closed.
+    /// An opening bracket has no closing bracket.
     #[error("has a `[` that is never closed")]
     BracketUnclosed,
     /// A name has more pairs of brackets than are supported.
@@ -83,8 +83,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` to the byte position of the error. A caller that parsed only the part of a text
-    /// that begins at byte `by` converts the error to a position in the whole text by this call.
+    /// Adds `by` to the byte position of the error. This converts a position in a part of a text to
+    /// a position in the whole text, if the part begins at byte `by`.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }
@@ -98,7 +98,7 @@ pub struct HostfileError {
     pub line: u32,
     /// The column of the mistake in characters, counted from 1.
     pub column: u32,
-    /// The kind of mistake. The text of this error is that of the kind.
+    /// What is wrong. The whole error is displayed as this problem.
     pub problem: HostfileProblem,
 }
 
@@ -140,7 +140,7 @@ pub enum HostfileProblem {
         /// The number of the first line that names the host.
         line: u32,
     },
-    /// A host without stated slots is named on too many lines. Each such line stands for one slot,
+    /// Too many lines name a host without stating its slots. Each such line stands for one slot,
     /// and the number of slots is limited. The variant contains the host's name.
     #[error("{0} has more than {MAX_SLOTS} slots")]
     TooManySlots(String),
@@ -175,8 +175,7 @@ pub struct FilterError {
     /// The index of the filter in the list of filters; `None` if the mistake concerns the whole
     /// list.
     pub item: Option<usize>,
-    /// The kind of mistake. Its text is a predicate, to which the caller prepends the name of the
-    /// key.
+    /// What is wrong. The text is a predicate, to which the caller prepends the name of the key.
     pub problem: FilterProblem,
 }
 

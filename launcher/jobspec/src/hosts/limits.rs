@@ -1,4 +1,4 @@
-//! The limits of hosts in texts.
+//! Limits on the host lists, hostfiles and filters that users write.
 
 /// The largest number of hosts of a job.
 pub const MAX_HOSTS: usize = 16_384;

@@ -5,7 +5,7 @@ use super::{
     limits::{MAX_BRACKETS, MAX_DIGITS, MAX_HOSTS, MAX_NAME},
 };
 
-/// Creates an error with the kind `problem` at byte `at` of the text.
+/// Creates an error about the problem `problem` at byte `at` of the text.
 fn range_error(at: usize, problem: HostSyntaxProblem) -> HostSyntaxError {
     HostSyntaxError { at, problem }
 }
@@ -40,6 +40,9 @@ pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
     for part in split_outside_brackets(text)? {
+        /// Expands the bracketed ranges in one or several names, which are separated by commas, and
+        /// returns all resulting names. The order is Slurm's: the numbers in the last brackets vary
+        /// fastest. Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
         let more = expand_name(part).map_err(|error| error.shift_by(at))?;
         if names.len() + more.len() > MAX_HOSTS {
             return Err(too_many_hosts_error(at));

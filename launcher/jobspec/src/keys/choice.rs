@@ -1,4 +1,4 @@
-//! Value types of keywords.
+//! [`ValueType`]s of keys whose values are keywords.
 use super::{
     names::find_nearest_name,
     value_type::{ValueType, choose_text_code},
@@ -48,7 +48,7 @@ macro_rules! choices {
 }
 pub(crate) use choices;
 
-/// Returns the value type of the keywords of an enum.
+/// Returns a [`ValueType`] that accepts the keywords of the enum `T`.
 pub(crate) fn choice<T: Choice>() -> ValueType<T> {
     let docs: Vec<String> =
         T::CHOICES.iter().map(|(.., doc)| doc.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
@@ -58,8 +58,8 @@ pub(crate) fn choice<T: Choice>() -> ValueType<T> {
     values
 }
 
-/// Returns the value type of keywords that stand for values. The error for another text suggests
-/// the most similar keyword.
+/// Returns a [`ValueType`] that accepts keywords, each of which stands for a value. The error for
+/// any other text suggests the most similar keyword.
 pub(crate) fn keywords<T: Clone + PartialEq + 'static>(values: Vec<(&'static str, T)>) -> ValueType<T> {
     let names: Vec<&'static str> = values.iter().map(|(name, _)| *name).collect();
     let (accepts, schema) = (format_choices(&names), json!({"enum": names}));

@@ -22,9 +22,10 @@ pub(crate) struct JobDecoder {
     /// The deprecated names of keys that the job uses, as pairs of the deprecated and the present
     /// path.
     pub(crate) deprecated: Vec<(String, String)>,
-    /// The keys without a value whose default is computed.
+    /// The keys that the job does not contain and whose defaults are computed after decoding.
     pub(crate) unset: UnsetKeys,
-    /// The errors in the keys of a mapping within a value; `None` in a decoder of a job.
+    /// The collected errors of a decoder that reads a mapping within a value, such as an item of a
+    /// list; `None` in the decoder of a whole job.
     record_errors: Option<Vec<ValueError>>,
     table: &'static [KeyInfo],
 }
@@ -55,7 +56,7 @@ impl JobSection<'_> {
 }
 
 impl JobDecoder {
-    /// Creates a decoder of the keys in `table`.
+    /// Creates a decoder of the keys in `table`, for a job with the texts `sources`.
     pub(crate) fn new(sources: SourceMap, table: &'static [KeyInfo]) -> Self {
         JobDecoder {
             sources,
@@ -68,8 +69,9 @@ impl JobDecoder {
         }
     }
 
-    /// Decodes a mapping within a value by `decode`. Returns the result, the keys without a value,
-    /// and the errors, which have no location yet.
+    /// Decodes the entries of a mapping that is a part of a key's value, such as an item of a list,
+    /// by the function `decode`. Returns the result, the keys without a value, and the errors,
+    /// which have no location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
@@ -80,7 +82,7 @@ impl JobDecoder {
         (value, decoder.unset, decoder.record_errors.unwrap_or_default())
     }
 
-    /// Opens the whole job as a section. Reports unknown and duplicate keys at the top level.
+    /// Opens the top level of the job as a section. Reports unknown and duplicate keys there.
     pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
@@ -188,8 +190,8 @@ impl JobDecoder {
         }
     }
 
-    /// Reports an error about the key `path` whose value is well-formed. An empty `path` stands for
-    /// the whole job. `help` may be empty.
+    /// Reports an error about the key `path` that is not a malformed value, such as a conflict with
+    /// another key. An empty `path` stands for the whole job. `help` may be empty.
     pub(crate) fn report_error(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let error =
             self.sources.add_location(with_subject_and_help(Diagnostic::error(code, message), path, help));
@@ -203,8 +205,8 @@ impl JobDecoder {
         self.warnings.push(warning);
     }
 
-    /// Adds an error. Drops the error if there are already [`MAX_ERRORS`]. If the job gives the key
-    /// by its deprecated name, the error gets advice that mentions this name.
+    /// Adds an error. Drops the error if there are already [`MAX_ERRORS`]. If the job uses the
+    /// deprecated name of the key, adds advice that mentions this name.
     pub(crate) fn push_error(&mut self, error: Diagnostic) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -223,7 +225,8 @@ impl JobDecoder {
     }
 }
 
-/// Sets the subject of a diagnostic to `path`, and adds `help`. An empty text is skipped.
+/// Sets the subject of a diagnostic to `path`, and adds the advice `help`. An empty text is
+/// skipped.
 fn with_subject_and_help(diagnostic: Diagnostic, path: &str, help: &str) -> Diagnostic {
     let diagnostic = if path.is_empty() { diagnostic } else { diagnostic.with_subject(path) };
     if help.is_empty() { diagnostic } else { diagnostic.with_help(help) }

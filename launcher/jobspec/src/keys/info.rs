@@ -71,21 +71,21 @@ pub(crate) fn list_section_keys<'t>(
     table.iter().filter(move |key| key.split_path().0 == section)
 }
 
-/// A fact about the value of a key in a job.
+/// A condition on the value of one key, from which [`Rule`]s are built.
 #[derive(Clone, Copy, Debug)]
 pub enum Condition {
     /// The key has a value. A key with a default always has one.
     Given(&'static str),
     /// The key has no value.
     NotGiven(&'static str),
-    /// The key has one of the values, which are written in YAML.
+    /// The key has one of these values, which are written in YAML.
     OneOf(&'static str, &'static [&'static str]),
-    /// The key has another value than these, or no value.
+    /// The key has a value other than these, or no value.
     NoneOf(&'static str, &'static [&'static str]),
 }
 
 impl Condition {
-    /// Returns the path of the key.
+    /// Returns the path of the key that the condition is about.
     pub(crate) fn key(&self) -> &'static str {
         match *self {
             Condition::Given(key)
@@ -111,12 +111,12 @@ impl Condition {
 pub struct Rule {
     /// The conditions under which the rule applies. All of them must hold.
     pub when: &'static [Condition],
-    /// Whether a job in which the rule applies is rejected.
+    /// The severity of the diagnostic. An error rejects the job, and a warning does not.
     pub severity: Severity,
     /// The code of the error or warning.
     pub code: Code,
-    /// The message, in which `{key}` stands for the key's path. Without a text, the last condition
-    /// is described.
+    /// The message, in which `{key}` stands for the key's path. If this is `None`, the message
+    /// describes the last condition.
     text: Option<&'static str>,
     /// The advice for the user, in which `{name}` stands for the last part of the key's path.
     help: &'static str,
@@ -130,12 +130,13 @@ impl Rule {
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
     }
 
-    /// Creates the rule that a key contradicts these conditions.
+    /// Creates the rule that a key conflicts with these conditions. A job to which the rule applies
+    /// is rejected.
     pub(crate) const fn conflict(when: &'static [Condition]) -> Rule {
         Rule { code: codes::JOB_KEYS_CONFLICT, ..Rule::no_effect(when) }
     }
 
-    /// Makes the rule cause a warning in place of an error.
+    /// Changes the rule to report a warning instead of an error.
     pub(crate) const fn warning(self) -> Rule {
         Rule { severity: Severity::Warning, ..self }
     }
@@ -155,8 +156,8 @@ impl Rule {
         Rule { help, ..self }
     }
 
-    /// Returns whether the rule is about every value of the key `path`. Such a key is not printed
-    /// if the rule applies.
+    /// Returns whether the rule applies to the key `path` regardless of the key's value. If such a
+    /// rule applies, the printed job omits the key.
     pub(crate) fn concerns_every_value(&self, path: &str) -> bool {
         self.when.iter().all(|condition| condition.key() != path)
     }
@@ -166,8 +167,8 @@ impl Rule {
         self.help.replace("{name}", name)
     }
 
-    /// Formats the message about the key `path`. `value` is the value of the key of the last
-    /// condition.
+    /// Formats the message of the rule about the key `path`. `value` is the value of the key that
+    /// the last condition names.
     pub(crate) fn format_message(&self, path: &str, value: Option<&str>) -> String {
         let is_conflict = self.code == codes::JOB_KEYS_CONFLICT;
         let effect = if is_conflict { "does not apply to" } else { "has no effect with" };

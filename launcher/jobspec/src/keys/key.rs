@@ -28,8 +28,8 @@ type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
 enum DefaultValue<S, T> {
     /// A fixed value in YAML.
     Yaml(&'static str),
-    /// A computed value, and the words that describe the computation. While the section is decoded,
-    /// the field has the placeholder.
+    /// A computed default, and the words that describe the computation in docs/job.md. While the
+    /// section is decoded, the field has the placeholder.
     Computed { words: KeyDefault, placeholder: fn() -> T, compute: ComputeFn<S, T> },
 }
 
@@ -48,7 +48,8 @@ impl<S, T: 'static> Key<S, T> {
         Self::with_default(values, DefaultValue::Computed { words, placeholder: T::default, compute })
     }
 
-    /// Declares a key that its section requires.
+    /// Declares a key without a default. A job that contains the key's section must contain the
+    /// key.
     pub(crate) fn required(values: ValueType<T>) -> Self
     where
         T: Default,
@@ -59,6 +60,7 @@ impl<S, T: 'static> Key<S, T> {
         Self::with_default(values, default)
     }
 
+    /// Declares a key with a default, and without aliases, deprecated names and rules.
     fn with_default(values: ValueType<T>, default: DefaultValue<S, T>) -> Self {
         Key {
             values,
@@ -87,12 +89,12 @@ impl<S, T: 'static> Key<S, T> {
         Key { deprecated_values: values, ..self }
     }
 
-    /// Makes a new value of the key take effect while the job runs.
+    /// Marks the key as reloadable: a new value takes effect while the job runs.
     pub(crate) fn reloadable(self) -> Self {
         Key { reloadable: true, ..self }
     }
 
-    /// Exempts the key from the rules of its section.
+    /// Exempts the key from the rules that its section applies to every key.
     pub(crate) fn ignores_section_rules(self) -> Self {
         Key { ignores_section_rules: true, ..self }
     }
@@ -104,7 +106,7 @@ impl<S, T: 'static> Key<S, T> {
 }
 
 impl<S, T: Clone + 'static> Key<S, Option<T>> {
-    /// Declares a key that a job may leave out. `words` describes what then applies.
+    /// Declares a key that a job may omit. `words` describes in docs/job.md what then applies.
     pub(crate) fn optional(values: ValueType<T>, words: &'static str) -> Self {
         Key::computed(values.optional(), words, |_, _| None)
     }

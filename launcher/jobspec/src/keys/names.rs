@@ -1,4 +1,4 @@
-//! Finds the name that the user most likely meant.
+//! Finds the known name that is most similar to a misspelled name.
 
 /// Returns the name that is most similar to `word`. Returns `None` if `word` is not likely to be a
 /// misspelling of any of the names.

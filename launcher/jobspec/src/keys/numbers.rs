@@ -1,4 +1,4 @@
-//! Value types of integers, numbers and booleans.
+//! [`ValueType`]s of keys whose values are integers, other numbers or booleans.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error};
 use crate::yaml::{
     format::format_number,
@@ -9,7 +9,7 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::{fmt::Display, ops::RangeInclusive};
 
-/// An unsigned integer type of a field.
+/// An unsigned integer type that the value of a key can have.
 pub(crate) trait Integer: TryFrom<u64> + Display + Copy + 'static {
     /// The largest value of the type.
     const LARGEST: u64;
@@ -31,7 +31,7 @@ impl Integer for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Returns the value type of integers in `range`.
+/// Returns a [`ValueType`] that accepts integers in `range`.
 pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
@@ -39,7 +39,8 @@ pub(crate) fn integer<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     build_integer(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
 }
 
-/// Returns the value type of integers from `low` up to the largest value of the type.
+/// Returns a [`ValueType`] that accepts integers from `low` up to the largest value of the type
+/// `T`.
 pub(crate) fn at_least<T: Integer>(low: u64) -> ValueType<T> {
     let accepts = format!("integer of {low} or more");
     let expected = match T::LARGEST {
@@ -50,7 +51,7 @@ pub(crate) fn at_least<T: Integer>(low: u64) -> ValueType<T> {
     build_integer(low, T::LARGEST, accepts, expected, schema)
 }
 
-/// Builds the type of integers from `low` to `high`.
+/// Builds a [`ValueType`] that accepts integers from `low` to `high`.
 fn build_integer<T: Integer>(
     low: u64,
     high: u64,
@@ -92,8 +93,8 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
     }
 }
 
-/// Returns the value type of finite numbers for which `fits` returns true. `accepts` describes
-/// them, and `schema` has the keywords of JSON Schema for their range.
+/// Returns a [`ValueType`] that accepts finite numbers for which `fits` returns true. `accepts`
+/// describes them, and `schema` has the keywords of JSON Schema for their range.
 fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {
@@ -107,43 +108,43 @@ fn number(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> boo
     ValueType::of_line(accepts, schema, read, |x| format_number(*x))
 }
 
-/// Returns the value type of numbers above 0.
+/// Returns a [`ValueType`] that accepts numbers above 0.
 pub(crate) fn positive_number() -> ValueType<f64> {
     number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| x > 0.0)
 }
 
-/// Returns the value type of numbers that are above 0 and finite as f32, because kernels compute
-/// with f32.
+/// Returns a [`ValueType`] that accepts numbers that are above 0 and finite as f32, because kernels
+/// compute with f32.
 pub(crate) fn positive_float() -> ValueType<f64> {
     number("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns the value type of numbers of 0 or more.
+/// Returns a [`ValueType`] that accepts numbers of 0 or more.
 pub(crate) fn non_negative_number() -> ValueType<f64> {
     number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| x >= 0.0)
 }
 
-/// Returns the value type of numbers of 0 or more that are finite as f32.
+/// Returns a [`ValueType`] that accepts numbers of 0 or more that are finite as f32.
 pub(crate) fn non_negative_float() -> ValueType<f64> {
     number("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
 }
 
-/// Returns the value type of numbers of 0 or less.
+/// Returns a [`ValueType`] that accepts numbers of 0 or less.
 pub(crate) fn non_positive_number() -> ValueType<f64> {
     number("number of 0 or less", json!({"type": "number", "maximum": 0}), |x| x <= 0.0)
 }
 
-/// Returns the value type of numbers from 0 to below 1.
+/// Returns a [`ValueType`] that accepts shares: numbers from 0 to below 1.
 pub(crate) fn share() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
     number("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
 }
 
-/// `true` or `false`.
+/// Returns a [`ValueType`] that accepts `true` and `false`.
 pub(crate) fn boolean() -> ValueType<bool> {
     ValueType::of_line("`true` or `false`", json!({"type": "boolean"}), read_boolean, bool::to_string)
 }

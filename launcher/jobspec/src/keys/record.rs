@@ -1,4 +1,4 @@
-//! Value types of mappings whose keys are declared like those of a section.
+//! [`ValueType`]s of keys whose values are mappings with declared keys, like sections.
 use super::{
     decoder::JobDecoder,
     info::{KeyDefault, KeyInfo},
@@ -15,9 +15,9 @@ use crate::yaml::{
 };
 use diagnostic::codes::job as codes;
 
-/// Returns the value type of mappings with the keys of `T`. `accepts` describes them in
-/// docs/job.md, and `expected` in messages. The error of a mapping contains the mistakes of all
-/// keys.
+/// Returns a [`ValueType`] that accepts mappings with the keys of the section `T`. `accepts`
+/// describes them in docs/job.md, and `expected` in messages. The error of a mapping contains the
+/// mistakes of all keys.
 pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'static str) -> ValueType<T> {
     let mut table = Vec::new();
     T::declare(&mut table);
@@ -34,7 +34,7 @@ pub(crate) fn record<T: Section + 'static>(accepts: &'static str, expected: &'st
     ValueType::new(accepts, schema, read, print).with_expected(expected)
 }
 
-/// Reads a mapping with the keys of `T`, which are those in `table`.
+/// Reads a mapping with the keys of the section `T`, which `table` lists.
 fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEntry]) -> ReadResult<T> {
     let (mut value, unset, mut errors) = JobDecoder::decode_record(entries, T::decode);
     let is_known = |entry: &&YamlEntry| table.iter().any(|key| key.has_name(&entry.key));
@@ -66,7 +66,7 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
     ValueError::merge(errors).map_or(Ok(value), Err)
 }
 
-/// Creates the error of a key that the table does not contain.
+/// Creates the error of an unknown key, which `table` does not contain.
 fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
     let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
     let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

@@ -18,18 +18,18 @@ pub(crate) trait Section: Sized {
     /// Appends the keys of the section to the table of keys.
     fn declare(table: &mut Vec<KeyInfo>);
 
-    /// Decodes the section. Keys whose default is computed get a placeholder.
+    /// Decodes the section. Keys whose defaults are computed get a placeholder.
     fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
 
     /// Replaces the placeholders of the keys in `unset` by computed defaults. `values` has the
     /// values of the other keys.
     fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
 
-    /// Appends the values of the section's keys.
+    /// Appends the values of the section's keys in YAML to `values`.
     fn print(&self, values: &mut JobValues);
 }
 
-/// The context of a field's declaration: its section, its name and its documentation.
+/// The context in which a field is declared: its section, its name and its documentation.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) section: &'static str,
@@ -73,10 +73,10 @@ pub(crate) trait Entry<S> {
     /// Appends the keys of the field to the table of keys.
     fn declare(&self, place: Place, table: &mut Vec<KeyInfo>);
 
-    /// Decodes the value of the field.
+    /// Decodes the value of the field from the section.
     fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
 
-    /// Returns the computed default of the field if its key is in `unset`.
+    /// Returns the computed default of the field if its key is in `unset`; otherwise `None`.
     fn compute_default(
         &self,
         _place: Place,
@@ -87,14 +87,15 @@ pub(crate) trait Entry<S> {
         None
     }
 
-    /// Computes the defaults within the value, if the value is a section.
+    /// Computes the defaults of the keys within the value, if the value is a section.
     fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
-    /// Appends the values of the field's keys. `owner` is the section.
+    /// Appends the values of the field's keys in YAML to `values`. `owner` is the section.
     fn print(&self, place: Place, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Declares that `entry` is the entry of a field with the type `V` in the section `S`.
+/// Returns `entry` unchanged. The bounds make the compiler check that `entry` declares a field of
+/// the type `V` in the section `S`.
 pub(crate) fn entry_of<S, V, E: Entry<S, Value = V>>(entry: E) -> E {
     entry
 }
@@ -173,10 +174,10 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// The entry of a field that is not a key.
+/// The entry of a field that no key of job.yaml sets.
 pub(crate) struct NotAKey;
 
-/// Declares a field that is not a key. Decoding leaves it empty.
+/// Declares a field that no key of job.yaml sets. Decoding leaves the field empty.
 pub(crate) fn not_a_key() -> NotAKey {
     NotAKey
 }
@@ -198,13 +199,13 @@ pub(crate) struct Inner<T> {
     is_printed: fn(&T) -> bool,
 }
 
-/// Declares an inner section.
+/// Declares a field that is a section within the section.
 pub(crate) fn inner<T: Section>() -> Inner<T> {
     Inner { is_printed: |_| true }
 }
 
 impl<T> Inner<T> {
-    /// Prints the section only if `is_printed` returns true.
+    /// Makes the printed job omit the section unless `is_printed` returns true.
     pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> Inner<T> {
         Inner { is_printed }
     }
@@ -240,14 +241,14 @@ pub(crate) struct OptionalInner<T> {
     section: PhantomData<T>,
 }
 
-/// Declares an inner section that a job may leave out. The value `null` stands for an absent
-/// section.
+/// Declares a field that is a section within the section, and that a job may omit. The value `null`
+/// stands for an absent section.
 pub(crate) fn optional_inner<T: Section>() -> OptionalInner<T> {
     OptionalInner { accepts_null: true, section: PhantomData }
 }
 
 impl<T> OptionalInner<T> {
-    /// Rejects the value `null`.
+    /// Makes the value `null` an error.
     pub(crate) fn without_null(self) -> OptionalInner<T> {
         OptionalInner { accepts_null: false, ..self }
     }
@@ -283,8 +284,8 @@ impl<S, T: Section> Entry<S> for OptionalInner<T> {
     }
 }
 
-/// Describes the section `T` for the table of keys. `types` are the types of its value in JSON
-/// Schema.
+/// Creates the row of the section `T` in the table of keys. `types` are the types of the section's
+/// value in JSON Schema.
 fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),

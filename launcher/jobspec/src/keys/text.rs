@@ -1,4 +1,4 @@
-//! Value types of texts and paths.
+//! [`ValueType`]s of keys whose values are texts or paths.
 use super::value_type::{ReadResult, ValueType, out_of_range_error, wrong_format_error, wrong_type_error};
 use crate::yaml::{
     format::quote_yaml,
@@ -9,28 +9,29 @@ use diagnostic::codes::job as codes;
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Returns the value type of texts that are not empty and have no control characters, line breaks
-/// and tabs included.
+/// Returns a [`ValueType`] that accepts texts that are not empty and have no control characters,
+/// line breaks and tabs included.
 pub(crate) fn text() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
     ValueType::of_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
 }
 
-/// Returns the value type of any scalar, read as the text that the file contains, because arguments
-/// and values of variables may look like numbers. Line breaks are allowed.
+/// Returns a [`ValueType`] that accepts any scalar, and reads it as the text that the file
+/// contains. Arguments and values of variables may look like numbers. Line breaks are allowed.
 pub(crate) fn verbatim() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
     ValueType::of_line("text", schema, read_verbatim, quote).with_expected("text")
 }
 
-/// Returns the value type of paths, which are texts without control characters.
+/// Returns a [`ValueType`] that accepts paths, which are texts without control characters.
 pub(crate) fn path() -> ValueType<PathBuf> {
     text().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Returns the value type of texts in a format. `pattern` is the regular expression of the format
-/// in JSON Schema, and `fits` is the exact check. `expected` describes the format in messages.
+/// Returns a [`ValueType`] that accepts texts in a format. `pattern` is the regular expression of
+/// the format in JSON Schema, and `fits` is the exact check. `expected` describes the format in
+/// messages.
 pub(crate) fn formatted_text(
     accepts: &'static str,
     expected: &'static str,
@@ -45,8 +46,8 @@ pub(crate) fn formatted_text(
     ValueType::of_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
 }
 
-/// Returns the value type of texts with placeholders such as `{run}`. A placeholder that is not in
-/// `names`, and a brace without a counterpart, are errors.
+/// Returns a [`ValueType`] that accepts texts with placeholders such as `{run}`. A placeholder that
+/// is not in `names`, and a brace without a counterpart, are errors.
 pub(crate) fn template(names: &'static [&'static str]) -> ValueType<String> {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{{{name}}}`")).collect();
     let accepts = format!("path with {}", quoted.join(" and "));

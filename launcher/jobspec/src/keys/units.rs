@@ -1,4 +1,4 @@
-//! Value types of durations and sizes.
+//! [`ValueType`]s of keys whose values are durations or sizes.
 use super::value_type::{ValueType, wrong_format_error};
 use crate::yaml::{
     format::format_duration,
@@ -8,28 +8,28 @@ use crate::yaml::{
 use serde_json::json;
 use std::ops::RangeInclusive;
 
-/// Returns the value type of durations, in milliseconds.
+/// Returns a [`ValueType`] that accepts durations such as `90s`, and converts them to milliseconds.
 pub(crate) fn duration() -> ValueType<u64> {
     let example = "a duration such as `500ms`, `10s`, `5m`, `2h`";
     number_with_unit("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
 }
 
-/// Returns the value type of durations in `range`, in milliseconds. `expected` describes the
-/// durations in messages.
+/// Returns a [`ValueType`] that accepts durations in `range`, and converts them to milliseconds.
+/// `expected` describes the durations in messages.
 pub(crate) fn duration_in(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
     duration().limited(expected, json!({}), move |ms| range.contains(ms))
 }
 
-/// Returns the value type of sizes of `least` bytes or more, in bytes. `expected` describes the
-/// sizes in messages.
+/// Returns a [`ValueType`] that accepts sizes of at least `least` bytes, such as `4KiB`, and
+/// converts them to bytes. `expected` describes the sizes in messages.
 pub(crate) fn size(least: u64, expected: &'static str) -> ValueType<u64> {
     let example = "a size such as `512KiB`, `100MB`, `1GiB`";
     number_with_unit("size", example, "B|[kK]B|[MGT]B|[KMGT]iB", "B", parse_size, |bytes| format!("{bytes}B"))
         .limited(expected, json!({}), move |bytes| *bytes >= least)
 }
 
-/// Returns the value type of texts that consist of a number and a unit. `units` is a regular
-/// expression, and `unit` the unit that the advice for a bare number names.
+/// Returns a [`ValueType`] that accepts texts that consist of a number and a unit. `units` is a
+/// regular expression for the unit. `unit` is the unit that the error for a bare number suggests.
 fn number_with_unit(
     accepts: &'static str,
     expected: &'static str,

@@ -58,7 +58,8 @@ impl<T: 'static> ValueType<T> {
         (self.print)(value)
     }
 
-    /// Formats a value as YAML on one line. Returns an empty text for a value without such a form.
+    /// Formats a value as YAML on one line. Returns an empty text for a value that has no such
+    /// form.
     pub(crate) fn print_line(&self, value: &T) -> String {
         match (self.print)(value) {
             Some(Printed::Line(line)) => line,
@@ -89,8 +90,8 @@ impl<T: 'static> ValueType<T> {
         self
     }
 
-    /// Converts the values to another type by `from` and back by `to`. A value for which `to`
-    /// returns `None` is not printed.
+    /// Returns a [`ValueType`] of the Rust type `U`. `from` converts a value after it was read, and
+    /// `to` converts it back to print it. A value for which `to` returns `None` is not printed.
     pub(crate) fn convert<U: 'static>(
         self,
         from: impl Fn(T) -> U + 'static,
@@ -165,7 +166,7 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
 }
 
 impl<T: 'static> ValueType<Vec<T>> {
-    /// Rejects an empty list. An empty list is printed by leaving out the key.
+    /// Rejects an empty list. An empty list in a decoded job is printed by leaving out the key.
     pub(crate) fn not_empty(self) -> Self {
         let expected = self.expected.clone();
         self.limited(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
@@ -179,7 +180,7 @@ impl<T: 'static> ValueType<Vec<T>> {
     }
 }
 
-/// Converts the values of a [`ValueType`] to a variant of an enum with one field, and back.
+/// Wraps the values of a [`ValueType`] in an enum variant with one field.
 macro_rules! in_variant {
     ($values:expr, $variant:path) => {
         $values.convert($variant, |value| match value {

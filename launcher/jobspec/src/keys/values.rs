@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 /// absent.
 #[derive(Debug, Default)]
 pub(crate) struct JobValues {
-    /// The name of a job without the key `name`.
+    /// The name that the job has if it does not contain the key `name`.
     pub(crate) default_name: String,
     values: Vec<(String, Printed)>,
 }
@@ -38,12 +38,13 @@ impl JobValues {
         })
     }
 
-    /// Returns the value of the key `path` as a number, or 0 if the key has no such value.
+    /// Returns the value of the key `path` as a number, or 0 if the value is absent or not a
+    /// number.
     pub(crate) fn number(&self, path: &str) -> f64 {
         self.get(path).and_then(|value| value.parse().ok()).unwrap_or(0.0)
     }
 
-    /// Returns the value of the key `path`, which is a text. Returns `None` if the key has no
+    /// Returns the value of the key `path` as text without quotes. Returns `None` if the key has no
     /// value.
     pub(crate) fn text(&self, path: &str) -> Option<String> {
         self.get(path).and_then(parse_default).map(|node| node.raw)
@@ -73,7 +74,8 @@ impl JobValues {
         self
     }
 
-    /// Returns the path and the value of each key. Entries of a block have paths below the key.
+    /// Appends the path and value of a key to `lines`, or for a block the paths and values of its
+    /// entries.
     pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
         fn add_lines(path: &str, value: &Printed, lines: &mut Vec<(String, String)>) {
             match value {

@@ -78,7 +78,7 @@ pub enum SaveInterval {
     Duration(u64),
 }
 
-/// Returns the value type of a number of steps, a duration, or `never`.
+/// Returns a [`ValueType`] that accepts a number of steps, a duration, or `never`.
 fn save_interval() -> ValueType<SaveInterval> {
     let schema = json!({"anyOf": [
         {"enum": ["never"]}, at_least::<u64>(1).schema, duration().schema,
@@ -125,7 +125,7 @@ const RNG_RULES: &[Rule] = &[Rule::no_effect(&[IN_PROGRAM, Condition::OneOf("res
     .text("`{key}` has no effect without `resume.from`")
     .help("set `resume.from`, or remove the key")];
 
-/// Returns the value type of `auto`, `never`, and paths of checkpoints.
+/// Returns a [`ValueType`] that accepts `auto`, `never`, and paths of checkpoints.
 fn resume_from() -> ValueType<ResumeFrom> {
     in_variant!(path(), ResumeFrom::Path)
         .or_keywords(&[("auto", ResumeFrom::Auto), ("never", ResumeFrom::Never)])

@@ -87,14 +87,15 @@ pub(crate) const ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["aut
 /// The condition that the job runs a program.
 pub(crate) const IN_PROGRAM: Condition = Condition::Given("run.command");
 
-/// Creates a rule about a key that only applies to built-in training on GPUs.
+/// Creates the rule that a key has no effect because the job is not a built-in training on GPUs.
+/// `when` are the conditions for this.
 const fn only_on_gpus(when: &'static [Condition]) -> Rule {
     Rule::no_effect(when)
         .text("`{key}` has no effect except in built-in training on GPUs")
         .help("set `cluster.devices: cuda`, or remove the key")
 }
 
-/// The rules that a key only has an effect in built-in training on GPUs.
+/// The rules that a key has no effect in programs, and no effect in training on CPUs.
 const WORKERS_PER_GPU_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS])];
 /// The rules that `comm_backend` only has an effect in built-in training on GPUs. On CPUs, workers
 /// communicate through the host, so only `nccl` is an error.
@@ -103,7 +104,7 @@ const COMM_BACKEND_RULES: &[Rule] = &[
     only_on_gpus(&[ON_CPUS, Condition::OneOf("cluster.comm_backend", &["nccl"])]),
     only_on_gpus(&[ON_CPUS]).warning(),
 ];
-/// The rules that the directories of CUDA libraries only have an effect in built-in training on
+/// The rules that the directories of CUDA libraries have an effect only in built-in training on
 /// GPUs.
 const LIBRARY_RULES: &[Rule] = &[only_on_gpus(&[IN_PROGRAM]), only_on_gpus(&[ON_CPUS]).warning()];
 
@@ -228,13 +229,13 @@ choices! {
     }
 }
 
-/// Returns the value type of `auto` and numbers of workers.
+/// Returns a [`ValueType`] that accepts `auto` and numbers of workers.
 fn workers_per_host() -> ValueType<WorkersPerHost> {
     in_variant!(integer(1..=1024), WorkersPerHost::Exactly).or_keywords(&[("auto", WorkersPerHost::Auto)])
 }
 
-/// Returns the value type of names of network interfaces, and of networks as an address and a
-/// prefix length.
+/// Returns a [`ValueType`] that accepts names of network interfaces, and networks as an address and
+/// a prefix length.
 fn interface_name() -> ValueType<String> {
     let expected = "the name of an interface or a network such as `10.1.0.0/16`";
     formatted_text(
@@ -245,7 +246,7 @@ fn interface_name() -> ValueType<String> {
     )
 }
 
-/// Returns the value type of `auto`, `cpu`, `cuda`, and lists of different GPU numbers.
+/// Returns a [`ValueType`] that accepts `auto`, `cpu`, `cuda`, and lists of different GPU numbers.
 fn devices() -> ValueType<DeviceSelection> {
     let schema = json!({"anyOf": [
         device_keywords().schema,
@@ -258,7 +259,7 @@ fn devices() -> ValueType<DeviceSelection> {
     })
 }
 
-/// Returns the value type of the keywords of `cluster.devices`.
+/// Returns a [`ValueType`] that accepts the keywords of `cluster.devices`.
 fn device_keywords() -> ValueType<DeviceSelection> {
     keywords(vec![
         ("auto", DeviceSelection::Auto),
@@ -267,7 +268,7 @@ fn device_keywords() -> ValueType<DeviceSelection> {
     ])
 }
 
-/// Returns the value type of lists of GPU numbers.
+/// Returns a [`ValueType`] that accepts lists of GPU numbers.
 fn gpu_numbers() -> ValueType<Vec<u32>> {
     described_list_of("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
 }

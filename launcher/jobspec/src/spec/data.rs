@@ -50,7 +50,7 @@ pub enum TokenizerSpec {
     File(PathBuf),
 }
 
-/// Returns the value type of `bytes` and paths of tokenizer.json files.
+/// Returns a [`ValueType`] that accepts `bytes` and paths of tokenizer.json files.
 fn tokenizer() -> ValueType<TokenizerSpec> {
     in_variant!(path().documented_as("path of a tokenizer.json"), TokenizerSpec::File)
         .or_keywords(&[("bytes", TokenizerSpec::Bytes)])

@@ -102,15 +102,16 @@ choices! {
 
 /// The largest number of sources in a mixture.
 const MAX_SOURCES: usize = 64;
-/// The keys that contain the files and the mixture.
+/// The path of the key that lists the files of a single data source.
 const FILES: &str = "train.data.files";
 const MIXTURE: &str = "train.data.mixture";
 
-/// The rule that the keys of `files` contradict a mixture, whose sources have these keys
-/// themselves.
+/// The rule that the settings of `files` conflict with `mixture`, because each source of a mixture
+/// has separate settings.
 const FILES_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::Given(MIXTURE)]).help("move the key into the sources of the mixture")];
-/// The rule [`LOSS_RULES`] for a job with `files`, whose keys are directly in `train.data`.
+/// The rule of [`LOSS_RULES`] for a job with `files`, in which `format` and `loss_on` are keys of
+/// `train.data`.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
@@ -118,7 +119,7 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 .text("`train.data.loss_on: assistant` requires `train.data.format: chat`")
 .help("set `train.data.format: chat`, or remove `loss_on`")];
 
-/// The entry of the data sources, which the job gives by `files` and its settings, or by `mixture`.
+/// The declaration of the data sources of a job: either `files` with its settings, or `mixture`.
 pub(crate) struct DataSources;
 
 /// Declares the keys of the data sources: those of one source, and `mixture`.
@@ -187,14 +188,14 @@ impl<S> Entry<S> for DataSources {
     }
 }
 
-/// Returns the keys of a source with their values.
+/// Returns the keys of a data source, each with its value in YAML.
 fn print_source(source: &DataSource) -> Vec<(String, Printed)> {
     let mut values = JobValues::default();
     source.print(&mut values);
     values.list_lines().into_iter().map(|(name, line)| (name, Printed::Line(line))).collect()
 }
 
-/// Returns the value type of mappings of names to data sources.
+/// Returns a [`ValueType`] that accepts mappings of names to data sources.
 fn mixture() -> ValueType<Vec<DataSource>> {
     let source = record::<DataSource>("source", SOURCE).schema;
     let schema = json!({
@@ -208,7 +209,7 @@ fn mixture() -> ValueType<Vec<DataSource>> {
     ValueType::new(accepts, schema, read_mixture, |_| None)
 }
 
-/// A source in messages.
+/// The description of a data source in error messages.
 const SOURCE: &str = "a mapping with `files`";
 
 /// Reads `train.data.mixture`. The sources are sorted by name, because the order of a mapping has

@@ -63,22 +63,24 @@ pub fn is_reserved_variable(name: &str) -> bool {
     RESERVED.iter().any(|(reserved, _)| *reserved == name)
 }
 
-/// The variables of `run.env`: those with a value in the job, and those whose values come from
+/// The variables of `run.env`: those with a value in the job, and those whose values are read from
 /// another source.
 type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
-/// The entry of the field `env`.
+/// The declaration of the field `env`: the variables whose values are written in the job.
 pub(crate) struct EnvironmentValues;
 
-/// The entry of the field `env_from`, which belongs to the key `env`.
+/// The declaration of the field `env_from`: the variables of the key `env` whose values are read
+/// from another source.
 pub(crate) struct EnvironmentSources;
 
-/// Declares the key `env`. The field contains the variables with a value in the job.
+/// Declares the key `env`. The field contains only the variables whose values are written in the
+/// job.
 pub(crate) fn environment() -> EnvironmentValues {
     EnvironmentValues
 }
 
-/// Declares the field of the variables of `env` whose values come from another source.
+/// Declares the field of the variables of the key `env` whose values are read from another source.
 pub(crate) fn environment_sources() -> EnvironmentSources {
     EnvironmentSources
 }
@@ -128,7 +130,7 @@ impl<S> Entry<S> for EnvironmentSources {
     }
 }
 
-/// Returns the value type of mappings of names to values, or to the sources of values.
+/// Returns a [`ValueType`] that accepts mappings of names to values, or to the sources of values.
 fn environment_type() -> ValueType<Environment> {
     let source = |key: &str, schema: Value| json!({"type": "object", "properties": {key: schema}, "required": [key], "additionalProperties": false});
     let value = json!({"anyOf": [

@@ -48,14 +48,15 @@ pub enum ExpertPlacement {
     Balanced,
     /// The rank of each expert, which is the same in all layers.
     Experts(BTreeMap<u32, u32>),
-    /// The rank of each expert in the layers that are named. The other layers are balanced.
+    /// The rank of each expert, for each of the named layers. The other layers are balanced.
     Layers(BTreeMap<u32, BTreeMap<u32, u32>>),
 }
 
-/// The values of `train.experts.placement`.
+/// The description of the values of `train.experts.placement` in docs/job.md and in messages.
 const PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
 
-/// `balanced`, a mapping of experts to ranks, or a mapping of layers to such mappings.
+/// Returns a [`ValueType`] that accepts `balanced`, a mapping of experts to ranks, or a mapping of
+/// layers to such mappings.
 fn placement() -> ValueType<ExpertPlacement> {
     let numbered = |values| {
         json!({"type": "object", "minProperties": 1, "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
@@ -77,12 +78,12 @@ fn placement() -> ValueType<ExpertPlacement> {
     })
 }
 
-/// Formats the ranks of experts.
+/// Formats a mapping of experts to ranks as YAML on one line.
 fn format_ranks(ranks: &BTreeMap<u32, u32>) -> String {
     format_map(ranks.iter().map(|(expert, rank)| (expert.to_string(), rank.to_string())))
 }
 
-/// Returns the value type of ranks within an expert-parallel group.
+/// Returns a [`ValueType`] that accepts ranks within an expert-parallel group.
 fn rank_in_group() -> ValueType<u32> {
     integer(0..=1023)
 }
@@ -110,8 +111,8 @@ fn read_placement(node: &YamlNode) -> ReadResult<ExpertPlacement> {
     }
 }
 
-/// Reads a mapping whose keys are numbers and whose values `read` reads. The error contains the
-/// mistakes of all entries. `what` describes the keys in messages.
+/// Reads a mapping whose keys are numbers. The function `read` reads each value. The error contains
+/// the mistakes of all entries. `what` describes the keys in messages.
 fn read_numbered_map<T>(
     entries: &[YamlEntry],
     what: &str,

@@ -1,4 +1,4 @@
-//! Facts about model families on which defaults and checks of `train.model` depend.
+//! Facts about model families that determine defaults and checks of `train.model`.
 
 /// The family of a new model whose job does not name one.
 pub(crate) const DEFAULT_FAMILY: &str = "llama";
@@ -6,10 +6,10 @@ pub(crate) const DEFAULT_FAMILY: &str = "llama";
 /// Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many key
 /// heads as query heads.
 pub(crate) const LEARNED_POSITIONS: &[&str] = &["gpt2"];
-/// Which families have another default of `intermediate_size`, for docs/job.md.
+/// The defaults of `intermediate_size` in the words of docs/job.md.
 pub(crate) const INTERMEDIATE_SIZE_DEFAULT: &str =
     "8/3 `hidden_size`, rounded up to a multiple of 16; `gpt2`: 4 `hidden_size`";
-/// Which families share the matrix of the embedding with the output layer, for docs/job.md.
+/// The defaults of `tie_word_embeddings` in the words of docs/job.md.
 pub(crate) const TIED_EMBEDDINGS_DEFAULT: &str = "`false`; `true` with `gpt2` and `gemma…`";
 
 /// Returns whether a family has learned positions and LayerNorm.

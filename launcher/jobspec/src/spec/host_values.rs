@@ -1,4 +1,4 @@
-//! Value types of `cluster.hosts`, of the filters of hosts, and of names of users and hosts.
+//! [`ValueType`]s for `cluster.hosts`, for filters of hosts, and for the names of users and hosts.
 use crate::{
     hosts::{MAX_HOSTS, parse_hosts},
     keys::{
@@ -34,10 +34,11 @@ pub enum HostSelection {
     File(PathBuf),
 }
 
-/// The values of `cluster.hosts` in messages.
+/// The description of the values of `cluster.hosts` in messages.
 const HOSTS: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns the value type of `auto`, `local`, `slurm`, lists of hosts, and `{file: hostfile}`.
+/// Returns a [`ValueType`] that accepts `auto`, `local`, `slurm`, lists of hosts, and `{file:
+/// hostfile}`.
 pub(crate) fn host_selection() -> ValueType<HostSelection> {
     let file = json!({"file": path().schema});
     let schema = json!({"anyOf": [
@@ -55,7 +56,7 @@ pub(crate) fn host_selection() -> ValueType<HostSelection> {
     })
 }
 
-/// Returns the value type of the keywords of `cluster.hosts`.
+/// Returns a [`ValueType`] that accepts the keywords of `cluster.hosts`.
 fn host_keywords() -> ValueType<HostSelection> {
     keywords(vec![
         ("auto", HostSelection::Auto),
@@ -128,8 +129,8 @@ fn reject_duplicate_hosts(node: &YamlNode, texts: &[String]) -> ReadResult<()> {
     Ok(())
 }
 
-/// Returns the value type of lists of DeepSpeed's filters. A single text is also accepted, as on
-/// DeepSpeed's command line.
+/// Returns a [`ValueType`] that accepts lists of DeepSpeed's filters. A single text is also
+/// accepted, as on DeepSpeed's command line.
 pub(crate) fn filters() -> ValueType<Vec<String>> {
     let filters =
         || described_list_of("list of text", "a list of filters such as `worker-0@worker-1:0,2`", text());
@@ -141,14 +142,14 @@ pub(crate) fn filters() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Returns the value type of login names that [`parse_hosts`] accepts before an `@`.
+/// Returns a [`ValueType`] that accepts login names that [`parse_hosts`] accepts before an `@`.
 pub(crate) fn user_name() -> ValueType<String> {
     formatted_text("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)
     })
 }
 
-/// Returns the value type of texts that name exactly one host.
+/// Returns a [`ValueType`] that accepts texts that name exactly one host.
 pub(crate) fn one_host() -> ValueType<String> {
     formatted_text("text: `[user@]host[:port]`", "one host: `[user@]host[:port]`", "^\\S+$", |text| {
         parse_hosts(text).is_ok_and(|hosts| hosts.len() == 1)

@@ -63,7 +63,7 @@ impl JobSpec {
 /// The largest length of a job's name.
 const MAX_NAME: usize = 100;
 
-/// Returns the value type of names of jobs, which are safe as a component of a path.
+/// Returns a [`ValueType`] that accepts job names that are safe as a component of a path.
 fn job_name() -> ValueType<String> {
     let expected = "a file name of at most 100 letters, digits, `.`, `_` and `-` that begins with a letter, a digit or `_`";
     let accepts = "text: letters, digits, `.`, `_`, `-`";
@@ -72,13 +72,13 @@ fn job_name() -> ValueType<String> {
     })
 }
 
-/// Returns whether the name of a job may contain a character.
+/// Returns whether the name of a job, which is a part of paths, may contain the character `c`.
 fn is_safe_in_path(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')
 }
 
-/// Makes a valid name of a job from any text, by replacing other characters by `-`. Returns
-/// `default` if no character is left.
+/// Makes a valid job name from any text, by replacing other characters by `-`. Returns `default` if
+/// no character is left.
 pub fn make_job_name(text: &str, default: &str) -> String {
     let safe: String =
         text.chars().take(MAX_NAME).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();

@@ -41,7 +41,7 @@ section! {
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .help("remove it; adapter_config.json of the directory has {name}")];
 
-/// Returns the value type of `all-linear` and lists of at least one matrix name.
+/// Returns a [`ValueType`] that accepts `all-linear` and lists of at least one matrix name.
 fn targets() -> ValueType<LoraTargets> {
     let names =
         described_list_of("list of module names", "a list of names such as `[q_proj, v_proj]`", text());

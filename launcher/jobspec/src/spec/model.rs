@@ -96,7 +96,7 @@ impl ModelSpec {
     }
 }
 
-/// Returns the value type of sizes and of `auto`, for which the field has the value 0.
+/// Returns a [`ValueType`] that accepts sizes and `auto`. The value `auto` becomes 0.
 fn size_or_auto() -> ValueType<u32> {
     integer(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

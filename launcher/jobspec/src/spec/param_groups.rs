@@ -1,4 +1,4 @@
-//! `train.optimizer.groups`, and value types of patterns and decay rates.
+//! `train.optimizer.groups`, and [`ValueType`]s for patterns and decay rates.
 use crate::keys::{
     collections::{list_of, pair_of},
     info::{Condition, Rule},
@@ -30,17 +30,17 @@ section! {
     pub momentum: Option<f64> = Key::optional(share(), UNCHANGED);
 }
 
-/// The default of a key of a group.
+/// The description in docs/job.md of the default of a group's hyper-parameters.
 const UNCHANGED: &str = "the value of `train.optimizer`";
-/// The rule that a group has either `lr` or the key that scales the learning rate.
+/// The rule that a group has `lr` or `lr_scale`, but not both.
 const SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).help("keep one of them")];
 
-/// Returns the value type of lists of patterns of parameter names.
+/// Returns a [`ValueType`] that accepts lists of patterns of parameter names.
 pub(crate) fn patterns() -> ValueType<Vec<String>> {
     list_of("list of patterns", text())
 }
 
-/// Returns the value type of the decay rates of moments, which are two numbers from 0 to below 1.
+/// Returns a [`ValueType`] that accepts decay rates of moments: two numbers from 0 to below 1.
 pub(crate) fn betas() -> ValueType<(f64, f64)> {
     pair_of("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share())
 }

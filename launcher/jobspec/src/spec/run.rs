@@ -99,8 +99,8 @@ section! {
     pub logs: LogsSpec = inner();
 }
 
-/// Returns the value type of leases: the time without messages after which the other side counts as
-/// lost. A lease is longer than the interval of heartbeats.
+/// Returns a [`ValueType`] that accepts leases: the time without messages after which the other
+/// side counts as lost. A lease is longer than the interval of heartbeats.
 fn lease() -> ValueType<u64> {
     duration_in(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }

@@ -1,4 +1,4 @@
-//! Value types of `run.command` and `run.pass_env`.
+//! [`ValueType`]s for `run.command` and `run.pass_env`.
 use crate::{
     keys::{
         collections::described_list_of,
@@ -13,14 +13,15 @@ use crate::{
 use diagnostic::codes::job as codes;
 use serde_json::json;
 
-/// Returns the value type of lists of a program and its arguments. The items are not interpreted.
+/// Returns a [`ValueType`] that accepts lists of a program and its arguments. The items are not
+/// interpreted.
 pub(crate) fn command() -> ValueType<Vec<String>> {
     let words = || described_list_of("list of text", COMMAND, verbatim());
     let schema = json!({"type": "array", "items": verbatim().schema, "minItems": 1});
     ValueType::new("list of text", schema, read_command, move |list| words().print(list))
 }
 
-/// The command in messages.
+/// The description of a value of `run.command` in messages.
 const COMMAND: &str = "a list: the program and its arguments";
 
 /// Reads `run.command`.
@@ -40,8 +41,8 @@ fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     }
 }
 
-/// Returns the value type of patterns of names of environment variables. A pattern consists of
-/// letters, digits, `_`, `*` for any text and `?` for any character.
+/// Returns a [`ValueType`] that accepts patterns of names of environment variables. A pattern
+/// consists of letters, digits, `_`, `*` for any text and `?` for any character.
 pub(crate) fn variable_pattern() -> ValueType<String> {
     formatted_text("pattern", "a name or a pattern such as `HF_*`", "^[A-Za-z0-9_*?]{1,200}$", |pattern| {
         let fits = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '*' || c == '?';

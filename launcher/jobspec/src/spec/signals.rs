@@ -39,7 +39,7 @@ choices! {
     }
 }
 
-/// Returns the value type of mappings of signals to actions.
+/// Returns a [`ValueType`] that accepts mappings of signals to actions.
 pub(crate) fn signals() -> ValueType<Signals> {
     let action = choice::<SignalAction>().schema;
     let schema = json!({

@@ -54,18 +54,20 @@ const MAX_SIGNAL_TIME: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME: u64 = 36_525 * 86_400_000;
 
-/// Returns the value type of durations from one minute to [`MAX_TIME`], in milliseconds.
+/// Returns a [`ValueType`] that accepts durations from one minute to [`MAX_TIME`], and converts
+/// them to milliseconds.
 fn time_limit() -> ValueType<u64> {
     duration_in(60_000..=MAX_TIME, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
-/// Returns the value type of durations from one second to [`MAX_SIGNAL_TIME`], in milliseconds.
+/// Returns a [`ValueType`] that accepts durations from one second to [`MAX_SIGNAL_TIME`], and
+/// converts them to milliseconds.
 fn signal_time() -> ValueType<u64> {
     duration_in(1000..=MAX_SIGNAL_TIME, "a duration from `1s` to `65535s`")
 }
 
-/// Returns the value type of names of partitions, accounts or QOS, separated by commas.
+/// Returns a [`ValueType`] that accepts names of partitions, accounts or QOS, separated by commas.
 fn slurm_name() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+`";
     formatted_text("text", expected, "^[A-Za-z0-9_.,:/@+][A-Za-z0-9_.,:/@+-]{0,254}$", |name| {
@@ -74,8 +76,8 @@ fn slurm_name() -> ValueType<String> {
     })
 }
 
-/// Returns the value type of options of sbatch, such as `--constraint=a100`. Each option becomes
-/// one line of the batch script.
+/// Returns a [`ValueType`] that accepts options of sbatch, such as `--constraint=a100`. Each option
+/// becomes one line of the batch script.
 fn sbatch_option() -> ValueType<String> {
     formatted_text("text", "an option of sbatch such as \"--constraint=a100\"", "^--.+$", |option| {
         option.starts_with("--") && option.len() > 2 && option.len() <= 1024

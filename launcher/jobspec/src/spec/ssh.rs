@@ -55,7 +55,7 @@ pub enum SshConfig {
     File(PathBuf),
 }
 
-/// Returns the value type of `default`, `none`, and paths of configuration files.
+/// Returns a [`ValueType`] that accepts `default`, `none`, and paths of configuration files.
 fn ssh_config() -> ValueType<SshConfig> {
     in_variant!(path(), SshConfig::File)
         .or_keywords(&[("default", SshConfig::Default), ("none", SshConfig::None)])

@@ -140,16 +140,17 @@ const ATTENTION_RULES: &[Rule] = &[
 /// The condition that the job requires attention by cuDNN.
 const CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
-/// Returns `true`, the value of switches that older stored jobs do not contain.
+/// Returns `true`, the default of switches that a job stored by an earlier release may lack.
 fn enabled_by_default() -> bool {
     true
 }
 
-/// Serializes `deterministic` in the form of checkpoint manifests, as the field `numerics` with the
+/// Serializes `deterministic` as checkpoint manifests store it: as the field `numerics` with the
 /// value `Reproducible` or `Fast`.
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+    /// The value of the field `numerics` in a checkpoint manifest.
     #[derive(Serialize, Deserialize)]
     enum Numerics {
         Reproducible,

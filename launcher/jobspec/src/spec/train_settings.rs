@@ -79,7 +79,7 @@ impl From<OffloadTarget> for PathBuf {
     }
 }
 
-/// Returns the value type of `{optimizer: cpu}` and `{optimizer: path}`.
+/// Returns a [`ValueType`] that accepts `{optimizer: cpu}` and `{optimizer: path}`.
 fn offload_target() -> ValueType<OffloadTarget> {
     let schema = json!({
         "type": "object",
@@ -92,7 +92,7 @@ fn offload_target() -> ValueType<OffloadTarget> {
     })
 }
 
-/// The values of `train.zero.offload` other than `none`.
+/// The description in messages of the values of `train.zero.offload` other than `none`.
 const OFFLOAD: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
 
 /// Reads `train.zero.offload`, unless it is `none`.
@@ -202,7 +202,7 @@ impl CudaGraphMode {
     }
 }
 
-/// Returns the value type of `auto`, `true` and `false`.
+/// Returns a [`ValueType`] that accepts `auto`, `true` and `false`.
 pub(crate) fn cuda_graph_mode() -> ValueType<CudaGraphMode> {
     let mode = |on| if on { CudaGraphMode::Always } else { CudaGraphMode::Never };
     boolean()

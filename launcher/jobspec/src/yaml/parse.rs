@@ -60,7 +60,8 @@ struct YamlTreeBuilder<'t> {
     text: &'t str,
     source: u32,
     base: u32,
-    /// The byte offset of each character of `text`; empty if `text` is ASCII.
+    /// The byte offset of each character of `text`; empty if `text` is ASCII, because offsets and
+    /// indices are then equal.
     offsets: Vec<u32>,
     open: Vec<OpenNode>,
     /// The complete nodes that have an anchor, by the number of the anchor.
@@ -108,7 +109,7 @@ impl<'t> YamlTreeBuilder<'t> {
         self.make_span(start, end.max(start))
     }
 
-    /// Creates the span of the bytes `start..end` of `text`.
+    /// Creates the [`SourceSpan`] of the bytes `start..end` of `text`.
     fn make_span(&self, start: u32, end: u32) -> SourceSpan {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }

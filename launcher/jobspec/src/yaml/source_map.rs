@@ -102,8 +102,9 @@ impl SourceMap {
         self.keys.contains_key(path)
     }
 
-    /// Returns the location of the value of the key `path`. If the key is absent, returns the
-    /// location of its nearest parent that is written, or else that of the file.
+    /// Returns the location of the value of the key `path`. If the job does not contain the key,
+    /// returns the location of the nearest section around it that the job contains, or else of the
+    /// whole file.
     pub fn locate_key(&self, path: &str) -> Location {
         if let Some(spans) = self.keys.get(path) {
             return self.locate_span(spans.shown);

@@ -27,9 +27,10 @@ pub struct HostInventory {
     pub topology: CpuTopology,
     /// The GPUs of the host, ordered by their device number.
     pub gpus: Vec<GpuDevice>,
-    /// Environment variables that workers inherit. In the report of an agent, only the variables of
-    /// [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. Otherwise also the variables of
-    /// [`jobspec::env::USER_OVERRIDABLE`] that the user has set.
+    /// Environment variables that workers inherit. The report of an agent contains only the
+    /// variables of [`jobspec::env::VISIBLE_DEVICES`] that are set on its host. In the controller,
+    /// the inventory also contains the variables of [`jobspec::env::USER_OVERRIDABLE`] that the
+    /// user has set.
     #[serde(rename = "visible_devices")]
     pub inherited_env: Vec<(String, String)>,
 }

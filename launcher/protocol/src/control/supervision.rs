@@ -32,8 +32,8 @@ pub struct SupervisionTerms {
     pub token: ControllerToken,
     /// The number of the agent among those that the controller has started.
     pub number: u64,
-    /// The silence after which another controller may replace this one, in milliseconds
-    /// (`run.host_lease`).
+    /// The silence of this controller after which another controller may replace it, in
+    /// milliseconds (`run.host_lease`).
     pub host_lease_ms: u64,
     /// The silence after which the controller counts as lost, in milliseconds
     /// (`run.controller_lease`).
@@ -44,8 +44,9 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// Asks the agent that is already alive on a host to obey another controller, or to end. The first
-/// message on a connection to a new `launch agent` process, which passes it on to that agent.
+/// Asks the agent that already runs on a host to obey another controller, or to end. The controller
+/// sends this message first on a connection to a new `launch agent` process, which forwards the
+/// message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachRequest {
     /// The version of the control protocol.
@@ -67,9 +68,10 @@ pub struct AttachRequest {
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.
     Adopt,
-    /// The agent is to kill its workers and to end, because the controller no longer counts on it.
+    /// The agent is to kill its workers and to end, because the controller no longer uses it.
     Evict {
-        /// The first number that an agent of the same controller may have to stay alive.
+        /// The agent ends if it obeys the same controller and its number is smaller than this one,
+        /// or if it obeys an earlier controller.
         below: u64,
     },
 }
@@ -86,7 +88,7 @@ pub enum AttachRejection {
         /// The time since the last message of that controller, in milliseconds.
         silent_ms: u64,
     },
-    /// The agent has obeyed a controller with this token, which is not smaller than that of the
+    /// The agent has obeyed a controller whose token is greater than or equal to that of the
     /// request.
     Stale {
         /// The token of the last controller.
@@ -108,8 +110,8 @@ pub struct AdoptedAgent {
     pub number: u64,
     /// The hardware and environment of the host.
     pub inventory: HostInventory,
-    /// The sequence number of the newest report; 0 if there is none. The agent repeats its reports
-    /// up to this one.
+    /// The sequence number of the agent's newest report; 0 if there is none. The agent repeats its
+    /// reports up to this one to the new controller.
     pub last_report: u64,
     /// The newest memo of the previous controllers.
     pub memo: Option<String>,

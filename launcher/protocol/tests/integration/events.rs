@@ -70,6 +70,7 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
     })
 }
 
+/// Returns new values of all reloadable keys, for examples of events.
 fn reload_values() -> ReloadValues {
     let source = jobspec::JobSource::Text {
         name: "job.yaml".into(),
@@ -202,6 +203,7 @@ fn a_reason_of_a_later_version_is_unknown() {
 
 // ---- documentation ----
 
+/// Reads docs/events.md.
 fn read_documentation() -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/events.md");
     fs::read_to_string(path).expect("docs/events.md")
@@ -215,8 +217,8 @@ fn find_section<'a>(page: &'a str, title: &str) -> &'a str {
     &rest[..rest.find("\n## ").unwrap_or(rest.len())]
 }
 
-/// Reads one column of the tables of a section. Considers the rows whose first cells are `leading`,
-/// and returns the cell after these, without backticks.
+/// Reads one column of the tables of a section. Considers only the rows whose first cells are
+/// `leading`, and returns the next cell of each row, without backticks.
 fn read_table_column(section: &str, leading: &[&str]) -> BTreeSet<String> {
     let cell = |cell: &str| cell.trim().trim_matches('`').to_owned();
     let rows = section.lines().filter(|line| line.starts_with("| `"));
