@@ -38,7 +38,7 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 /// A function that gives its input to a parser and ignores the result.
 type Target = fn(&[u8]);
 
-/// The targets by name. `fuzz/run` reads the names from these lines.
+/// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
 const TARGETS: [(&str, Target); 17] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),

@@ -28,7 +28,7 @@ mod watchdog;
 
 pub use startup::{AgentOptions, main};
 
-/// Re-exports the agent's state machine for the simulated cluster in the controller's tests.
+/// Makes the agent's state machine available to the simulated cluster in the controller's tests.
 #[cfg(test)]
 pub(crate) mod simulated {
     pub(crate) use super::core::{AgentAction, AgentCore, AgentInput, GroupSignal};

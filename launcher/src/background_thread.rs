@@ -20,11 +20,11 @@ type Job = Box<dyn FnOnce() + Send>;
 /// handle are dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct BackgroundThread {
-    /// Closes the queue when the last handle is dropped.
+    /// The queue of the thread, which is closed when the last handle is dropped.
     queue: Arc<OpenQueue>,
 }
 
-/// The queue of a thread, as long as a handle exists.
+/// Closes the queue of a thread when the last handle of the thread is dropped.
 #[derive(Debug)]
 struct OpenQueue(Arc<JobQueue>);
 
@@ -41,7 +41,7 @@ struct JobQueue {
     /// The limit of the size of the waiting jobs, in bytes.
     max_bytes: usize,
     state: Mutex<QueueState>,
-    /// Signals every change of the state.
+    /// Notifies waiting threads of every change of the state.
     changed: Condvar,
 }
 
@@ -57,7 +57,7 @@ struct QueueState {
     ended: u64,
     /// The number of jobs that were accepted.
     accepted: u64,
-    /// Whether no further job can come.
+    /// Whether the last handle was dropped, so that no further job can arrive.
     is_closed: bool,
 }
 
@@ -124,8 +124,8 @@ impl BackgroundThread {
         self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Blocks until all jobs so far have ended, but at most for `limit`. Returns whether they have
-    /// ended.
+    /// Blocks until all jobs so far have ended, but at most for `limit`. Returns whether all of
+    /// them have ended.
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         let queue = &self.queue.0;
         let state = queue.lock();
@@ -156,9 +156,9 @@ impl WriteRetries {
 
 /// Writes all of `bytes`, and repeats failed writes until they succeed or `retries` ends the
 /// repetitions. A write that succeeded in part continues behind its last byte. `on_failure` is
-/// called with the first error. Returns the number of bytes that are not written, and the error
-/// that does not pass by itself, such as that of a closed descriptor, or whose repetitions have
-/// ended.
+/// called with the first error. Fails with the number of unwritten bytes and the last error if
+/// `retries` ends the repetitions, or if the error is permanent, such as that of a closed
+/// descriptor.
 ///
 /// Blocks for as long as the disk is full or stalls, so it is called in jobs of a
 /// [`BackgroundThread`] only.
@@ -188,7 +188,7 @@ pub(crate) fn write_persistently(
     Ok(())
 }
 
-/// The growing pauses between the repetitions of an operation.
+/// Computes the growing pauses between the repetitions of an operation.
 #[derive(Debug, Default)]
 pub(crate) struct RetryPauses {
     failures: u32,

@@ -39,7 +39,7 @@ const NETWORK_MAGICS: [i64; 11] = [
 pub(crate) enum WatchTarget {
     /// A file. The file may be missing, be replaced by another file, or be a symbolic link.
     File(PathBuf),
-    /// A directory with everything below it. Symbolic links are not followed.
+    /// A directory and everything below it. Symbolic links are not followed.
     Tree(PathBuf),
 }
 
@@ -82,8 +82,9 @@ impl ChangeWatcher {
         _ = timeout(limit, self.changed.notified()).await;
     }
 
-    /// Watches the paths that currently belong to the target. Returns whether they differ from the
-    /// watched ones. `is_polled` decides whether a path is polled.
+    /// Updates the watches to the paths that currently belong to the target. Returns whether these
+    /// paths differ from those that were watched before. `is_polled` decides whether a path is
+    /// polled.
     fn watch_current_paths(&mut self, is_polled: fn(&Path) -> bool) -> bool {
         let watched = list_watched_paths(&self.target, is_polled);
         if watched == self.watched {
@@ -140,8 +141,9 @@ impl ChangeWatcher {
     }
 }
 
-/// Returns whether an event of inotify may be a change. Opening and reading are not. A write is one
-/// when the file is closed, so that a log file in the same directory causes no wake-ups.
+/// Returns whether an event of inotify may be a change of the target. Opening and reading a file
+/// are no changes. A write counts when the file is closed, so that a log file in the same directory
+/// causes no wake-ups.
 fn is_change(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,

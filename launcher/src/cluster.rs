@@ -72,7 +72,7 @@ pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
     PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
 }
 
-/// Returns whether SIGTERM of this process means that the batch system is about to end the job.
+/// Returns whether a SIGTERM to this process means that the batch system is about to end the job.
 pub(crate) fn sends_termination() -> bool {
     PROVIDERS.iter().any(|provider| provider.sends_termination())
 }

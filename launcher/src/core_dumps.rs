@@ -1,5 +1,5 @@
-//! Core dumps of the controller and the agents. Their memory contains the job's key and the values
-//! of secret variables, and a core file is readable by whoever collects core files.
+//! Disables core dumps of the controller and the agents. Their memory contains the job's key and
+//! the values of secret variables, which everyone who collects core files could read.
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
@@ -7,7 +7,8 @@ use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 /// files. At the limit 0 it starts such a program.
 const NO_CORE_DUMP: rlim_t = 1;
 
-/// The limits with which this process was started, after [`disable_core_dumps`].
+/// The limits of core dumps with which this process was started; empty before
+/// [`disable_core_dumps`].
 static INHERITED: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
 /// Prevents core dumps of this process. Processes that it starts inherit the setting, unless they
@@ -19,7 +20,8 @@ pub(crate) fn disable_core_dumps() -> io::Result<()> {
 }
 
 /// Gives the process that `command` starts the limit of core dumps with which this process was
-/// started. For workers, and for agents, which pass it on to their workers.
+/// started. The function is called for workers, and for agents, which pass the limit on to their
+/// workers.
 pub(crate) fn restore_core_dumps(command: &mut Command) {
     let Some((soft, hard)) = INHERITED.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.
@@ -30,7 +32,7 @@ pub(crate) fn restore_core_dumps(command: &mut Command) {
 mod tests {
     use super::*;
 
-    /// Changes the limits of this process, so that no other test may check them.
+    /// Changes the limits of this process, so no other test may check the limits.
     #[test]
     fn a_child_has_the_limits_that_this_process_had() {
         let limit_of_child = |restore: bool| {

@@ -46,7 +46,7 @@ pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, is_own)
 }
 
-/// Opens a file like [`open_own_file`]. Fails if the path is a symbolic link.
+/// Opens a file as [`open_own_file`] does, but fails if the path is a symbolic link.
 pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
     open_checked(path, libc::O_NOFOLLOW, is_own)
 }
@@ -56,7 +56,8 @@ fn is_own(metadata: &Metadata) -> bool {
     metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o002 == 0
 }
 
-/// Opens a regular file for reading that passes a check.
+/// Opens a regular file for reading, with additional flags of open(2). Fails if `is_accepted`
+/// returns `false` for the metadata of the file.
 fn open_checked(path: &Path, flags: i32, is_accepted: fn(&Metadata) -> bool) -> io::Result<File> {
     // Without O_NONBLOCK, the open of a pipe waits for a writer.
     let flags = flags | libc::O_NONBLOCK | libc::O_NOCTTY;

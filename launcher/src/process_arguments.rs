@@ -1,4 +1,5 @@
-//! The arguments of this process as other users of the machine see them in lists of processes.
+//! Hides secrets in the arguments of this process, which other users of the machine see in lists of
+//! processes.
 use jobspec::hide_secret_values;
 use std::{ffi::OsString, fs, os::unix::ffi::OsStringExt};
 
@@ -19,8 +20,8 @@ pub(crate) unsafe fn hide_secret_arguments() {
     }
 }
 
-/// Overwrites an argument from the first difference on if it contains the value of a secret
-/// variable.
+/// Overwrites the end of an argument with `*`, beginning with the first secret value in it. Does
+/// nothing if the argument contains no secret value.
 fn hide_in_place(argument: &mut [u8]) {
     let hidden = hide_secret_argument(OsString::from_vec(argument.to_vec())).into_vec();
     if let Some(from) = argument.iter().zip(&hidden).position(|(a, b)| a != b) {
@@ -28,7 +29,7 @@ fn hide_in_place(argument: &mut [u8]) {
     }
 }
 
-/// Returns an argument without the values of secret variables.
+/// Returns a copy of an argument in which `*` replaces the values of secret variables.
 pub(crate) fn hide_secret_argument(argument: OsString) -> OsString {
     match hide_secret_values(&argument.to_string_lossy()) {
         hidden if hidden == argument.to_string_lossy() => argument,

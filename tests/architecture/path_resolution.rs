@@ -175,7 +175,8 @@ impl<'k> Resolver<'k> {
         targets
     }
 
-    /// Returns the items of other crates that `name` can be through the module's glob imports.
+    /// Returns the items of other crates that the name `name` may refer to, through the module's
+    /// glob imports.
     fn list_external_candidates(&mut self, module: ModuleId, name: &str) -> Vec<Target> {
         let krate = self.krate;
         let mut candidates = Vec::new();

@@ -108,9 +108,9 @@ impl ActiveRun {
     }
 }
 
-/// Waits until the hosts with these names have no process of a job. Then checks that shared memory
-/// is empty and that the executable is the only file in launch's cache on each host. Panics if
-/// processes remain after [`WAIT_LIMIT`], or if a check fails.
+/// Waits until the hosts with these names have no process of a job. Then checks on each host that
+/// shared memory is empty, and that launch's cache contains no file other than the executable.
+/// Panics if processes remain after [`WAIT_LIMIT`], or if a check fails.
 fn assert_nothing_left(hosts: &SimulatedHosts, names: &[&str]) {
     let began = Instant::now();
     loop {

@@ -30,7 +30,8 @@ if "EXIT_CODE" in os.environ:
     sys.exit(int(os.environ["EXIT_CODE"]))
 "#;
 
-/// The variables whose values depend on the run, the port or the shell.
+/// The variables that are not compared, because their values depend on the run, the port or the
+/// shell.
 const RUN_VARIABLES: [&str; 9] = [
     "MASTER_ADDR",
     "MASTER_PORT",

@@ -23,8 +23,8 @@ fn run_gpu_check(libraries: &Path, arguments: &[&str]) -> (Option<i32>, String) 
     run_gpu_check_with(libraries, arguments, DEFAULT_SETTING)
 }
 
-/// Runs `scripts/gpu-check` with an additional setting of the emulated GPU. Otherwise equal to
-/// [`run_gpu_check`].
+/// Runs `scripts/gpu-check` as [`run_gpu_check`] does, with an additional setting of the emulated
+/// GPU.
 fn run_gpu_check_with(
     libraries: &Path,
     arguments: &[&str],
@@ -525,8 +525,8 @@ fn failures_of_gpus_and_their_libraries_are_reported_once() {
     run_on_emulated_gpu(&job_dir, &set, ("LD_LIBRARY_PATH", "/nowhere")).expect_success();
 }
 
-/// The benchmark against PyTorch trains the models that `launch gpu-check --models` describes, and
-/// its table has the results of both.
+/// Checks that the benchmark against PyTorch trains the models that `launch gpu-check --models`
+/// describes, and that its table has the results of both.
 #[test]
 fn the_benchmark_trains_the_same_models_with_pytorch() {
     let Some(python) = support::find_python_or_skip("the_benchmark_trains_the_same_models_with_pytorch")

@@ -35,7 +35,7 @@ use std::{
 /// The number, loss and gradient norm of each step, with the floats as bits.
 type StepLosses = Vec<(u64, u64, u64)>;
 
-/// A worker that has ended.
+/// How a worker process ended: its exit code, its final report, and the time of its end.
 struct EndedWorker {
     exit_code: Option<i32>,
     /// The exit reason and error in the final report; `None` if the worker reported no failure.
@@ -73,8 +73,7 @@ fn run_workers(
     run_workers_with_env(job_dir, hosts, &[], edit_job, on_step)
 }
 
-/// Runs the job with additional environment variables for all workers. Otherwise equal to
-/// [`run_workers`].
+/// Runs a job as [`run_workers`] does, with additional environment variables for all workers.
 fn run_workers_with_env(
     job_dir: &JobDirectory,
     hosts: &[u32],
@@ -171,7 +170,7 @@ fn build_init_message(
 /// The number of the only attempt of each run.
 const ATTEMPT: u32 = 4;
 
-/// The agents of all simulated hosts, as far as workers need them.
+/// The agents of all simulated hosts, of which the test plays the part that workers use.
 struct TestAgents<'a> {
     /// The host of each rank.
     hosts: &'a [u32],

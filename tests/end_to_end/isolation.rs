@@ -142,7 +142,8 @@ fn assert_private(directory: &Path) {
     }
 }
 
-/// A `run.json` below the current directory may come from an archive, and name any process.
+/// Checks that `launch stop` signals no process because of a `run.json` below the current
+/// directory. Such a file may come from an archive, and name any process.
 #[test]
 fn stop_signals_no_process_that_a_planted_record_names() {
     let job_dir = JobDirectory::new();

@@ -1,5 +1,5 @@
-//! Tests what another user of the machine can do to a running job: nothing that has an effect. The
-//! other user is the uid 65534, so the tests need root.
+//! Tests that another user of the machine cannot affect a running job. The other user is the uid
+//! 65534, so the tests need root.
 use crate::support::{FinishedRun, JobDirectory, environment::clean_command, output_to_text, report_skip};
 use std::{
     collections::BTreeSet,
@@ -19,9 +19,10 @@ const OTHER_USER: u32 = 65_534;
 /// The longest wait for a condition.
 const WAIT_LIMIT: Duration = Duration::from_secs(40);
 
-/// Connects to each address of the arguments again and again until it is killed: `PORT`, or `@NAME`
-/// for a socket in the abstract namespace. Sends a set request of the store, the begin of a
-/// handshake of an agent, or random bytes, and leaves some connections open. Prints each answer.
+/// The Python program of the attacker. The arguments are addresses: `PORT`, or `@NAME` for a socket
+/// in the abstract namespace. The program connects to them again and again until it is killed. It
+/// sends a set request of the store, the begin of a handshake of an agent, or random bytes, and
+/// leaves some connections open. It prints each answer.
 const ATTACK_SOCKETS: &str = "\
 import os, socket, struct, sys, time
 text = lambda t: struct.pack('<Q', len(t)) + t
@@ -268,7 +269,8 @@ open('value', 'wb').write(s.recv(length, socket.MSG_WAITALL))
     assert_eq!(warnings, 1, "one warning for each address and minute: {text}");
 }
 
-/// The other user takes the name of an agent's socket as soon as the agent has ended.
+/// Checks that a new agent takes another name for its socket if another user takes the name of the
+/// ended agent's socket.
 #[test]
 fn another_user_cannot_keep_agents_from_their_socket() {
     if !can_become_other_user("another_user_cannot_keep_agents_from_their_socket") {
@@ -323,7 +325,8 @@ time.sleep(1000)
     FinishedRun::from_output(&output).expect_success();
 }
 
-/// A `run.json` of another user, in a directory that users share, is no run.
+/// Checks that a `run.json` of another user, in a directory that users share, is not treated as a
+/// run.
 #[test]
 fn a_planted_run_of_another_user_is_ignored() {
     if !can_become_other_user("a_planted_run_of_another_user_is_ignored") {

@@ -29,8 +29,9 @@ fn split_words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Python, numpy and torch load the files that `launch ckpt rng` writes for another number of
-/// ranks. Their next 1,000 draws agree with the mode that is recorded for each RNG stream.
+/// Checks that Python, numpy and torch load the files that `launch ckpt rng` writes for another
+/// number of ranks, and that their next 1,000 draws agree with the mode that is recorded for each
+/// RNG stream.
 #[test]
 fn draws_from_prepared_files_follow_the_rule() {
     let Some(python) = support::find_python_or_skip("draws_from_prepared_files_follow_the_rule") else {
@@ -100,8 +101,8 @@ fn draws_from_prepared_files_follow_the_rule() {
     assert_rejections(&job_dir, &dir("a"));
 }
 
-/// Checks which calls of `launch ckpt rng` are rejected for the directory `a`, which has two ranks
-/// with different torch streams. Changes that directory.
+/// Checks which calls of `launch ckpt rng` succeed and which are rejected for the directory `a`,
+/// which has the files of two ranks with different torch streams. Changes that directory.
 fn assert_rejections(job_dir: &JobDirectory, a: &Path) {
     let from = a.display().to_string();
     let succeeds = |args: &[&str]| {

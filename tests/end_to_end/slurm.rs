@@ -607,8 +607,8 @@ fn preempted_jobs_save_are_requeued_and_resume() {
     cluster.assert_nothing_left();
 }
 
-/// Writes every packet of the node to `capture`, from the creation of `capturing` to that of
-/// `stop`.
+/// A Python program that writes every network packet of its node to the file `capture`. The program
+/// creates the file `capturing` when it begins, and ends when the file `stop` exists.
 const CAPTURE: &str = "\
 import os, socket
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -625,8 +625,8 @@ with open('capture', 'wb') as out:
 open('captured', 'w').close()
 ";
 
-/// The job gets its secrets from the job file, a file, two variables and the command line, and
-/// prints one line on each node.
+/// Checks that the captured packets contain no secret. The job gets its secrets from the job file,
+/// a file, two variables and the command line, and prints one line on each node.
 #[test]
 fn a_packet_capture_of_a_job_on_two_nodes_contains_no_secret() {
     let test = "a_packet_capture_of_a_job_on_two_nodes_contains_no_secret";

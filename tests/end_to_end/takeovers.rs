@@ -44,7 +44,7 @@ fn wait_until(what: &str, mut is_true: impl FnMut() -> bool) {
     }
 }
 
-/// Returns a duration in seconds: that of the variable, or `seconds`.
+/// Returns the number of seconds in an environment variable; `seconds` if the variable is not set.
 fn read_seconds(variable: &str, seconds: u64) -> Duration {
     let value = env::var(variable).ok().and_then(|value| value.parse().ok());
     Duration::from_secs(value.unwrap_or(seconds))

@@ -19,7 +19,7 @@ const MAX_LISTED_FINDINGS: usize = 60;
 
 // --- the rules ----------------------------------------------------------------------------------
 
-/// A pattern that prose must not contain, with the advice what to write in its place.
+/// A pattern that prose must not contain, and advice on what to write instead.
 struct BannedPattern {
     pattern: Regex,
     replacement: String,

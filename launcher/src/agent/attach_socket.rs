@@ -46,16 +46,16 @@ use tokio::{
 
 /// The number of names that a socket may have, so that other users cannot take all of them.
 const NAME_COUNT: u32 = 16;
-/// The number of connections that may prove the key at the same time. Further ones wait.
+/// The number of connections that may prove the key of the run at the same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which an agent checks whether an older agent has ended.
 const EVICTION_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The direction of a connection through an agent's socket from the other side.
+/// The half of a connection through an agent's socket that reads from the other side.
 pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
-/// The direction of a connection through an agent's socket to the other side.
+/// The half of a connection through an agent's socket that writes to the other side.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
 /// A connection whose other side has proved that it has the key of the run.
@@ -65,7 +65,7 @@ pub(super) struct AttachConnection {
     pub(super) request: AttachRequest,
 }
 
-/// Derives the possible names of the socket of an agent, in the order in which agents take them.
+/// Derives the names that the socket of an agent may have, in the order in which agents try them.
 fn derive_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {

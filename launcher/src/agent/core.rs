@@ -135,7 +135,7 @@ pub(crate) struct AgentCore {
     controller_heard_at: Option<Duration>,
     /// The time since which the agent has no controller; `None` while it has one.
     unattended_since: Option<Duration>,
-    /// The previous controller, until the present one has given its first order.
+    /// The previous controller, until the present one has given its first command.
     previous_controller: Option<PreviousController>,
     /// Whether the agent exits as soon as no worker is left.
     is_ending: bool,
@@ -357,8 +357,8 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt: prepares the start of the workers of the plan. Fails the agent if the
-    /// plan is inconsistent or workers are still running.
+    /// Begins a new attempt: prepares the start of the workers of the plan. Ends the agent with an
+    /// error if the plan is inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -432,6 +432,7 @@ impl AgentCore {
         self.end_workers(now, &reason, grace_ms);
     }
 
+    /// Executes the kill request that waited until the stacks of the workers were written.
     fn on_stacks_written(&mut self, now: Duration) {
         self.stacks_deadline = Duration::MAX;
         if let Some((reason, grace_ms)) = self.kill_after_stacks.take() {

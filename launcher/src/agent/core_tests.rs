@@ -1,3 +1,4 @@
+//! Tests of the agent's state machine.
 use super::*;
 use jobspec::ControllerLossAction;
 use proptest::prelude::*;
@@ -80,8 +81,8 @@ impl TestAgent {
         TestAgent::start_with_action(builtin, ControllerLossAction::Stop)
     }
 
-    /// Creates an agent that does this when the controller is lost, and starts the workers of a
-    /// plan from [`make_plan`].
+    /// Creates an agent whose reaction to the loss of the controller is `on_controller_loss`, and
+    /// starts the workers of a plan from [`make_plan`].
     fn start_with_action(builtin: &[bool], on_controller_loss: ControllerLossAction) -> TestAgent {
         let mut agent = TestAgent { core: create_core(), now: ms(0), next_pid: 100 };
         let terms = Some(Box::new(make_terms(on_controller_loss)));

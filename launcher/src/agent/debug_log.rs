@@ -17,7 +17,7 @@ pub(super) fn start_log(plan: &HostPlan) -> io::Result<()> {
     Ok(())
 }
 
-/// Logs an input of the core.
+/// Logs an input of the agent's state machine, without secrets.
 pub(super) fn log_input(input: &AgentInput) {
     match input {
         AgentInput::Controller(ToAgent::Heartbeat) => {}
@@ -43,7 +43,7 @@ pub(super) fn log_input(input: &AgentInput) {
     }
 }
 
-/// Logs an action that the core has decided on.
+/// Logs an action that the agent's state machine requests, without secrets.
 pub(super) fn log_action(action: &AgentAction) {
     match action {
         AgentAction::Send(FromAgent::Line { .. } | FromAgent::Progress { .. } | FromAgent::Heartbeat) => {}

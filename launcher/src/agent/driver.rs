@@ -94,7 +94,7 @@ pub(super) struct AgentDriver {
     host_locks: ChannelEnds<Result<Option<UnixListener>, LockError>>,
     /// Delivers the connections of other controllers and of later agents of this host.
     attach_requests: ChannelEnds<AttachConnection>,
-    /// The connection whose request the core decides on at this moment.
+    /// The connection whose request the core is deciding on.
     undecided: Option<AttachConnection>,
     /// The connections of later agents, which wait for the end of this agent.
     evicting: Vec<AttachConnection>,
@@ -242,6 +242,8 @@ impl AgentDriver {
 
     // ---- events, translated for the core ----
 
+    /// Translates an event of a worker's output pump for the core. An event of an earlier process
+    /// of the rank becomes a tick.
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -251,6 +253,8 @@ impl AgentDriver {
         }
     }
 
+    /// Translates a message of a worker, or the end of its connection, for the core. A message of
+    /// an earlier process of the rank becomes a tick.
     fn on_worker_message(&mut self, ((rank, pid), message): WorkerMessage) -> AgentInput {
         match message {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -363,6 +367,8 @@ impl AgentDriver {
         None
     }
 
+    /// Translates the end of writing stacks for the core. The end in an earlier attempt becomes a
+    /// tick.
     fn on_stacks_written(&self, attempt: u32) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten } else { AgentInput::Tick }

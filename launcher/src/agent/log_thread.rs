@@ -62,8 +62,10 @@ impl LogThread {
         })
     }
 
-    /// Waits until all output is written. Soon gives up writes that the disk rejects, and later the
-    /// wait for a disk that does not answer. Returns which output is lost; `None` if none is.
+    /// Waits until all output is written to the logs. Gives up writes that the disk still rejects
+    /// after [`FULL_DISK_TIMEOUT`], and stops waiting for a disk that does not answer after another
+    /// [`STALLED_DISK_TIMEOUT`]. Returns the output that was lost; `None` if all output was
+    /// written.
     pub(crate) fn finish(&self) -> Option<LostOutput> {
         if !self.thread.flush(FULL_DISK_TIMEOUT) {
             self.retries.end();
@@ -75,7 +77,8 @@ impl LogThread {
         (bytes > 0).then_some(LostOutput::Rejected { bytes })
     }
 
-    /// Waits until all output so far is written, but at most for `limit`. Returns whether it is.
+    /// Waits until all output so far is written, but at most for `limit`. Returns whether all of
+    /// this output was written.
     #[cfg(test)]
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         self.thread.flush(limit)

@@ -264,7 +264,7 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Distributes the lines without a line end of both streams.
+    /// Passes on the last lines of both streams although they have no line end.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);

@@ -1,3 +1,4 @@
+//! Tests of the output pump of a worker.
 use super::*;
 use crate::agent::{log_thread::LogThread, rank_log::RankLog};
 use std::{io::Write, os::fd::IntoRawFd};

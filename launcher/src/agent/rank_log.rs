@@ -23,7 +23,7 @@ pub(crate) struct RankLog {
     times: LogTimesWriter,
     /// Whether the log is full or can never be written again.
     closed: bool,
-    /// Whether the agent ends and the disk has rejected the last output.
+    /// Whether the agent is ending and the disk has rejected the last output.
     lost: bool,
 }
 

@@ -59,7 +59,8 @@ pub(crate) trait Cluster: Sync {
         None
     }
 
-    /// Returns whether SIGTERM of this process means that the batch system is about to end the job.
+    /// Returns whether a SIGTERM to this process means that the batch system is about to end the
+    /// job.
     fn sends_termination(&self) -> bool {
         false
     }
@@ -106,8 +107,8 @@ pub(crate) enum ClusterError {
 }
 
 impl ClusterError {
-    /// Converts the error to a diagnostic. The function `combine` makes one of the mistakes in a
-    /// job.
+    /// Converts the error to a diagnostic. The function `combine` combines the mistakes in a job
+    /// into one diagnostic.
     pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
         match self {
             ClusterError::Job(mistakes) => combine(mistakes),

@@ -32,16 +32,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The end of the help of `launch torchrun`.
+/// The text at the end of the help of `launch torchrun`.
 pub(crate) const TORCHRUN_HELP: &str = "The options are those of torchrun for one machine. An option that \
     launch cannot honour is an error.\n`torchrun --help` of the original program describes them; \
     docs/cli.md#drop-in-commands lists the differences.";
-/// The end of the help of `launch accelerate`.
+/// The text at the end of the help of `launch accelerate`.
 pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate launch` for one machine. An \
     option that launch cannot honour is an error.\nOther commands, such as `accelerate config`, run the \
     original program.\n`accelerate launch --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
-/// The end of the help of `launch deepspeed`.
+/// The text at the end of the help of `launch deepspeed`.
 pub(crate) const DEEPSPEED_HELP: &str = "The options are those of deepspeed. An option that launch cannot \
     honour is an error.\n`deepspeed --help` of the original program describes them; \
     docs/cli.md#drop-in-commands lists the differences.";
@@ -53,8 +53,8 @@ const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
 /// The largest size of a file with variables for workers, in bytes.
 const MAX_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 
-/// Returns whether `program`, the first word of a command line, is the name or path of a launcher
-/// whose place launch takes.
+/// Returns whether `program`, the first word of a command line, is the name or path of another
+/// launcher that launch replaces, such as `torchrun`.
 pub fn is_other_launcher(program: &OsStr) -> bool {
     OtherLauncher::from_program_name(program).is_some()
 }
@@ -103,8 +103,8 @@ pub(crate) fn run(
     code
 }
 
-/// Returns the arguments of a command line that starts a job. Returns `None` if the command line is
-/// one for the original program.
+/// Returns the arguments of a command line that starts a job. Returns `None` if the original
+/// program has to run the command line.
 fn select_job_arguments(launcher: OtherLauncher, arguments: &[OsString]) -> Option<&[OsString]> {
     match launcher {
         OtherLauncher::Accelerate => match arguments.first().and_then(|first| first.to_str()) {
@@ -244,14 +244,14 @@ fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
     Ok(text)
 }
 
-/// Returns whether a command line of `deepspeed` requests a file with the process id. An invalid
-/// command line does not.
+/// Returns whether a command line of `deepspeed` requests a file with the process id. Returns
+/// `false` for an invalid command line.
 fn saves_pid(words: &[String]) -> bool {
     DeepSpeedCommand::parse(words).is_ok_and(|command| command.saves_pid())
 }
 
-/// The file of `deepspeed --save_pid`, which contains the id of this process. Dropping the value
-/// removes the file.
+/// The file with the process id of this process that `deepspeed --save_pid` requests. Dropping the
+/// value removes the file.
 struct PidFile {
     path: PathBuf,
 }

@@ -64,7 +64,7 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job. Mistakes that are found later get their positions in the job file from it.
+/// A loaded job, and the source text in which later mistakes are located.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,

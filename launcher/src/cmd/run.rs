@@ -33,7 +33,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Prepares the checkpoint from which programs resume.
+/// The function that prepares the checkpoint from which a program resumes.
 pub(super) const PREPARE_RESUME: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
@@ -88,15 +88,16 @@ pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result
     run_request(&args, request, context, began)
 }
 
-/// Runs the job of `text`, which a command made from its arguments, in this process. Prints errors
-/// and returns the exit code.
+/// Runs a job in this process. `text` is the job.yaml that a command made from its arguments.
+/// Prints errors and returns the exit code.
 pub(super) fn run_command_line_job(text: String, context: &CommandContext) -> diagnostic::Result<u8> {
     let source = JobSource::CommandLine { text, arguments: Vec::new() };
     let request = JobRequest { source, set: Vec::new() };
     run_request(&RunArgs::default(), Ok(request), context, Instant::now())
 }
 
-/// Runs the job of a request as `args` state. `began` is the time at which the command started.
+/// Runs the requested job in this process or detached, or only prints its plan, as the options in
+/// `args` require. `began` is the time at which the command started.
 fn run_request(
     args: &RunArgs,
     request: diagnostic::Result<JobRequest>,
@@ -246,8 +247,8 @@ fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) ->
     words
 }
 
-/// Encodes the values of `--set` for the standard input of a detached controller. Lists of
-/// processes do not show them there.
+/// Encodes the values of `--set` for the standard input of a detached controller. In contrast to
+/// arguments, standard input is not shown in lists of processes.
 fn encode_overrides(overrides: &[String]) -> Vec<u8> {
     overrides.join("\0").into_bytes()
 }

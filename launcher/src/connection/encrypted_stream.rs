@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 const HEADER_BYTES: usize = 2;
 /// The size of the tag that authenticates a record, in bytes.
 const TAG_BYTES: usize = 16;
-/// The largest number of bytes that a record carries.
+/// The largest number of bytes of text that one record carries.
 pub(super) const MAX_RECORD_TEXT: usize = u16::MAX as usize - TAG_BYTES;
 /// The largest capacity of a buffer that stays allocated while the buffer is empty, in bytes.
 const KEPT_BYTES: usize = 8 << 10;
@@ -27,7 +27,7 @@ const KEPT_BYTES: usize = 8 << 10;
 pub(crate) struct EncryptedStream<S> {
     stream: S,
     keys: Arc<StatelessTransportState>,
-    /// The numbers of the next records to read and to write.
+    /// The numbers of the next record to read and of the next record to write.
     next_read: u64,
     next_write: u64,
 }
@@ -105,7 +105,7 @@ fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> i
     Ok(record)
 }
 
-/// The direction of an [`EncryptedStream`] from the other side.
+/// The half of an [`EncryptedStream`] that reads from the other side.
 pub(crate) struct EncryptedReader<R> {
     stream: R,
     keys: Arc<StatelessTransportState>,
@@ -200,8 +200,8 @@ impl<R: AsyncRead + Unpin> AsyncRead for EncryptedReader<R> {
     }
 }
 
-/// The direction of an [`EncryptedStream`] to the other side. Written bytes arrive after a flush at
-/// the latest.
+/// The half of an [`EncryptedStream`] that writes to the other side. Written bytes arrive after a
+/// flush at the latest.
 pub(crate) struct EncryptedWriter<W> {
     stream: W,
     keys: Arc<StatelessTransportState>,

@@ -1,3 +1,4 @@
+//! Tests of encrypted streams: altered records, sizes and throughput.
 use super::*;
 use crate::connection::{MessagePriority, Outbox, read_frames, write_frames};
 use proptest::prelude::*;

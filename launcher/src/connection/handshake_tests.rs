@@ -1,3 +1,4 @@
+//! Tests of the handshake and of invitations.
 use super::*;
 use proptest::prelude::*;
 use tokio::io::duplex;

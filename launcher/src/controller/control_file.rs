@@ -18,7 +18,7 @@ const FILE_NAME: &str = "control.json";
 /// The largest file that is read, in bytes.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// How a controller reaches and adopts the agents of a run.
+/// The content of `control.json`: how a controller reaches and adopts the agents of a run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ControlFile {
     version: u32,
@@ -28,9 +28,9 @@ pub(crate) struct ControlFile {
     pub(crate) epoch: u64,
     /// The hosts of the run, by index.
     pub(crate) hosts: Vec<HostTarget>,
-    /// Addresses of hosts that the job does not name in its present form.
+    /// The addresses of hosts that were added while the job ran.
     pub(crate) addresses: Vec<HostAddress>,
-    /// Whether the batch job of the run is requeued.
+    /// Whether the batch job of the run may be requeued after the run.
     pub(crate) requeue: bool,
 }
 
@@ -66,7 +66,8 @@ impl ControlFile {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Reads the file of a run directory. Fails if the run does not outlive its controller.
+    /// Reads the file of a run directory. Fails if there is no file, because the workers of the run
+    /// end with their controller (`run.on_controller_loss: stop`).
     pub(crate) fn read(run_dir: &Path) -> diagnostic::Result<ControlFile> {
         let path = run_dir.join(FILE_NAME);
         let unusable = |error: &(dyn std::error::Error + 'static)| {

@@ -9,7 +9,8 @@ use std::collections::VecDeque;
 /// The largest size of the events in a memo, in bytes of JSON. Every agent gets each memo.
 const MAX_EVENT_BYTES: usize = 16 << 10;
 
-/// The numbers of the events of a run's controllers, and those events that the journal may lack.
+/// Numbers the events of a run's controllers, and keeps the events that the journal may not contain
+/// yet.
 #[derive(Debug, Default)]
 pub(crate) struct ControllerEvents {
     /// The number of the newest event.
@@ -19,8 +20,8 @@ pub(crate) struct ControllerEvents {
 }
 
 impl ControllerEvents {
-    /// Continues after the event with the number `newest`. The journal lacks the events `unstored`
-    /// of earlier controllers, oldest first.
+    /// Continues the numbering after the event with the number `newest`. `unstored` are the events
+    /// of earlier controllers that the journal lacks, oldest first.
     pub(crate) fn continue_after(&mut self, newest: u64, unstored: impl Iterator<Item = UnstoredEvent>) {
         self.newest = newest;
         unstored.for_each(|event| self.push_unstored(event));
@@ -32,7 +33,7 @@ impl ControllerEvents {
     }
 
     /// Assigns the next number to an event, and keeps the event until the journal has stored it.
-    /// Returns the origin of the event.
+    /// Returns the id that identifies the event in the journal.
     pub(crate) fn add(&mut self, event: &Event, time: f64) -> ReportId {
         self.newest += 1;
         let number = self.newest;

@@ -168,7 +168,7 @@ struct ControllerDriver {
     /// The plan of the newest attempt. Before the first attempt, the plan for the declared hosts.
     plan: Plan,
     hosts: Vec<HostTarget>,
-    /// The addresses of hosts that were added while the job runs.
+    /// The addresses of hosts that were added while the job ran.
     addresses: Vec<HostAddress>,
     transport: Box<dyn Transport>,
     prepare_resume: ResumePreparer,

@@ -109,9 +109,9 @@ impl Journal {
     }
 
     /// Replaces the files of the journal by copies, which this journal continues. Sends a summary
-    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. The agents
-    /// know of `restarts` restarts. Never blocks. Repeats the takeover while the disk is full or
-    /// stalls.
+    /// of the content to `done`. Opens a new file for TensorBoard if `trains` is set. `restarts` is
+    /// the number of restarts of which the agents know. Never blocks. Repeats the takeover while
+    /// the disk is full or stalls.
     pub(super) fn take_over(
         &self,
         run: &str,
@@ -164,8 +164,8 @@ impl Journal {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an event that happened at `time`, in seconds since 1970. `report` is its origin, if
-    /// an agent has reported it. Never blocks.
+    /// Appends an event that happened at `time`, in seconds since 1970. `report` identifies the
+    /// event in the journal, so that a later controller neither loses nor repeats it. Never blocks.
     pub(super) fn append_event(&mut self, event: &Event, time: f64, report: Option<ReportId>) {
         let is_important = matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. });
         let event = event.clone();

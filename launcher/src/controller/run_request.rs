@@ -54,7 +54,7 @@ pub(crate) struct RunOptions {
     pub(crate) starter: Option<StartNotifier>,
     /// The job file to watch for changes while the job runs; `None` to watch no job file.
     pub(crate) job_file: Option<JobFile>,
-    /// Addresses of hosts that the job does not name in its present form.
+    /// The addresses of hosts that were added while the job ran under an earlier controller.
     pub(crate) addresses: Vec<HostAddress>,
     /// The hostfile to watch for changes while the job runs; `None` if the job has no hostfile.
     pub(crate) hostfile: Option<FilteredHostfile>,

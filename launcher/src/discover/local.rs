@@ -13,8 +13,8 @@ pub fn discover_local() -> io::Result<HostInventory> {
     Ok(HostInventory { inherited_env: read_inherited_env(), addresses: list_addresses(), shm, gpus, ..found })
 }
 
-/// Reads an inventory from the files below `root`. The addresses, the size of /dev/shm and the
-/// environment are missing in the result.
+/// Reads the inventory of a machine from the files below `root`, the root directory of the machine.
+/// The addresses, the size of /dev/shm and the environment are missing in the result.
 fn discover_below(root: &Path) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_system_file(root, "proc/self/status")?;

@@ -15,7 +15,7 @@ pub(super) struct OptionTable {
     pub(super) flags: &'static [&'static str],
     /// The short options, with the long names.
     pub(super) short: &'static [(&'static str, &'static str)],
-    /// The separator of words in the names of this table.
+    /// The separator of words that the names in this table contain: `-` or `_`.
     pub(super) separator: char,
     /// Whether the launcher accepts `-` and `_` as separators.
     pub(super) any_separator: bool,

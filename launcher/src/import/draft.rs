@@ -102,6 +102,7 @@ impl JobDraft {
         self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
+    /// Adds a note, whose text is `text` followed by `todo`.
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });

@@ -154,8 +154,9 @@ pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result
     }
 }
 
-/// Returns a command that runs `command` after a change of its environment: without the variables
-/// `removed`, and with the variables `set`. A removed variable keeps the value that the user gave.
+/// Returns a command that runs `command` in a changed environment. Sets the variables `set`. Undoes
+/// launch's changes of the variables `removed`: each gets the value that the user gave, or is
+/// unset.
 pub(super) fn change_environment(
     command: Vec<String>,
     context: &DropInContext<'_>,

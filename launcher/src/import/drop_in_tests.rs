@@ -25,6 +25,7 @@ fn on_machine<R>(gpus: usize, variables: &[(&str, &str)], convert: impl Fn(&Drop
     convert(&context)
 }
 
+/// Splits a line at white space.
 fn split(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
@@ -35,15 +36,20 @@ fn load(imported: &ImportedJob) -> JobSpec {
     jobspec::load_job(source, &[]).expect("a job").0
 }
 
+/// Converts a command line of torchrun on a machine with `gpus` GPUs.
 fn torchrun(line: &str, gpus: usize) -> Result<ImportedJob, Vec<Diagnostic>> {
     on_machine(gpus, &[], |machine| convert_torchrun_command(&split(line), machine))
 }
 
+/// Converts a command line of `accelerate launch`, with the configuration `config`, on a machine
+/// with `gpus` GPUs.
 fn accelerate(line: &str, config: Option<&str>, gpus: usize) -> Result<ImportedJob, Vec<Diagnostic>> {
     let config = config.map(|text| Document::parse("c.yaml", text, DocumentSyntax::Yaml).expect("YAML"));
     on_machine(gpus, &[], |machine| AccelerateCommand::parse(&split(line))?.convert(config.as_ref(), machine))
 }
 
+/// Converts a command line of `deepspeed` on a machine with `gpus` GPUs. `hostfile` is the text of
+/// the hostfile, and `variables` are those of the user.
 fn deepspeed(
     line: &str,
     hostfile: Option<&str>,

@@ -1,3 +1,4 @@
+//! Tests of the assignment of CPUs to workers.
 use super::*;
 use proptest::prelude::*;
 use protocol::hardware::CpuTopology;

@@ -1,3 +1,4 @@
+//! Tests of plans: ranks, environments, GPUs, addresses and rejected jobs.
 use super::*;
 use jobspec::{InterfaceSelector, JobSource};
 use proptest::prelude::*;
@@ -6,6 +7,7 @@ use protocol::{
     hardware::{CpuTopology, GpuDevice, GpuVendor},
 };
 
+/// Loads a job.yaml from its text. Panics if the job is rejected.
 fn load_job_text(text: &str) -> JobSpec {
     let source = JobSource::Text { name: "demo.yaml".to_owned(), text: text.to_owned() };
     jobspec::load_job(source, &[]).expect("a job").0
@@ -252,6 +254,7 @@ fn remote_host(name: &str, slots: Option<u32>, gpus: u32) -> JobHost {
     JobHost { name: name.to_owned(), slots, selected_slots: None, local: false, inventory }
 }
 
+/// Plans an attempt of a job on these hosts.
 fn plan_hosts(job: &JobSpec, hosts: &[JobHost], attempt: &Attempt) -> Result<Plan, Vec<Diagnostic>> {
     plan_attempt(job, hosts, &RunId("R".to_owned()), attempt)
 }

@@ -229,10 +229,10 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     Run { record, state, step }
 }
 
-/// The end of a journal.
+/// The last recorded state of a run, from the end of its journal.
 #[derive(Debug, Default, PartialEq)]
 struct JournalEnd {
-    /// The last step.
+    /// The last optimizer step; `None` if the end of the journal records none.
     step: Option<u64>,
     /// The exit code and the duration in seconds, if the journal records the end of the run.
     end: Option<(u8, f64)>,
@@ -240,7 +240,7 @@ struct JournalEnd {
     modified: Option<SystemTime>,
 }
 
-/// Reads the end of a journal.
+/// Reads the last recorded state of a run from the end of its journal.
 fn read_journal_end(journal: &Path) -> JournalEnd {
     let mut bytes = Vec::new();
     let read = open_own_file(journal).and_then(|mut file| {
@@ -344,7 +344,8 @@ mod tests {
         assert_eq!(load_run_in_directory(&run_dir).map(|r| r.record), Some(expected));
     }
 
-    /// Files that another user, or the author of an archive, put below the current directory.
+    /// Checks that files are harmless that another user, or the author of an archive, put below the
+    /// current directory.
     #[test]
     fn planted_records_are_skipped_and_never_block() {
         let dir = tempfile::tempdir().expect("a directory");

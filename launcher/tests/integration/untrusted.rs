@@ -10,15 +10,16 @@ use std::path::Path;
 
 /// The limit on the memory for parsing a few kilobytes, in bytes.
 const CAP: usize = 64 << 20;
-/// Mutated copies of each file for each parser.
+/// The number of mutated copies of each file that the parser of the file gets. Other parsers get
+/// fewer.
 const MUTATIONS: u64 = 1000;
 
-/// Bytes with a meaning in one of the formats.
+/// Bytes with a special meaning in at least one of the formats. Mutations insert them.
 const TOKENS: &[u8] = b"[]-,:@=&*!{}\n \t#\"'|%\0\xff\x80\xdd\xdf\xc6";
 
 type Parser = fn(&[u8]) -> ParseResult;
 
-/// Each parser, by the extension of its files in the corpus.
+/// The parsers, each with the extension of its files in the corpus.
 const PARSERS: [(&str, Parser); 7] = [
     ("control", launcher::untrusted::parse_control_stream),
     ("hostfile", launcher::untrusted::parse_hostfile),
@@ -29,7 +30,7 @@ const PARSERS: [(&str, Parser); 7] = [
     ("invitation", launcher::untrusted::parse_invitation),
 ];
 
-/// Streams of messages of an agent and of a controller.
+/// Returns two encoded streams of messages: those of an agent and those of a controller.
 fn streams() -> [Vec<u8>; 2] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let status = ExitStatus::Signal(11, true);
@@ -56,6 +57,7 @@ fn streams() -> [Vec<u8>; 2] {
     ]
 }
 
+/// Returns the files in `tests/corpus` and further inputs that each parser accepts, by name.
 fn corpus() -> Vec<(String, Vec<u8>)> {
     let mut files = mutated_input::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
     let [agent, controller] = streams();
@@ -67,6 +69,7 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
     files
 }
 
+/// Returns a copy of `valid` with random mutations.
 fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
     mutated_input::mutate(valid, numbers, TOKENS, |numbers| b'0' + numbers.next_below(10) as u8)
 }
@@ -105,7 +108,8 @@ fn unmodified_files_are_accepted() {
     }
 }
 
-/// Short inputs that claim large sizes.
+/// Checks that short inputs that claim large sizes do not make parsers allocate memory for these
+/// sizes.
 #[test]
 fn claimed_sizes_do_not_allocate_memory() {
     let memory = MemoryMeter::start();

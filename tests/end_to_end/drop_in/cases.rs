@@ -22,7 +22,7 @@ const fn with_variables(line: &'static str, variables: &'static [(&'static str, 
     Case { line, variables, default_config: None, compared: &[] }
 }
 
-/// Creates a case with the default configuration `config` of Accelerate.
+/// Creates a case with `config` as the default configuration of Accelerate.
 const fn with_config(line: &'static str, config: &'static str) -> Case {
     Case { line, variables: &[], default_config: Some(config), compared: &[] }
 }
@@ -105,7 +105,7 @@ num_processes: 2
 use_cpu: false
 ";
 
-/// The cases.
+/// The command lines that are run with the original programs and with launch.
 pub(super) const CASES: &[Case] = &[
     line("torchrun dump.py"),
     line("torchrun --nproc-per-node=2 dump.py --arg1 --arg2=3 x"),

@@ -31,12 +31,12 @@ impl RunDirectoryDisk {
         Some(RunDirectoryDisk { directory: directory.to_path_buf() })
     }
 
-    /// Lets every write to the disk block.
+    /// Freezes the file system, so that every write to the disk blocks.
     pub(super) fn freeze(&self) {
         run(&["fsfreeze", "--freeze", &self.directory.display().to_string()]).expect("a frozen disk");
     }
 
-    /// Lets blocked writes continue.
+    /// Ends the freeze, so that blocked writes continue.
     pub(super) fn thaw(&self) {
         run(&["fsfreeze", "--unfreeze", &self.directory.display().to_string()]).expect("a thawed disk");
     }
@@ -65,7 +65,7 @@ impl Drop for RunDirectoryDisk {
     }
 }
 
-/// Runs a command. Returns the reason if it fails.
+/// Runs a command. Fails with the reason as text if the command fails.
 fn run(command: &[&str]) -> Result<(), String> {
     let mut process = clean_command(command[0]);
     let output = process.args(&command[1..]).output().map_err(|error| format!("{}: {error}", command[0]))?;

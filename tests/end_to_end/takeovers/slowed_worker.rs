@@ -1,5 +1,5 @@
-//! [`SlowedWorker`]: makes the steps of a training slow, so that the training lasts longer than a
-//! disturbance without the use of CPU time.
+//! [`SlowedWorker`]: makes the steps of a training slow without using CPU time, so that the
+//! training lasts longer than a disturbance.
 use super::RunHosts;
 use crate::support::simulated_hosts::list_processes_of_host;
 use nix::{
@@ -22,8 +22,8 @@ const RUNNING: Duration = Duration::from_millis(6);
 /// The pause before another search for a worker.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Suspends the built-in worker of a host again and again. The other workers wait for it. Dropping
-/// the value lets the worker run.
+/// Suspends the built-in worker of a host again and again. The workers of the other hosts wait for
+/// it. Dropping the value lets the worker run.
 pub(super) struct SlowedWorker {
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,

@@ -33,16 +33,13 @@ pub(super) fn split_outside_brackets(text: &str) -> Result<Vec<&str>, HostSyntax
     Ok(parts)
 }
 
-/// Expands the bracketed ranges of names, which may be several names with commas between them.
-/// Returns all names that result. The order is Slurm's: the numbers in the last brackets vary
-/// fastest. Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
+/// Expands the bracketed ranges in one or several names, which are separated by commas, and returns
+/// all resulting names. The order is Slurm's: the numbers in the last brackets vary fastest. Fails
+/// if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
 pub fn expand_ranges(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     let mut names = Vec::new();
     let mut at = 0;
     for part in split_outside_brackets(text)? {
-        /// Expands the bracketed ranges in one or several names, which are separated by commas, and
-        /// returns all resulting names. The order is Slurm's: the numbers in the last brackets vary
-        /// fastest. Fails if there are more than [`MAX_HOSTS`] names, or if a range is malformed.
         let more = expand_name(part).map_err(|error| error.shift_by(at))?;
         if names.len() + more.len() > MAX_HOSTS {
             return Err(too_many_hosts_error(at));

@@ -74,8 +74,7 @@ impl JobValues {
         self
     }
 
-    /// Appends the path and value of a key to `lines`, or for a block the paths and values of its
-    /// entries.
+    /// Returns the path and the value of each key. Entries of a block have paths below the key.
     pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
         fn add_lines(path: &str, value: &Printed, lines: &mut Vec<(String, String)>) {
             match value {

@@ -87,11 +87,13 @@ pub(crate) enum AgentAction {
     Send(FromAgent),
     /// Close the connection to the controller, after the messages so far.
     Disconnect,
-    /// The connection that carries the present request becomes the connection to the controller.
+    /// Use the connection on which the request of [`AgentInput::AttachRequested`] arrived as the
+    /// connection to the controller.
     AcceptController,
-    /// Keep the connection that carries the present request open until the agent exits.
+    /// Keep the connection on which the request of [`AgentInput::AttachRequested`] arrived open
+    /// until the agent exits.
     AcceptEviction,
-    /// Answer the present request with this rejection.
+    /// Answer the request of [`AgentInput::AttachRequested`] with this rejection.
     RejectRequest(AttachRejection),
     /// Open the logs and set up the resources that the workers of this plan share. The answer is
     /// [`AgentInput::Prepared`] or [`AgentInput::SpawnFailed`].

@@ -10,12 +10,13 @@ use protocol::control::{
 };
 use std::time::Duration;
 
-/// The least time that unattended built-in workers get to save. This time begins when
-/// [`SupervisionTerms`] allow no further step without a controller. If `run.controller_timeout` is
-/// longer, that timeout applies instead.
+/// The minimum time in which built-in workers without a controller can save and stop. The time
+/// begins when the workers may not train any longer. If `run.controller_timeout` is longer, it
+/// applies instead.
 pub(super) const MIN_UNATTENDED_SAVE_TIME: Duration = Duration::from_secs(600);
 
 impl AgentCore {
+    /// Handles a message of the controller. Ignores messages for an attempt that has ended.
     pub(super) fn on_controller_message(&mut self, now: Duration, message: ToAgent) {
         if self.state == AgentState::AwaitingHello {
             return match message {

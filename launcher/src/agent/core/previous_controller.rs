@@ -1,4 +1,5 @@
-//! [`PreviousController`]: the controller that an agent obeys again if a new one gives no order.
+//! [`PreviousController`]: the controller that an agent obeys again if a new controller is lost
+//! before it takes over the run.
 use protocol::control::ControllerToken;
 use std::time::Duration;
 
@@ -7,6 +8,6 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PreviousController {
     pub(super) token: ControllerToken,
-    /// The time since which the agent had no message of the previous controller.
+    /// The time since which the agent had received no message of the previous controller.
     pub(super) unattended_since: Duration,
 }

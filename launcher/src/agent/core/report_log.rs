@@ -56,8 +56,8 @@ impl ReportLog {
         self.reports.push_back(KeptReport { seq: self.last, at: now, message, event_bytes });
     }
 
-    /// Takes the next report that the present controller has not been sent. Returns `None` if there
-    /// is none.
+    /// Takes the next report that was not yet sent to the present controller. Returns `None` if
+    /// there is none.
     pub(crate) fn take_unsent(&mut self, now: Duration) -> Option<FromAgent> {
         let next = self.reports.get(self.reports.partition_point(|report| report.seq <= self.sent))?;
         self.sent = next.seq;
@@ -93,7 +93,7 @@ impl ReportLog {
         self.event_bytes >= MAX_UNACKNOWLEDGED_BYTES
     }
 
-    /// Returns whether there is a report that the present controller has not been sent.
+    /// Returns whether there is a report that was not yet sent to the present controller.
     pub(crate) fn has_unsent(&self) -> bool {
         self.last_kept() > self.sent
     }

@@ -32,6 +32,8 @@ impl AgentCore {
         }
     }
 
+    /// Records that the process of a worker was started, reports the start to the controller, and
+    /// requests the start of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -72,6 +74,8 @@ impl AgentCore {
         self.spawn_next();
     }
 
+    /// Handles a message of a built-in worker. Answers the hello with the first message to the
+    /// worker, and reports events and progress to the controller.
     pub(super) fn on_worker_message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.last_message_at = now;
@@ -107,6 +111,7 @@ impl AgentCore {
         }
     }
 
+    /// Reports the final report of a built-in worker to the controller.
     pub(super) fn on_worker_fatal(
         &mut self,
         now: Duration,
@@ -119,6 +124,8 @@ impl AgentCore {
         self.send_to_controller(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
     }
 
+    /// Records that the control connection of a worker has ended. Reports an error of the
+    /// connection to the controller if the worker is alive.
     pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.connection_open = false;
@@ -131,6 +138,8 @@ impl AgentCore {
         }
     }
 
+    /// Records how the process of a worker ended, and requests the output that the worker left in
+    /// its pipes.
     pub(super) fn on_worker_exited(
         &mut self,
         now: Duration,
@@ -197,6 +206,8 @@ impl AgentCore {
         }
     }
 
+    /// Reports the end of the attempt's workers to the controller after a sweep. Ends the agent
+    /// with an error if processes `left` did not end after SIGKILL.
     pub(super) fn on_swept(&mut self, left: &[i32]) {
         if self.state != AgentState::Sweeping {
             return;

@@ -77,8 +77,8 @@ impl SlurmAllocation {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
 
-    /// Sets the number of GPUs of the nodes for which it is not known. `counts` contains the nodes
-    /// with GPUs.
+    /// Sets the number of GPUs of each node for which the number is not known. `counts` contains
+    /// the nodes with GPUs.
     pub(super) fn set_gpu_counts(&mut self, counts: &BTreeMap<String, u32>) {
         for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes) {
             let count = counts.get(&node.name).copied();

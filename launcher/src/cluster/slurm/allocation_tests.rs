@@ -1,3 +1,4 @@
+//! Tests of reading Slurm allocations from recorded environments.
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;

@@ -1,5 +1,5 @@
-//! [`OpenHandshakes`]: the connections that have not proved the key, and which of them are closed
-//! when there are too many.
+//! [`OpenHandshakes`]: the connections whose other side has not proved yet that it has the key, and
+//! which of them are closed if there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
@@ -10,11 +10,11 @@ const MAX_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
 /// those of the agents.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
-/// The connections that have not proved the key.
+/// The connections whose other side has not proved yet that it has the key.
 ///
 /// A new connection always gets a place. If its address or the listener has no place left, an older
-/// connection is closed: the oldest one of the address with the most connections. So no number of
-/// idle connections keeps the agent of another address away.
+/// connection is closed: the oldest one of the address with the most connections. Idle connections
+/// from one address therefore cannot keep out an agent at another address.
 pub(super) struct OpenHandshakes {
     /// The addresses and the tasks of the connections, from the oldest to the latest.
     connections: VecDeque<(IpAddr, AbortHandle)>,
@@ -27,8 +27,8 @@ impl OpenHandshakes {
         OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }
 
-    /// Makes a place for a connection from `peer`. If a connection was closed for this, returns its
-    /// address.
+    /// Makes a place for a connection from `peer`. If another connection was closed for this
+    /// purpose, returns its address.
     pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count(peer) >= MAX_PER_ADDRESS {

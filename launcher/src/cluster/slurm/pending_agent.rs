@@ -28,14 +28,14 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// The longest delay with which the controller sees the end of an agent's stream, while srun has
-/// not ended. If srun ends within this time, its exit status is known when the controller asks why
-/// the stream has ended.
+/// How long the end of an agent's stream is withheld from the controller while srun is running. If
+/// srun ends within this time, its exit status is known when the controller asks why the stream has
+/// ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The direction of a TCP connection from an agent.
+/// The half of an agent's TCP connection that reads from the agent.
 type AgentReader = EncryptedReader<OwnedReadHalf>;
-/// The direction of a TCP connection to an agent.
+/// The half of an agent's TCP connection that writes to the agent.
 type AgentWriter = EncryptedWriter<OwnedWriteHalf>;
 
 /// The controller's byte streams to and from an agent that may not have connected yet, and the

@@ -125,10 +125,10 @@ impl SlurmTransport {
     }
 }
 
-/// Returns whether the workers get the value of the variable `name` of this process through the
-/// encrypted control connection, and the value may be a secret: a variable to which `run.env`
-/// refers, or a variable with the name of a secret that `run.pass_env` selects. Slurm and the
-/// agents need the variables of Slurm and of the login session themselves.
+/// Returns whether the variable `name` of this process may be a secret that the workers get through
+/// the encrypted control connection. Such variables are those to which `run.env` refers, and those
+/// with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents need,
+/// such as `PATH`, are never among them.
 fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
     const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
     if NEEDED.contains(&name) || name.starts_with("SLURM") {
@@ -140,9 +140,9 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
     run.env_from.iter().any(refers_to) || (env::looks_secret(name) && run.pass_env.iter().any(selects))
 }
 
-/// Returns the addresses of this machine to which agents connect: those that the job selects or, if
-/// it selects no address of this machine, every IPv4 address. `known` are the addresses of this
-/// machine.
+/// Returns the addresses of this machine to which agents connect. These are the addresses that
+/// `interface` selects or, if it selects none of them, all IPv4 addresses. `known` are the
+/// addresses of this machine.
 fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
     let is_usable = |a: &&InterfaceAddress| a.interface != "lo" && !a.address.is_unspecified();
     if let InterfaceSelector::Named(_) = interface {

@@ -40,7 +40,8 @@ pub(super) struct SshTarget {
     pub(super) new_keys_file: PathBuf,
     /// The files of private keys to try, in order.
     pub(super) keys: Vec<PathBuf>,
-    /// Whether only those keys of the SSH agent are offered that are also in `keys`.
+    /// Whether only those keys of the SSH agent are offered that are also in `keys`
+    /// (`IdentitiesOnly`).
     pub(super) configured_keys_only: bool,
     /// The socket of the SSH agent. `None` stands for the socket that the environment names, and
     /// `Some(None)` for no agent.

@@ -198,7 +198,7 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     value
 }
 
-/// Returns the sum of sizes, or the largest number if the sum is larger. Sparse files may have any
+/// Adds up sizes. Returns the largest `u64` if the sum is larger, because sparse files may have any
 /// size.
 fn sum_sizes(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
@@ -214,6 +214,7 @@ fn replace_empty(text: String, none: &str) -> String {
     if text.is_empty() { none.to_owned() } else { text }
 }
 
+/// Formats tied weights as pairs `alias = target`, or as `none`.
 fn format_ties(ties: &[TiedWeight]) -> String {
     replace_empty(
         ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect::<Vec<_>>().join(", "),

@@ -81,7 +81,8 @@ fn warnings_fail_the_verification_only_with_strict() {
     assert_eq!(verify_without_and_with_strict(&root), (exit::DONE, exit::CHECKPOINT), "another step");
 }
 
-/// A safetensors file has no checksums. Only the record of a gather has the hash of its content.
+/// Checks a safetensors file, which has no checksums, and gathered weights, whose hash is in the
+/// record of the gather.
 #[test]
 fn files_without_checksums_fail_the_verification_only_with_strict() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,5 +1,5 @@
-//! Finds the original torchrun, accelerate or deepspeed in PATH, its Python, and replaces this
-//! process by it.
+//! Finds the original torchrun, accelerate or deepspeed in PATH and its Python, and replaces this
+//! process by the original program.
 use super::other_launcher::OtherLauncher;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::env;
@@ -34,8 +34,8 @@ pub(super) fn run_original(launcher: OtherLauncher, arguments: &[OsString]) -> D
 }
 
 /// Returns the Python that runs scripts: that of the original program or, without the original
-/// program, `python` or `python3` of PATH. Without a Python, `python` is enough for a command line
-/// with `--no-python`, and an error otherwise.
+/// program, `python` or `python3` of PATH. If there is no Python, returns `python` for a command
+/// line with `--no-python`, and fails for any other.
 pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
     let interpreter = find_program(launcher.name()).and_then(|program| read_interpreter(&program));
     let python = interpreter.or_else(|| find_program("python")).or_else(|| find_program("python3"));

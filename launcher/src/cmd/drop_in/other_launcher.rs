@@ -1,7 +1,7 @@
 //! [`OtherLauncher`]: the launchers whose command lines launch runs.
 use std::{ffi::OsStr, path::Path};
 
-/// A launcher whose command lines launch runs.
+/// A launcher other than launch, whose command lines launch can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OtherLauncher {
     /// torch's torchrun.

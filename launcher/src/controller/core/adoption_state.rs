@@ -31,6 +31,7 @@ pub(super) fn subtract_age(now: Duration, age_ms: u64) -> TimeMs {
     to_time_ms(now).saturating_sub(i64::try_from(age_ms).unwrap_or(i64::MAX))
 }
 
+/// Converts a time on the clock of this controller to milliseconds.
 fn to_time_ms(now: Duration) -> TimeMs {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }

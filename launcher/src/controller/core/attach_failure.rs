@@ -7,7 +7,7 @@ use protocol::control::ControllerToken;
 pub(crate) enum AttachFailure {
     /// An agent obeys another controller, which is alive.
     Controlled { host: HostIndex, silent_ms: u64 },
-    /// An agent has obeyed a controller with this token, which is greater than that of this one.
+    /// An agent has obeyed a controller whose token is greater than that of this controller.
     Stale { token: ControllerToken },
     /// No agent of the run is alive. Holds the number of hosts that cannot be reached.
     NoAgents { unreachable: usize },

@@ -27,6 +27,7 @@ impl ControllerCore {
         }
     }
 
+    /// Adds the action that sends a memo of the present state to the agents of `hosts`.
     fn push_memo(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });

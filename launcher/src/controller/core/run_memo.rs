@@ -32,13 +32,14 @@ pub(crate) enum MemoPhase {
 pub(crate) struct RunMemo {
     /// The token of the controller that wrote the memo.
     pub(crate) token: ControllerToken,
-    /// The number of the memo among those of its controller. With the token, the order of memos.
+    /// The number of the memo among those of its controller. Token and number together determine
+    /// the order of all memos of a run.
     pub(crate) number: u64,
     /// The number of the present or next attempt.
     pub(crate) attempt: u32,
     pub(crate) phase: MemoPhase,
     pub(crate) stop_request: Option<StopRequest>,
-    /// Whether a request has killed the workers.
+    /// Whether the workers were killed on request.
     pub(super) killed: bool,
     /// The number of restarts so far.
     pub(crate) restarts: u32,

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// The journal of a run after its takeover.
 #[derive(Clone, Debug)]
 pub(crate) struct TakenJournal {
-    /// What the journal contains, and what it will contain with the missing events.
+    /// The summary of the journal and of the missing events, which are added to the journal.
     pub(super) summary: JournalSummary,
     /// The events of the lost controllers that the journal lacks, oldest first.
     pub(super) missing: Vec<MissingEvent>,
@@ -45,7 +45,7 @@ impl TakenJournal {
         self.missing.iter().map(|missing| &missing.event)
     }
 
-    /// Returns what the journal contains.
+    /// Returns the summary of the journal and of the missing events.
     pub(crate) fn summary(&self) -> &JournalSummary {
         &self.summary
     }

@@ -1,3 +1,4 @@
+//! Tests of the controller's state machine.
 use super::{
     harness::{
         CoreHarness, create_setup, find_failure, find_failure_reason, find_kill_messages, find_outcome,

@@ -4,7 +4,7 @@ use debuglog::variant_name;
 use protocol::control::FromAgent;
 use tracing::{debug, info, trace, warn};
 
-/// Logs an input of the core.
+/// Logs an input of the controller's state machine, without secrets.
 pub(super) fn log_input(input: &ControllerInput) {
     match input {
         ControllerInput::Agent(
@@ -45,7 +45,7 @@ pub(super) fn log_input(input: &ControllerInput) {
     }
 }
 
-/// Logs an action that the core has decided on.
+/// Logs an action that the controller's state machine requests, without secrets.
 pub(super) fn log_action(action: &ControllerAction) {
     match action {
         ControllerAction::Send(host, message) => {

@@ -1,4 +1,4 @@
-//! Sends memos to the agents.
+//! Sends memos, which hold the state of the run for a later controller, to the agents.
 use super::ControllerDriver;
 use crate::controller::{
     core::{HostIndex, RunMemo, StoredMemo},
@@ -7,7 +7,8 @@ use crate::controller::{
 use protocol::control::ToAgent;
 
 impl ControllerDriver {
-    /// Sends a memo to the agents of these hosts.
+    /// Sends a memo of the run's state to the agents of these hosts, which keep it for a later
+    /// controller.
     pub(super) fn send_memo(&mut self, hosts: &[HostIndex], memo: RunMemo) {
         let stored = StoredMemo {
             memo,

@@ -135,7 +135,8 @@ impl ControllerDriver {
         ControlFile::new(self.identity.key(), epoch, hosts, addresses, self.requeue.is_some())
     }
 
-    /// Ends a takeover that is not possible. Agents whose run has no workers are not needed.
+    /// Ends a takeover that is not possible. Also ends the agents of a run whose workers were never
+    /// started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host));

@@ -68,9 +68,9 @@ pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
 /// kept in memory, because a failed fsync may have lost them.
 pub(super) struct DurableFile {
     file: Box<dyn AppendFile>,
-    /// The length of the part that is on the disk.
+    /// The length of the synced part of the file, in bytes.
     synced: u64,
-    /// The bytes after that part.
+    /// The bytes after the synced part.
     unsynced: Vec<u8>,
 }
 

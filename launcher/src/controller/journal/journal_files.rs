@@ -56,8 +56,8 @@ impl JournalFiles {
         self.unsynced.extend(report);
     }
 
-    /// Blocks until all files are on the disk. Returns the newest report of each stream that the
-    /// disk now contains, if it did not contain it before.
+    /// Blocks until all files are on the disk. Returns the newest report of each stream that has
+    /// reached the disk by this call.
     pub(super) fn sync(&mut self, on_error: &mut dyn FnMut(&io::Error)) -> Vec<ReportId> {
         self.events.sync(on_error);
         self.metrics.sync(on_error);

@@ -114,16 +114,16 @@ impl JournalSummary {
     }
 }
 
-/// Returns whether an event is the decision to restart of a controller that no agent has obeyed.
-/// The agents know of `restarts` restarts, because a controller informs them before it writes the
-/// event.
+/// Returns whether an event has no effect, because it is a restart that a controller announced when
+/// no agent obeyed it any more. The agents know of `restarts` restarts. A controller informs the
+/// agents of each restart before it writes the event.
 pub(crate) fn is_void(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
 
 /// Replaces the journal and the metrics in a run directory by copies, and opens the copies for
 /// appending. Opens a file for TensorBoard with this name. Omits a line that a crash has
-/// interrupted, and the lines that [`is_void`] names. Blocks.
+/// interrupted, and the events for which [`is_void`] returns `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: Option<&str>,

@@ -346,7 +346,8 @@ impl Conversion<'_> {
     }
 }
 
-/// The keys of a configuration that other functions have handled.
+/// The keys of a configuration that other functions convert. [`Conversion::set_variables`] must not
+/// report them as unknown.
 const HANDLED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",
@@ -363,7 +364,7 @@ const HANDLED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the name of an option as a name of the table of options.
+/// Returns the name of an option in [`ACCELERATE_OPTIONS`], which lives as long as the program.
 fn own_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }

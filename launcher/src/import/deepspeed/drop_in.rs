@@ -87,7 +87,7 @@ pub(crate) struct DeepSpeedFiles {
 /// The hosts and slots of a job.
 #[derive(Debug)]
 enum Resources {
-    /// This machine, with as many workers. Contains the numbers of the GPUs if the command line
+    /// This machine, with this number of workers, and the numbers of the GPUs if the command line
     /// selects GPUs.
     Local(i64, Option<Vec<u32>>),
     /// The hosts of the hostfile that the filters select.
@@ -228,7 +228,7 @@ fn select_resources(
     Ok(Resources::Local(workers, devices.filter(|_| uses_gpus && selects_gpus)))
 }
 
-/// Returns the hosts and slots of a hostfile. Fails if the text is not valid.
+/// Parses a hostfile into hosts and slots. Fails if the text is not valid.
 fn read_pool(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
     match parse_hostfile(text) {
         Ok(entries) => {

@@ -45,7 +45,8 @@ pub(super) struct Admission {
     /// The addresses of the hosts of the job.
     allowed: HashSet<IpAddr>,
     uid: u32,
-    /// Absent if the kernel or the container does not support sock_diag.
+    /// Finds the users of clients on this machine; `None` if the kernel or the container does not
+    /// support sock_diag.
     diagnostics: Option<SocketDiagnostics>,
 }
 

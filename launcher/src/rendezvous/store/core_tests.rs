@@ -1,3 +1,4 @@
+//! Tests of the store's state: requests, waits and barriers.
 use super::{super::wire::tests::any_request, *};
 use proptest::prelude::*;
 

@@ -1,3 +1,4 @@
+//! Tests of the store's server over sockets.
 use super::{super::wire::tests::encode_request, *};
 use std::net::Ipv4Addr;
 use std::{
@@ -204,8 +205,8 @@ fn start_on_port(port: u16, messages: mpsc::Sender<String>) -> io::Result<StoreS
     StoreServer::start(Ipv4Addr::LOCALHOST.into(), port, &[], messages)
 }
 
-/// Connects from a loopback address, so that the limit of warnings does not apply to other tests'
-/// addresses.
+/// Connects a client from the loopback address `source`. Warnings are limited by address, so a test
+/// with a separate address gets all of its warnings.
 fn connect_from(source: Ipv4Addr, server: &StoreServer) -> Socket {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
     let socket =
@@ -241,8 +242,8 @@ fn a_client_without_a_handshake_is_closed_in_time() {
     assert_eq!(messages.blocking_recv(), None, "an address gets one warning per minute");
 }
 
-/// A client of another user of this machine cannot write a key. Only root can start a process as
-/// another user.
+/// Checks that a client of another user of this machine cannot write a key. Does nothing without
+/// root, because only root can start a process as another user.
 #[test]
 fn a_client_of_another_user_is_rejected() {
     use std::os::unix::process::CommandExt;

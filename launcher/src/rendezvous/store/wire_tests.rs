@@ -1,3 +1,4 @@
+//! Tests of parsing requests and encoding replies.
 use super::*;
 use proptest::prelude::*;
 
