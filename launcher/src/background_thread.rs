@@ -13,7 +13,7 @@ pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// The longest pause between two repetitions of a failed write.
 pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
-/// A job of a [`BackgroundThread`].
+/// A function that a [`BackgroundThread`] runs.
 type Job = Box<dyn FnOnce() + Send>;
 
 /// The handle of a thread that runs jobs. The thread ends after the last job once all clones of the
@@ -45,7 +45,7 @@ struct JobQueue {
     changed: Condvar,
 }
 
-/// The state of a [`JobQueue`].
+/// The waiting jobs of a [`JobQueue`], with their size and counters.
 #[derive(Default)]
 struct QueueState {
     jobs: VecDeque<(usize, Job)>,

@@ -73,8 +73,8 @@ pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
 }
 
 /// Returns whether a SIGTERM to this process means that the batch system is about to end the job.
-pub(crate) fn sends_termination() -> bool {
-    PROVIDERS.iter().any(|provider| provider.sends_termination())
+pub(crate) fn sigterm_announces_end() -> bool {
+    PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
 
 /// Returns the delay with which the agent in this process reports that a worker died of SIGKILL or

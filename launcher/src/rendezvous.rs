@@ -18,7 +18,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// A rendezvous whose address is bound.
+/// The bound address at which the workers of a job meet: a reserved port, or a running store.
 #[derive(Debug)]
 pub(crate) enum BoundRendezvous {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.

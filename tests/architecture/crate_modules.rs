@@ -82,7 +82,7 @@ pub(crate) struct PathUse {
     pub(crate) syntax: PathSyntax,
 }
 
-/// Where a path was found.
+/// The kind of source text in which a path was found.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PathSyntax {
     /// An import, expression, type, pattern or bound. The path must resolve.

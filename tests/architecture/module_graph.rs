@@ -173,7 +173,7 @@ fn find_strongly_connected_components(successors: &[Vec<usize>]) -> Vec<Vec<usiz
     search.components
 }
 
-/// The state of Tarjan's algorithm.
+/// The state of Tarjan's algorithm, which finds strongly connected components.
 struct ComponentSearch<'a> {
     successors: &'a [Vec<usize>],
     /// The order in which the nodes were visited.

@@ -3,7 +3,7 @@ use crate::crate_modules::{
     CrateModules, FileId, Import, ItemKind, Module, ModuleId, PathSyntax, PathUse, ROOT,
 };
 
-/// What a path names.
+/// What a path in the code names: a module, an item, or an item of another crate.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Target {
     /// A module of the crate.

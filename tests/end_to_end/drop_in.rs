@@ -80,7 +80,7 @@ fn write_files(directory: &Path) {
     fs::create_dir_all(directory.join("hf")).unwrap();
 }
 
-/// Returns the environment of a case.
+/// Returns the environment variables with which the command line of a case runs.
 fn build_environment(case: &Case, python: &Path, job_dir: &JobDirectory) -> BTreeMap<String, String> {
     let path = format!("{}:/usr/bin:/bin", python.parent().unwrap().display());
     let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();

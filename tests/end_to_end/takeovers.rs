@@ -103,7 +103,7 @@ impl RunHosts {
         BackgroundRun { hosts: self, directory: self.job_dir.path(&format!("runs/{name}")), controller }
     }
 
-    /// Starts the training of `steps` steps.
+    /// Starts a training of `steps` steps in the background.
     #[track_caller]
     fn start_training(&self, name: &str, steps: u64, set: &[&str]) -> BackgroundRun<'_> {
         let steps = format!("train.steps={steps}");

@@ -145,7 +145,7 @@ pub struct GpuReport {
     pub libraries: Vec<LibraryReport>,
 }
 
-/// The state of one GPU.
+/// The state of one GPU, as NVIDIA's management library (NVML) reports it to `launch check`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GpuStatus {
     /// The name of the GPU's model, e.g. `NVIDIA H100 80GB HBM3`.

@@ -272,7 +272,7 @@ async fn receive_request(
     }
 }
 
-/// Writes an encoded message.
+/// Writes an encoded message to a connection through an agent's socket.
 async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> {
     output.write_all(frame).await?;
     output.flush().await

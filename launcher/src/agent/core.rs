@@ -38,7 +38,7 @@ pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
 /// process has ended.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The phase of an agent's life.
+/// The phase of an agent's life, from the wait for the controller's hello to the exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AgentState {
     /// The agent waits for the controller's hello, which is the first message.

@@ -522,7 +522,7 @@ fn a_restart_resets_the_state_of_the_agent() {
     assert!(select_signals(&agent.advance_to(ms(60_000))).is_empty());
 }
 
-/// A randomly chosen event of the test that all orders of events end cleanly.
+/// A random event, for the test that every order of events ends cleanly.
 #[derive(Clone, Debug)]
 enum RandomEvent {
     Tick(u16),

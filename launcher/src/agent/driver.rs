@@ -159,7 +159,7 @@ impl AgentDriver {
             undecided: None,
             evicting: Vec::new(),
             children: signal_stream(SignalKind::child())?,
-            termination: match cluster::sends_termination() {
+            termination: match cluster::sigterm_announces_end() {
                 true => Some(signal_stream(SignalKind::terminate())?),
                 false => None,
             },

@@ -37,7 +37,8 @@ pub(crate) enum LostOutput {
 }
 
 impl LogThread {
-    /// Starts the thread.
+    /// Starts the thread that writes logs. At most [`MAX_WAITING_LOG_BYTES`] of output may wait for
+    /// it.
     pub(crate) fn start() -> io::Result<LogThread> {
         LogThread::with_capacity(MAX_WAITING_LOG_BYTES)
     }

@@ -76,7 +76,7 @@ pub(crate) struct PumpOptions {
 pub(crate) struct ConsoleQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ConsoleQueue {
-    /// Creates a queue to a controller.
+    /// Creates a queue of output lines to the controller to which `outbox` sends.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ConsoleQueue {
         ConsoleQueue(Arc::new(Mutex::new(outbox)))
     }

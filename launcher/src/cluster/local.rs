@@ -19,7 +19,7 @@ use tokio::net::unix::pipe;
 /// machine.
 const MAX_LOCAL_AGENTS: usize = 64;
 
-/// The provider of this machine.
+/// The provider of hosts that offers this machine only.
 pub(super) struct LocalCluster;
 
 impl Cluster for LocalCluster {

@@ -61,7 +61,7 @@ pub(crate) trait Cluster: Sync {
 
     /// Returns whether a SIGTERM to this process means that the batch system is about to end the
     /// job.
-    fn sends_termination(&self) -> bool {
+    fn sigterm_announces_end(&self) -> bool {
         false
     }
 

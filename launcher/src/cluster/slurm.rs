@@ -88,7 +88,7 @@ impl Cluster for SlurmCluster {
         std::env::var(env::SLURMD_NODENAME).ok().filter(|name| !name.is_empty())
     }
 
-    fn sends_termination(&self) -> bool {
+    fn sigterm_announces_end(&self) -> bool {
         is_in_step()
     }
 

@@ -151,7 +151,7 @@ pub(crate) fn prepare_job(
     Ok(PreparedJob { job: loaded.job, inventory, hosts, plan, secrets, preflight: report, warnings })
 }
 
-/// Discovers the inventory of this machine.
+/// Discovers the inventory of this machine: its CPUs, GPUs, memory and network addresses.
 pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
     discover::local::discover_local().map_err(|e| {
         Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")

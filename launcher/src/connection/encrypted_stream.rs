@@ -157,7 +157,7 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
         self.text.truncate(*length.as_ref().unwrap_or(&0));
         length?;
         (self.next, self.taken, self.filled) = (self.next + 1, 0, 0);
-        release(&mut self.record);
+        release_buffer(&mut self.record);
         Ok(())
     }
 }
@@ -168,7 +168,7 @@ fn build_altered_error() -> io::Error {
 }
 
 /// Empties a buffer, and frees its memory if the buffer is large.
-fn release(buffer: &mut Vec<u8>) {
+fn release_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.shrink_to(KEPT_BYTES);
 }
@@ -194,7 +194,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for EncryptedReader<R> {
         self.taken += count;
         if self.taken == self.text.len() {
             self.taken = 0;
-            release(&mut self.text);
+            release_buffer(&mut self.text);
         }
         Poll::Ready(Ok(()))
     }
@@ -223,7 +223,7 @@ impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
             }
         }
         self.written = 0;
-        release(&mut self.record);
+        release_buffer(&mut self.record);
         Poll::Ready(Ok(()))
     }
 }

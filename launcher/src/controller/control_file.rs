@@ -41,7 +41,7 @@ struct StoredJob {
 }
 
 impl ControlFile {
-    /// Creates the content of the file.
+    /// Creates the content of `control.json`.
     pub(crate) fn new(
         key: &JobKey,
         epoch: u64,

@@ -31,7 +31,7 @@ use std::{
 };
 pub(crate) use takeover::JournalSummary;
 #[cfg(test)]
-pub(crate) use takeover::is_void;
+pub(crate) use takeover::is_void_restart;
 use tokio::sync::mpsc;
 
 /// The format version that `job.json` contains.
@@ -59,7 +59,7 @@ struct StoredJob<'a> {
     job: &'a JobSpec,
 }
 
-/// The journal of a run.
+/// The journal of a run: appends events and metrics to the files of the run directory.
 #[derive(Debug)]
 pub(super) struct Journal {
     run_dir: PathBuf,

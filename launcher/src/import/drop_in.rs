@@ -142,8 +142,8 @@ fn derive_name(program: &[String]) -> String {
     make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
 }
 
-/// Fails if the number of workers is not one that a host can have. `option` is the option of
-/// `program` that states the number.
+/// Fails if a host cannot have this number of workers. `option` is the option of `program` that
+/// states the number.
 pub(super) fn check_workers(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
     match workers {
         1..=MAX_WORKERS => Ok(()),

@@ -9,7 +9,7 @@ use protocol::{
 use std::path::Path;
 
 /// The limit on the memory for parsing a few kilobytes, in bytes.
-const CAP: usize = 64 << 20;
+const MEMORY_LIMIT: usize = 64 << 20;
 /// The number of mutated copies of each file that the parser of the file gets. Other parsers get
 /// fewer.
 const MUTATIONS: u64 = 1000;
@@ -31,7 +31,7 @@ const PARSERS: [(&str, Parser); 7] = [
 ];
 
 /// Returns two encoded streams of messages: those of an agent and those of a controller.
-fn streams() -> [Vec<u8>; 2] {
+fn encode_streams() -> [Vec<u8>; 2] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let status = ExitStatus::Signal(11, true);
     let exited = FromAgent::Exited {
@@ -58,9 +58,9 @@ fn streams() -> [Vec<u8>; 2] {
 }
 
 /// Returns the files in `tests/corpus` and further inputs that each parser accepts, by name.
-fn corpus() -> Vec<(String, Vec<u8>)> {
+fn read_inputs() -> Vec<(String, Vec<u8>)> {
     let mut files = mutated_input::read_corpus(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus"));
-    let [agent, controller] = streams();
+    let [agent, controller] = encode_streams();
     files.push(("agent.control".into(), agent));
     files.push(("controller.control".into(), controller));
     let invitation = format!("launch-join-1 {} 127.0.0.1:7000 [::1]:7000\n", "0f".repeat(32));
@@ -70,21 +70,21 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 }
 
 /// Returns a copy of `valid` with random mutations.
-fn mutated(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
+fn mutate_input(valid: &[u8], numbers: &mut SeededNumbers) -> Vec<u8> {
     mutated_input::mutate(valid, numbers, TOKENS, |numbers| b'0' + numbers.next_below(10) as u8)
 }
 
 #[test]
-fn nothing_panics_and_memory_stays_below_the_cap() {
+fn nothing_panics_and_memory_stays_below_the_limit() {
     let memory = MemoryMeter::start();
     let (mut rejected, mut accepted) = (0u64, 0u64);
-    for (name, valid) in corpus() {
+    for (name, valid) in read_inputs() {
         for (extension, parse) in PARSERS {
             // The files of this parser are mutated most often.
             let changes = if name.ends_with(extension) { MUTATIONS } else { MUTATIONS / 20 };
             let mut numbers = SeededNumbers(name.len() as u64 * 7 + extension.len() as u64);
             for _ in 0..changes {
-                match parse(&mutated(&valid, &mut numbers)) {
+                match parse(&mutate_input(&valid, &mut numbers)) {
                     Ok(()) => accepted += 1,
                     Err(error) => {
                         assert!(!error.to_string().is_empty(), "{extension} of {name}");
@@ -95,13 +95,13 @@ fn nothing_panics_and_memory_stays_below_the_cap() {
         }
     }
     let peak = memory.peak();
-    assert!(peak < CAP, "{peak} bytes at the peak");
+    assert!(peak < MEMORY_LIMIT, "{peak} bytes at the peak");
     assert!(accepted > 500 && rejected > 2000, "{accepted} accepted, {rejected} rejected");
 }
 
 #[test]
 fn unmodified_files_are_accepted() {
-    for (name, bytes) in corpus() {
+    for (name, bytes) in read_inputs() {
         let (_, parse) =
             PARSERS.iter().find(|(extension, _)| name.ends_with(&format!(".{extension}"))).expect(&name);
         assert!(parse(&bytes).is_ok(), "{name}");
@@ -134,5 +134,5 @@ fn claimed_sizes_do_not_allocate_memory() {
     key.extend([0xff; 8]);
     assert!(launcher::untrusted::parse_store_requests(&key).is_err());
     let peak = memory.peak();
-    assert!(peak < CAP, "{peak} bytes at the peak");
+    assert!(peak < MEMORY_LIMIT, "{peak} bytes at the peak");
 }

@@ -12,7 +12,7 @@ pub(super) struct Case {
     pub(super) compared: &'static [&'static str],
 }
 
-/// Creates a case without variables.
+/// Creates a case from a command line, without variables and without a configuration.
 const fn line(line: &'static str) -> Case {
     Case { line, variables: &[], default_config: None, compared: &[] }
 }
@@ -35,7 +35,7 @@ pub(super) const FILES: [(&str, &str); 4] = [
     ("ds.json", "{\"train_batch_size\": 8}"),
 ];
 
-/// A configuration of FSDP, which names an old key without its prefix.
+/// A configuration of Accelerate for FSDP.
 const FSDP_CONFIG: &str = "compute_environment: LOCAL_MACHINE
 debug: false
 distributed_type: FSDP
@@ -63,7 +63,7 @@ tpu_use_sudo: false
 use_cpu: false
 ";
 
-/// A configuration of DeepSpeed.
+/// A configuration of Accelerate for DeepSpeed.
 const DEEPSPEED_CONFIG: &str = "compute_environment: LOCAL_MACHINE
 deepspeed_config:
   gradient_accumulation_steps: 1
@@ -82,7 +82,7 @@ num_processes: 2
 use_cpu: false
 ";
 
-/// A configuration for CPUs.
+/// A configuration of Accelerate for CPUs.
 const CPU_CONFIG: &str = "compute_environment: LOCAL_MACHINE
 distributed_type: 'NO'
 mixed_precision: 'no'
@@ -91,7 +91,7 @@ num_processes: 1
 use_cpu: true
 ";
 
-/// A configuration for several GPUs, with dynamo.
+/// A configuration of Accelerate for several GPUs, with dynamo.
 const GPU_CONFIG: &str = "compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 dynamo_config:

@@ -106,7 +106,8 @@ impl Condition {
     }
 }
 
-/// A combination of keys in which a key is wrong or has no effect.
+/// A rule about a key: the conditions on other keys under which the key is an error or has no
+/// effect.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// The conditions under which the rule applies. All of them must hold.

@@ -2,7 +2,7 @@
 use super::{
     decoder::{JobDecoder, JobSection},
     info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
-    section::{Entry, Place, first_paragraph},
+    section::{Entry, FieldContext, first_paragraph},
     value_type::ValueType,
     values::JobValues,
 };
@@ -24,7 +24,7 @@ pub(crate) struct Key<S, T> {
 /// keys.
 type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
 
-/// The default of a key.
+/// The default of a key: a fixed value, or a function that computes the value.
 enum DefaultValue<S, T> {
     /// A fixed value in YAML.
     Yaml(&'static str),
@@ -115,17 +115,17 @@ impl<S, T: Clone + 'static> Key<S, Option<T>> {
 impl<S, T: 'static> Entry<S> for Key<S, T> {
     type Value = T;
 
-    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
-        let section_rules = if self.ignores_section_rules { &[] } else { place.section_rules };
+    fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
+        let section_rules = if self.ignores_section_rules { &[] } else { context.section_rules };
         table.push(KeyInfo {
-            path: place.path(),
+            path: context.path(),
             accepts: self.values.accepts.clone(),
             default: match &self.default {
                 DefaultValue::Yaml(text) => KeyDefault::Yaml(text),
                 DefaultValue::Computed { words, .. } => *words,
             },
             aliases: self.aliases,
-            meaning: first_paragraph(place.doc),
+            meaning: first_paragraph(context.doc),
             reloadable: self.reloadable,
             deprecated: self.deprecated,
             deprecated_values: self.deprecated_values,
@@ -134,33 +134,39 @@ impl<S, T: 'static> Entry<S> for Key<S, T> {
         });
     }
 
-    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
-        if let Some(value) = d.read_key(section, place.name, self.aliases, &self.values) {
+    fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
+        if let Some(value) = d.read_key(section, context.name, self.aliases, &self.values) {
             return value;
         }
         match &self.default {
             DefaultValue::Yaml(text) => parse_default(text)
                 .and_then(|node| self.values.read(&node).ok())
-                .unwrap_or_else(|| unreachable!("the default of {} is valid", place.path())),
+                .unwrap_or_else(|| unreachable!("the default of {} is valid", context.path())),
             DefaultValue::Computed { placeholder, .. } => {
-                d.unset.insert(place.path());
+                d.unset.insert(context.path());
                 placeholder()
             }
         }
     }
 
-    fn compute_default(&self, place: Place, owner: &S, unset: &UnsetKeys, values: &JobValues) -> Option<T> {
+    fn compute_default(
+        &self,
+        context: FieldContext,
+        owner: &S,
+        unset: &UnsetKeys,
+        values: &JobValues,
+    ) -> Option<T> {
         match &self.default {
-            DefaultValue::Computed { compute, .. } if unset.contains(&place.path()) => {
+            DefaultValue::Computed { compute, .. } if unset.contains(&context.path()) => {
                 Some(compute(owner, values))
             }
             _ => None,
         }
     }
 
-    fn print(&self, place: Place, _owner: &S, value: &T, values: &mut JobValues) {
+    fn print(&self, context: FieldContext, _owner: &S, value: &T, values: &mut JobValues) {
         if let Some(printed) = self.values.print(value) {
-            values.add(place.path(), printed);
+            values.add(context.path(), printed);
         }
     }
 }

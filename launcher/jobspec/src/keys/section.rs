@@ -31,28 +31,28 @@ pub(crate) trait Section: Sized {
 
 /// The context in which a field is declared: its section, its name and its documentation.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct FieldContext {
     pub(crate) section: &'static str,
     pub(crate) name: &'static str,
     pub(crate) doc: &'static str,
     pub(crate) section_rules: &'static [Rule],
 }
 
-impl Place {
-    /// Creates the place of the field `field`. The name of its key is that of the field without the
-    /// unit of milliseconds.
+impl FieldContext {
+    /// Creates the context of the field `field`. The name of its key is that of the field without
+    /// the unit of milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
         doc: &'static str,
         section_rules: &'static [Rule],
-    ) -> Place {
+    ) -> FieldContext {
         let name = field.strip_prefix("r#").unwrap_or(field);
         let name = name.strip_suffix("_ms").unwrap_or(name);
-        Place { section, name, doc, section_rules }
+        FieldContext { section, name, doc, section_rules }
     }
 
-    /// Returns the path of the key.
+    /// Returns the path of the field's key, such as `run.grace_period`.
     pub(crate) fn path(&self) -> String {
         join_key_path(self.section, self.name)
     }
@@ -71,15 +71,15 @@ pub(crate) trait Entry<S> {
     type Value;
 
     /// Appends the keys of the field to the table of keys.
-    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>);
+    fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>);
 
     /// Decodes the value of the field from the section.
-    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
+    fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value;
 
     /// Returns the computed default of the field if its key is in `unset`; otherwise `None`.
     fn compute_default(
         &self,
-        _place: Place,
+        _context: FieldContext,
         _owner: &S,
         _unset: &UnsetKeys,
         _values: &JobValues,
@@ -91,7 +91,7 @@ pub(crate) trait Entry<S> {
     fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
     /// Appends the values of the field's keys in YAML to `values`. `owner` is the section.
-    fn print(&self, place: Place, owner: &S, value: &Self::Value, values: &mut JobValues);
+    fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
 /// Returns `entry` unchanged. The bounds make the compiler check that `entry` declares a field of
@@ -123,12 +123,12 @@ macro_rules! section {
             const DOC: &'static str = concat!($($section_doc, "\n"),+);
 
             fn declare(table: &mut Vec<crate::keys::info::KeyInfo>) {
-                use crate::keys::section::{Entry, Place, entry_of};
+                use crate::keys::section::{Entry, FieldContext, entry_of};
                 let rules: &[&'static [crate::keys::info::Rule]] = &[$($rules)?];
                 let rules = rules.first().copied().unwrap_or_default();
                 $(
-                    let place = Place::new($path, stringify!($field), concat!($($doc, "\n"),+), rules);
-                    Entry::<Self>::declare(&entry_of::<Self, $type, _>($entry), place, table);
+                    let context = FieldContext::new($path, stringify!($field), concat!($($doc, "\n"),+), rules);
+                    Entry::<Self>::declare(&entry_of::<Self, $type, _>($entry), context, table);
                 )+
             }
 
@@ -136,11 +136,11 @@ macro_rules! section {
                 d: &mut crate::keys::decoder::JobDecoder,
                 section: &crate::keys::decoder::JobSection<'_>,
             ) -> Self {
-                use crate::keys::section::{Entry, Place, entry_of};
+                use crate::keys::section::{Entry, FieldContext, entry_of};
                 $(
-                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let context = FieldContext::new($path, stringify!($field), "", &[]);
                     let entry = entry_of::<Self, $type, _>($entry);
-                    let $field = Entry::<Self>::decode(&entry, place, d, section);
+                    let $field = Entry::<Self>::decode(&entry, context, d, section);
                 )+
                 $name { $($field),+ }
             }
@@ -150,11 +150,11 @@ macro_rules! section {
                 unset: &crate::keys::info::UnsetKeys,
                 values: &crate::keys::values::JobValues,
             ) {
-                use crate::keys::section::{Entry, Place, entry_of};
+                use crate::keys::section::{Entry, FieldContext, entry_of};
                 $(
-                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let context = FieldContext::new($path, stringify!($field), "", &[]);
                     let entry = entry_of::<Self, $type, _>($entry);
-                    if let Some(value) = Entry::<Self>::compute_default(&entry, place, self, unset, values) {
+                    if let Some(value) = Entry::<Self>::compute_default(&entry, context, self, unset, values) {
                         self.$field = value;
                     }
                     Entry::<Self>::fill_inner(&entry, &mut self.$field, unset, values);
@@ -162,11 +162,11 @@ macro_rules! section {
             }
 
             fn print(&self, values: &mut crate::keys::values::JobValues) {
-                use crate::keys::section::{Entry, Place, entry_of};
+                use crate::keys::section::{Entry, FieldContext, entry_of};
                 $(
-                    let place = Place::new($path, stringify!($field), "", &[]);
+                    let context = FieldContext::new($path, stringify!($field), "", &[]);
                     let entry = entry_of::<Self, $type, _>($entry);
-                    Entry::<Self>::print(&entry, place, self, &self.$field, values);
+                    Entry::<Self>::print(&entry, context, self, &self.$field, values);
                 )+
             }
         }
@@ -185,41 +185,41 @@ pub(crate) fn not_a_key() -> NotAKey {
 impl<S> Entry<S> for NotAKey {
     type Value = String;
 
-    fn declare(&self, _place: Place, _table: &mut Vec<KeyInfo>) {}
+    fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
 
-    fn decode(&self, _place: Place, _d: &mut JobDecoder, _section: &JobSection<'_>) -> String {
+    fn decode(&self, _context: FieldContext, _d: &mut JobDecoder, _section: &JobSection<'_>) -> String {
         String::new()
     }
 
-    fn print(&self, _place: Place, _owner: &S, _value: &String, _values: &mut JobValues) {}
+    fn print(&self, _context: FieldContext, _owner: &S, _value: &String, _values: &mut JobValues) {}
 }
 
 /// The entry of a section within another section.
-pub(crate) struct Inner<T> {
+pub(crate) struct InnerSection<T> {
     is_printed: fn(&T) -> bool,
 }
 
 /// Declares a field that is a section within the section.
-pub(crate) fn inner<T: Section>() -> Inner<T> {
-    Inner { is_printed: |_| true }
+pub(crate) fn inner<T: Section>() -> InnerSection<T> {
+    InnerSection { is_printed: |_| true }
 }
 
-impl<T> Inner<T> {
+impl<T> InnerSection<T> {
     /// Makes the printed job omit the section unless `is_printed` returns true.
-    pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> Inner<T> {
-        Inner { is_printed }
+    pub(crate) fn printed_if(self, is_printed: fn(&T) -> bool) -> InnerSection<T> {
+        InnerSection { is_printed }
     }
 }
 
-impl<S, T: Section> Entry<S> for Inner<T> {
+impl<S, T: Section> Entry<S> for InnerSection<T> {
     type Value = T;
 
-    fn declare(&self, _place: Place, table: &mut Vec<KeyInfo>) {
+    fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
         table.push(describe_section::<T>(&["object"]));
         T::declare(table);
     }
 
-    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
+    fn decode(&self, _context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> T {
         let inner = d.open_section(section, T::PATH);
         T::decode(d, &inner)
     }
@@ -228,7 +228,7 @@ impl<S, T: Section> Entry<S> for Inner<T> {
         value.fill_defaults(unset, values);
     }
 
-    fn print(&self, _place: Place, _owner: &S, value: &T, values: &mut JobValues) {
+    fn print(&self, _context: FieldContext, _owner: &S, value: &T, values: &mut JobValues) {
         if (self.is_printed)(value) {
             value.print(values);
         }
@@ -236,34 +236,34 @@ impl<S, T: Section> Entry<S> for Inner<T> {
 }
 
 /// The entry of an inner section that a job may leave out.
-pub(crate) struct OptionalInner<T> {
+pub(crate) struct OptionalInnerSection<T> {
     accepts_null: bool,
     section: PhantomData<T>,
 }
 
 /// Declares a field that is a section within the section, and that a job may omit. The value `null`
 /// stands for an absent section.
-pub(crate) fn optional_inner<T: Section>() -> OptionalInner<T> {
-    OptionalInner { accepts_null: true, section: PhantomData }
+pub(crate) fn optional_inner<T: Section>() -> OptionalInnerSection<T> {
+    OptionalInnerSection { accepts_null: true, section: PhantomData }
 }
 
-impl<T> OptionalInner<T> {
+impl<T> OptionalInnerSection<T> {
     /// Makes the value `null` an error.
-    pub(crate) fn without_null(self) -> OptionalInner<T> {
-        OptionalInner { accepts_null: false, ..self }
+    pub(crate) fn without_null(self) -> OptionalInnerSection<T> {
+        OptionalInnerSection { accepts_null: false, ..self }
     }
 }
 
-impl<S, T: Section> Entry<S> for OptionalInner<T> {
+impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
     type Value = Option<T>;
 
-    fn declare(&self, _place: Place, table: &mut Vec<KeyInfo>) {
+    fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
         let types: &[&str] = if self.accepts_null { &["object", "null"] } else { &["object"] };
         table.push(describe_section::<T>(types));
         T::declare(table);
     }
 
-    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Option<T> {
+    fn decode(&self, _context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Option<T> {
         if self.accepts_null && d.is_null_or_absent(section, T::PATH) {
             return None;
         }
@@ -277,7 +277,7 @@ impl<S, T: Section> Entry<S> for OptionalInner<T> {
         }
     }
 
-    fn print(&self, _place: Place, _owner: &S, value: &Option<T>, values: &mut JobValues) {
+    fn print(&self, _context: FieldContext, _owner: &S, value: &Option<T>, values: &mut JobValues) {
         if let Some(value) = value {
             value.print(values);
         }

@@ -91,7 +91,7 @@ fn save_interval() -> ValueType<SaveInterval> {
     })
 }
 
-/// Reads `checkpoint.every`.
+/// Reads a value of `checkpoint.every` from YAML.
 fn read_save_interval(node: &YamlNode) -> ReadResult<SaveInterval> {
     let what = "a number of steps, a duration such as `10m`, or `never`";
     match node.value {

@@ -273,7 +273,7 @@ fn gpu_numbers() -> ValueType<Vec<u32>> {
     described_list_of("list of integers", "a list of GPU numbers", integer(0..=MAX_GPUS - 1))
 }
 
-/// Reads `cluster.devices`.
+/// Reads a value of `cluster.devices` from YAML.
 fn read_devices(node: &YamlNode) -> ReadResult<DeviceSelection> {
     if !matches!(node.value, YamlValue::List(_)) {
         return device_keywords().read(node);

@@ -8,7 +8,7 @@ use crate::{
         key::Key,
         numbers::positive_number,
         record::record,
-        section::{Entry, Place, Section, first_paragraph, not_a_key, section},
+        section::{Entry, FieldContext, Section, first_paragraph, not_a_key, section},
         text::text,
         value_type::{ReadResult, ValueType, wrong_type_error},
         values::JobValues,
@@ -130,7 +130,7 @@ pub(crate) fn data_sources() -> DataSources {
 impl<S> Entry<S> for DataSources {
     type Value = Vec<DataSource>;
 
-    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
+    fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
         let mut keys = Vec::new();
         DataSource::declare(&mut keys);
         for key in keys.into_iter().filter(|key| key.path != "weight") {
@@ -140,7 +140,7 @@ impl<S> Entry<S> for DataSources {
                 default => default,
             };
             let rules = FILES_RULES.iter().chain(loss_rules).copied().collect();
-            table.push(KeyInfo { path: format!("{}.{}", place.section, key.path), default, rules, ..key });
+            table.push(KeyInfo { path: format!("{}.{}", context.section, key.path), default, rules, ..key });
         }
         let mixture = mixture();
         table.push(KeyInfo {
@@ -157,7 +157,12 @@ impl<S> Entry<S> for DataSources {
         });
     }
 
-    fn decode(&self, _place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Vec<DataSource> {
+    fn decode(
+        &self,
+        _context: FieldContext,
+        d: &mut JobDecoder,
+        section: &JobSection<'_>,
+    ) -> Vec<DataSource> {
         let outer = std::mem::take(&mut d.unset);
         let mut source = DataSource::decode(d, section);
         let unset = std::mem::replace(&mut d.unset, outer);
@@ -173,11 +178,11 @@ impl<S> Entry<S> for DataSources {
         vec![source]
     }
 
-    fn print(&self, place: Place, _owner: &S, sources: &Vec<DataSource>, values: &mut JobValues) {
+    fn print(&self, context: FieldContext, _owner: &S, sources: &Vec<DataSource>, values: &mut JobValues) {
         match &sources[..] {
             [only] if only.name.is_empty() => {
                 let lines = print_source(only).into_iter().filter(|(name, _)| name != "weight");
-                lines.for_each(|(name, line)| values.add(format!("{}.{name}", place.section), line));
+                lines.for_each(|(name, line)| values.add(format!("{}.{name}", context.section), line));
             }
             sources => {
                 let block =

@@ -4,7 +4,7 @@ use crate::{
     keys::{
         decoder::{JobDecoder, JobSection},
         info::{KeyDefault, KeyInfo},
-        section::{Entry, Place, first_paragraph},
+        section::{Entry, FieldContext, first_paragraph},
         text::{path, text, verbatim},
         value_type::{ReadResult, ValueType, in_variant, wrong_type_error},
         values::JobValues,
@@ -88,14 +88,14 @@ pub(crate) fn environment_sources() -> EnvironmentSources {
 impl<S> Entry<S> for EnvironmentValues {
     type Value = Vec<(String, String)>;
 
-    fn declare(&self, place: Place, table: &mut Vec<KeyInfo>) {
+    fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
         let values = environment_type();
         table.push(KeyInfo {
-            path: place.path(),
+            path: context.path(),
             accepts: values.accepts,
             default: KeyDefault::Yaml("{}"),
             aliases: &[],
-            meaning: first_paragraph(place.doc),
+            meaning: first_paragraph(context.doc),
             reloadable: false,
             deprecated: None,
             deprecated_values: &[],
@@ -104,29 +104,29 @@ impl<S> Entry<S> for EnvironmentValues {
         });
     }
 
-    fn decode(&self, place: Place, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
-        d.read_key(section, place.name, &[], &environment_type()).unwrap_or_default().0
+    fn decode(&self, context: FieldContext, d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
+        d.read_key(section, context.name, &[], &environment_type()).unwrap_or_default().0
     }
 
-    fn print(&self, place: Place, _owner: &S, value: &Self::Value, values: &mut JobValues) {
-        values.add(place.path(), print_environment(value, &[]));
+    fn print(&self, context: FieldContext, _owner: &S, value: &Self::Value, values: &mut JobValues) {
+        values.add(context.path(), print_environment(value, &[]));
     }
 }
 
 impl<S> Entry<S> for EnvironmentSources {
     type Value = Vec<(String, EnvSource)>;
 
-    fn declare(&self, _place: Place, _table: &mut Vec<KeyInfo>) {}
+    fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
 
-    fn decode(&self, _place: Place, _d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
+    fn decode(&self, _context: FieldContext, _d: &mut JobDecoder, section: &JobSection<'_>) -> Self::Value {
         // The entry of `env` reports errors.
         let node = section.find_value("env");
         node.and_then(|node| read_environment(node).ok()).unwrap_or_default().1
     }
 
-    fn print(&self, place: Place, _owner: &S, value: &Self::Value, values: &mut JobValues) {
+    fn print(&self, context: FieldContext, _owner: &S, value: &Self::Value, values: &mut JobValues) {
         // The key is `env`, whose value the entry of `env` has already added.
-        values.add_entries(&format!("{}.env", place.section), print_environment(&[], value));
+        values.add_entries(&format!("{}.env", context.section), print_environment(&[], value));
     }
 }
 

@@ -65,7 +65,7 @@ fn host_keywords() -> ValueType<HostSelection> {
     ])
 }
 
-/// Reads `cluster.hosts`.
+/// Reads a value of `cluster.hosts` from YAML.
 fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     match &node.value {
         YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(HOSTS, node)),

@@ -24,7 +24,7 @@ pub(crate) fn command() -> ValueType<Vec<String>> {
 /// The description of a value of `run.command` in messages.
 const COMMAND: &str = "a list: the program and its arguments";
 
-/// Reads `run.command`.
+/// Reads a value of `run.command` from YAML.
 fn read_command(node: &YamlNode) -> ReadResult<Vec<String>> {
     if let YamlValue::Text = node.value {
         let words: Vec<&str> = node.raw.split_whitespace().collect();

@@ -38,7 +38,7 @@ pub struct DocumentItem {
     span: SourceSpan,
 }
 
-/// A value with its type.
+/// A value of a document, by its type in YAML or JSON.
 #[derive(Clone, Debug)]
 pub enum DocumentValue {
     /// `null`, `~` or an empty value.

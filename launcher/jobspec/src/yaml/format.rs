@@ -2,7 +2,7 @@
 use super::{scalar::resolve_scalar, tree::YamlValue};
 use std::fmt::Write as _;
 
-/// The YAML form of a value.
+/// A value that was formatted as YAML: text on one line, or a block of entries.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Printed {
     /// YAML on one line.
@@ -39,12 +39,12 @@ pub fn quote_yaml(text: &str) -> String {
     quoted
 }
 
-/// Formats a list on one line.
+/// Formats a list as YAML on one line, such as `[a, b]`.
 pub(crate) fn format_list(items: impl IntoIterator<Item = String>) -> String {
     format!("[{}]", items.into_iter().collect::<Vec<_>>().join(", "))
 }
 
-/// Formats a mapping on one line.
+/// Formats a mapping as YAML on one line, such as `{a: 1, b: 2}`.
 pub(crate) fn format_map(entries: impl IntoIterator<Item = (String, String)>) -> String {
     let entries: Vec<String> = entries.into_iter().map(|(key, value)| format!("{key}: {value}")).collect();
     format!("{{{}}}", entries.join(", "))

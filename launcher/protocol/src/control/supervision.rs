@@ -63,7 +63,7 @@ pub struct AttachRequest {
     pub purpose: AttachPurpose,
 }
 
-/// What an [`AttachRequest`] asks for.
+/// What an [`AttachRequest`] asks of the agent: to obey the controller, or to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.

@@ -10,7 +10,8 @@ pub(super) type ConnectionNumber = u64;
 /// The time limit for writing the last messages on a connection.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The connection to a controller.
+/// The agent's connection to its controller: the queue of messages, and the tasks that read and
+/// write.
 pub(super) struct ControllerConnection {
     pub(super) number: ConnectionNumber,
     pub(super) outbox: Outbox<FromAgent>,

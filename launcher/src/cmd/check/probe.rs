@@ -44,7 +44,7 @@ pub(super) struct ProbeTargets {
     pub(super) cuda: Option<Vec<PathBuf>>,
 }
 
-/// The results of probing one host.
+/// What the probes of `launch check` found about one host.
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,

@@ -53,7 +53,7 @@ impl ReplayedReport {
     }
 }
 
-/// The state of a takeover.
+/// The state of a takeover: the answers of the hosts, and what the journal and the memos record.
 #[derive(Debug)]
 pub(super) struct Adoption {
     /// The answers of the hosts, by index.

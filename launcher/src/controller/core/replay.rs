@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// A line that the journal lacks.
+/// A line that the journal lacks, and that a takeover appends to the journal.
 #[derive(Debug)]
 enum MissingLine {
     /// An event of a lost controller.
@@ -106,9 +106,9 @@ fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
 /// Merges the events of lost controllers with those of workers, in the order in which they
 /// happened.
 ///
-/// The clocks of the machines of earlier controllers may differ, so the start of each attempt
-/// follows the events of earlier attempts and precedes those of the workers that it started in any
-/// case.
+/// The clocks of the machines of earlier controllers may differ. Therefore the start of an attempt
+/// is always placed after the events of earlier attempts, and before the events of the attempt's
+/// workers.
 fn merge_missing_lines(
     now: Duration,
     missing: Vec<MissingEvent>,

@@ -96,7 +96,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes an event.
+    /// Processes one event of the event loop: passes a request to the core, or handles the event in
+    /// the driver.
     pub(super) async fn process_event(
         &mut self,
         event: LoopEvent,

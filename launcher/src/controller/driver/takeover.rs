@@ -63,8 +63,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Continues with the job of a running attempt. The plan of the attempt also contains values
-    /// that no file contains.
+    /// Continues with the job of a running attempt, and takes the values of secret variables from
+    /// its plan, because no file contains these values.
     pub(super) fn adopt_plan(&mut self, plan: HostPlan) {
         // An attempt resumes from its own checkpoint.
         let resume = self.job.resume.clone();

@@ -24,7 +24,7 @@ const MAX_LINE_BYTES: u64 = 16 << 20;
 /// What a journal contains about its run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct JournalSummary {
-    /// The newest report of each stream.
+    /// The number of the newest report in the journal, for each stream of reports.
     newest: BTreeMap<u64, u64>,
     /// The time of the first event, in seconds since 1970; `None` in an empty journal.
     pub(crate) began_at: Option<f64>,
@@ -117,13 +117,13 @@ impl JournalSummary {
 /// Returns whether an event has no effect, because it is a restart that a controller announced when
 /// no agent obeyed it any more. The agents know of `restarts` restarts. A controller informs the
 /// agents of each restart before it writes the event.
-pub(crate) fn is_void(event: &Event, restarts: u32) -> bool {
+pub(crate) fn is_void_restart(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
 
 /// Replaces the journal and the metrics in a run directory by copies, and opens the copies for
 /// appending. Opens a file for TensorBoard with this name. Omits a line that a crash has
-/// interrupted, and the events for which [`is_void`] returns `true`. Blocks.
+/// interrupted, and the events for which [`is_void_restart`] returns `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: Option<&str>,
@@ -134,7 +134,7 @@ pub(super) fn take_over_files(
     // Metrics follow from the events, so a line that only one of the files has is not lost.
     let mut metrics = ReplacementFile::create(run_dir, METRICS_FILE)?;
     for_each_line(&run_dir.join(EVENTS_FILE), |line| {
-        if TimedEvent::from_json(line).is_ok_and(|timed| is_void(&timed.event, restarts)) {
+        if TimedEvent::from_json(line).is_ok_and(|timed| is_void_restart(&timed.event, restarts)) {
             return Ok(());
         }
         if let Some(timed) = summary.add_line(line) {

@@ -64,7 +64,7 @@ pub(super) struct SimScenario {
     pub(super) attach_within: Option<Duration>,
 }
 
-/// An event of the simulation.
+/// A scheduled event of the simulation, such as the arrival of a message.
 #[derive(Debug)]
 enum SimEvent {
     ToAgent(ConnectionId, ToAgent),

@@ -55,7 +55,7 @@ const SINGLE_RULES: &[OptionRule] = &[
     ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
 ];
 
-/// What `accelerate launch` starts.
+/// The kind of job that a command line of `accelerate launch` starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchKind {
     /// The kind of job; [`DistributedType::Single`] for a single process.
@@ -101,7 +101,7 @@ impl Conversion<'_> {
     ) -> Result<(), Diagnostic> {
         for key in ["mixed_precision", "num_processes", "num_machines", "gpu_ids", "main_process_port"] {
             if let Some(value) = given.take_last_value(key) {
-                merged.set_option(own_name(key), &value)?;
+                merged.set_option(find_option_name(key), &value)?;
             }
         }
         if given.take_flag("debug") {
@@ -365,7 +365,7 @@ const HANDLED_KEYS: [&str; 13] = [
 ];
 
 /// Returns the name of an option in [`ACCELERATE_OPTIONS`], which lives as long as the program.
-fn own_name(name: &str) -> &'static str {
+fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }
 

@@ -54,7 +54,7 @@ impl MergedConfig {
         }
     }
 
-    /// Removes keys of a section.
+    /// Removes the keys `keys` from the section `section` of the configuration.
     pub(super) fn remove_in(&mut self, section: &str, keys: &[&str]) {
         let Some(entries) = self.entries() else { return };
         if let Some((_, item)) = entries.iter_mut().find(|(name, _)| name == section)

@@ -180,7 +180,7 @@ fn select_resources(
     let uses_gpus = context.installed_gpus > 0 && context.variable(ACCELERATOR) != Some("cpu");
     let mut selects_gpus = gpus > 0 || include.is_some() || exclude.is_some();
     let pool: Vec<(String, HostSlots)> = match &files.hostfile {
-        Some(text) => read_pool(text)?,
+        Some(text) => parse_hostfile_slots(text)?,
         None => {
             if nodes > 1 {
                 let reason = "the job has several nodes, but there is no hostfile";
@@ -229,7 +229,7 @@ fn select_resources(
 }
 
 /// Parses a hostfile into hosts and slots. Fails if the text is not valid.
-fn read_pool(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
+fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
     match parse_hostfile(text) {
         Ok(entries) => {
             let slots = |slots: Option<u32>| slots.map_or(HostSlots::Auto, HostSlots::Count);

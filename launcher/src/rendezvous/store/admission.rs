@@ -40,7 +40,7 @@ pub(super) enum AdmissionError {
     Closed,
 }
 
-/// Decides which connections are accepted.
+/// Decides which connections the rendezvous store accepts.
 pub(super) struct Admission {
     /// The addresses of the hosts of the job.
     allowed: HashSet<IpAddr>,

@@ -30,7 +30,7 @@ const NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 /// The index of a controller.
 pub(super) type ControllerIndex = usize;
 
-/// Whether a controller runs.
+/// Whether a simulated controller runs, is suspended or has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ControllerState {
     Alive,

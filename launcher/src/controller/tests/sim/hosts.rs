@@ -39,7 +39,7 @@ pub(super) struct SimAgent {
     pub(super) tick_at: Duration,
 }
 
-/// A simulated machine.
+/// A simulated machine with its agents and workers.
 #[derive(Default)]
 pub(super) struct SimHost {
     /// The agents that are alive, oldest first.

@@ -2,7 +2,7 @@
 use super::{ControllerIndex, ControllerInput, SimEvent, Simulation};
 use crate::controller::{
     core::TakenJournal,
-    journal::{JournalSummary, is_void},
+    journal::{JournalSummary, is_void_restart},
     report_id::ReportId,
 };
 use protocol::event::Event;
@@ -54,7 +54,7 @@ impl Simulation {
     /// Copies the journal for a controller that takes over the run.
     pub(super) fn take_over_journal(&mut self, index: ControllerIndex) {
         let Some(stored) = self.controllers[index].taken_memo.take() else { return };
-        let is_kept = |line: &&JournalLine| !is_void(&line.0, stored.memo.restarts);
+        let is_kept = |line: &&JournalLine| !is_void_restart(&line.0, stored.memo.restarts);
         let lines: Vec<JournalLine> = self.journal().iter().filter(is_kept).cloned().collect();
         let mut summary = JournalSummary::default();
         for (event, report) in &lines {
