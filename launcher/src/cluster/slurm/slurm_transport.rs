@@ -141,7 +141,7 @@ fn is_sent_encrypted(run: &RunSpec, name: &str) -> bool {
 }
 
 /// Returns the addresses of this machine to which agents connect. These are the addresses that
-/// `interface` selects or, if it selects none of them, all IPv4 addresses. `known` are the
+/// `interface` selects or, if it selects no address, all IPv4 addresses. `known` are the
 /// addresses of this machine.
 fn find_controller_addresses(interface: &InterfaceSelector, known: Vec<InterfaceAddress>) -> Vec<IpAddr> {
     let is_usable = |a: &&InterfaceAddress| a.interface != "lo" && !a.address.is_unspecified();
