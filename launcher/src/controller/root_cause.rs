@@ -102,8 +102,8 @@ pub(crate) fn build_worker_error_cause(
         .with_diagnostic(diagnostic)
 }
 
-/// Builds the root cause for a worker that ended because of a peer's failure, if that failure was
-/// not observed itself.
+/// Builds the root cause for a worker that ended because a peer failed, in case the failure of the
+/// peer was not observed.
 pub(crate) fn build_aborted_cause(
     (host, rank): (HostIndex, Rank),
     final_report: Option<(WorkerExit, Diagnostic)>,

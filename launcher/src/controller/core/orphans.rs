@@ -8,9 +8,9 @@ const EVICTION_INTERVAL: Duration = Duration::from_secs(10);
 const EVICTION_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl ControllerCore {
-    /// Prevents the workers of a lost host from running next to those of the next attempt. Asks the
-    /// host's agent, which may be alive, to end. If the host has all workers of the attempt, they
-    /// can continue alone, so the next attempt waits until they must have ended.
+    /// Prevents the workers of a lost host from running at the same time as those of the next
+    /// attempt. Asks the host's agent, which may be alive, to end. If the host has all workers of
+    /// the attempt, they can continue alone, so the next attempt waits until they must have ended.
     pub(super) fn guard_against_orphans(&mut self, now: Duration, id: HostIndex, end: &AgentEnd) {
         let host = &self.hosts[id];
         let is_child = !self.setup.hosts[id].remote && !host.is_adopted;
