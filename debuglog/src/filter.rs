@@ -1,18 +1,19 @@
-//! [`Filter`]: which events are logged.
+//! [`Filter`]: selects the events of a process that are logged, by target and level.
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
-/// The filter of a process for which the user chooses no filter: important decisions only.
+/// The log filter of a process if the user chooses none. It selects the events of level `info` and
+/// above, which are important decisions.
 pub const DEFAULT_FILTER: &str = "info";
 
-/// A valid filter of events by target and level, such as `agent=debug,info`. The syntax is that of
-/// `tracing_subscriber::EnvFilter`.
+/// A valid log filter, which selects events by target and level, such as `agent=debug,info`. The
+/// syntax is that of `tracing_subscriber::EnvFilter`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
     directives: String,
 }
 
-/// The error of directives that are not a valid filter.
+/// The error that the directives given as a log filter are not valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InvalidFilter {
     /// The reason in the words of the parser.
@@ -34,7 +35,7 @@ impl Default for Filter {
 }
 
 impl Filter {
-    /// Parses directives, such as `debug`, `agent=debug,info` or `off`.
+    /// Parses the directives of a log filter, such as `debug`, `agent=debug,info` or `off`.
     ///
     /// # Errors
     /// Fails if a directive has no valid level or target.

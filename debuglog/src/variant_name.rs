@@ -1,7 +1,7 @@
-//! [`variant_name`]: names the variant of an enum without its values.
+//! [`variant_name`]: returns the name of an enum's variant, without the values in the variant.
 use std::fmt::{self, Debug, Write};
 
-/// A writer that keeps only the first identifier of the text that is written to it.
+/// Collects the first identifier of the text that is written to it, and ignores the rest.
 struct FirstWord(String);
 
 impl Write for FirstWord {

@@ -1,4 +1,5 @@
-//! Declares every code of the product, by area, each with its category, summary, cause and remedy.
+//! Declares a code for every kind of error that the product reports, with its category, summary,
+//! cause and remedy. There is one module for each area, such as checkpoints.
 //!
 //! A released code keeps its name. The texts are sentences in plain text, from which
 //! `LAUNCH_UPDATE_DOCS=1 cargo test -p diagnostic` generates `docs/errors.md`.
@@ -21,7 +22,8 @@ pub mod slurm;
 pub mod ssh;
 pub mod training;
 
-/// The title and the codes of each area, in the order of docs/errors.md.
+/// The areas of the product, each with its title and its diagnostic codes, in the order of
+/// docs/errors.md.
 pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),
     ("Job file", job::ALL),
@@ -37,7 +39,7 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
     ("Collectives", collective::ALL),
 ];
 
-/// Returns an iterator over every code, in the order of docs/errors.md.
+/// Returns an iterator over all diagnostic codes, in the order of docs/errors.md.
 pub fn all_codes() -> impl Iterator<Item = Code> {
     AREAS.iter().flat_map(|(_, list)| list.iter().copied())
 }

@@ -133,8 +133,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds a detail, which is one of the diagnostics that this diagnostic summarizes. For example,
-    /// each mistake in a job file is a detail of the error that rejects the file.
+    /// Adds `detail` to the diagnostics that this diagnostic summarizes. For example, each mistake
+    /// in a job file is a detail of the error that rejects the file.
     pub fn with_detail(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self

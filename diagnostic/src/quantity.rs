@@ -17,8 +17,8 @@ pub fn format_duration(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format_clock(seconds) }
 }
 
-/// Formats a duration in clock notation: `0:07`, `12:34`, `1:02:03`. A value that is not finite
-/// counts as 0.
+/// Formats a duration, given in seconds, in clock notation: `0:07`, `12:34`, `1:02:03`. A value
+/// that is not finite counts as 0.
 pub fn format_clock(seconds: f64) -> String {
     let s = if seconds.is_finite() { seconds.clamp(0.0, 3.6e9).round() as u64 } else { 0 };
     match s / 3600 {

@@ -52,7 +52,8 @@ pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     text
 }
 
-/// Renders one diagnostic without its details, with a source line if the diagnostic has a location.
+/// Renders one diagnostic without its details. If the diagnostic has a location, its source line is
+/// shown, too.
 fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     match diagnostic.location() {
         Some(location) => render_with_source(diagnostic, location, color),

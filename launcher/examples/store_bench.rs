@@ -1,5 +1,6 @@
-//! Measures a rendezvous store under many clients: `store_bench CLIENTS` connects that many clients
-//! to `MASTER_ADDR`:`MASTER_PORT`. Each sends what torch's client sends when a job starts.
+//! Measures how fast a rendezvous store, a server of torch's `TCPStore` protocol, serves many
+//! clients. `store_bench CLIENTS` connects that many clients to `MASTER_ADDR`:`MASTER_PORT`. Each
+//! sends the requests that torch's client sends when a job starts.
 //!
 //! `launch run -- target/release/examples/store_bench 10000` measures launch's store. With both
 //! variables set by hand any other store is measured, such as torch's; `scripts/bench/store`
@@ -44,8 +45,9 @@ fn main() -> BenchResult<()> {
     Ok(())
 }
 
-/// Runs the clients. Returns the seconds until all clients have connected, until all have passed
-/// the barrier, and until all have read the key.
+/// Connects `clients` clients to the store at `address` and runs them to their end. Returns the
+/// seconds until all clients have connected, until all have passed the barrier, and until all have
+/// read the key.
 async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let start = Instant::now();
     let mut connecting = JoinSet::new();
@@ -109,7 +111,7 @@ async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStr
     Ok(stream)
 }
 
-/// Reads the key [`GETS`] times.
+/// Sends [`GETS`] GET requests for the key that the last client has set, and checks the replies.
 async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
     let get = [&[3][..], &encode_text("/go")].concat();
     for _ in 0..GETS {
@@ -123,8 +125,8 @@ async fn read_key(mut stream: TcpStream) -> BenchResult<()> {
     Ok(())
 }
 
-/// Finds the process that listens at a port of this network namespace. Returns the path of its
-/// `/proc/PID/stat`.
+/// Finds the process that listens at the port `port` of this network namespace. Returns the path of
+/// its `/proc/PID/stat`.
 fn find_listener(port: u16) -> BenchResult<PathBuf> {
     const LISTENS: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {

@@ -135,7 +135,8 @@ impl BackgroundThread {
     }
 }
 
-/// Decides how long failed writes are repeated. All clones share the decision.
+/// Decides until when failed writes are repeated. The end of the repetitions applies to all clones
+/// of the value.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteRetries(Arc<(Mutex<bool>, Condvar)>);
 

@@ -100,7 +100,7 @@ impl ChangeWatcher {
         true
     }
 
-    /// Returns whether watched directories include everything below them.
+    /// Returns whether a watch of a directory includes everything below the directory.
     fn recursive_mode(&self) -> RecursiveMode {
         match self.target {
             WatchTarget::File(_) => RecursiveMode::NonRecursive,
@@ -188,7 +188,8 @@ fn is_on_network(path: &Path) -> bool {
     statfs(path).is_ok_and(|status| is_network_file_system(status.filesystem_type()))
 }
 
-/// Returns whether `statfs` reports this type for a network file system. FUSE counts as one.
+/// Returns whether `kind`, a type that `statfs` reports, is that of a network file system. FUSE
+/// counts as one.
 fn is_network_file_system(kind: FsType) -> bool {
     [NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, FUSE_SUPER_MAGIC].contains(&kind)
         || NETWORK_MAGICS.iter().any(|magic| *magic as u32 == kind.0 as u32)
@@ -200,7 +201,8 @@ mod tests {
     use std::os::unix::fs::symlink;
     use tokio::time::Instant;
 
-    /// A limit that a test reaches only if no change is reported.
+    /// The time limit of a test's wait for a change, which is reached only if no change is
+    /// reported.
     const LIMIT: Duration = Duration::from_secs(30);
 
     /// Runs an asynchronous test to its end, in a runtime on this thread.

@@ -110,9 +110,10 @@ fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// Inserts the name of a drop-in command if launch was called by the name of another launcher, and
-/// `--` before the arguments of a drop-in command, so that all of them belong to the other
-/// launcher. Returns other command lines unchanged.
+/// Rewrites a command line that is written for another launcher, such as `torchrun`. Inserts the
+/// name of the drop-in command if launch was called by the name of the other launcher, and `--`
+/// before the arguments of the command, so that all of them belong to the other launcher. Returns
+/// other command lines unchanged.
 fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
     if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
         args.insert(1, OsString::from(launcher.name()));

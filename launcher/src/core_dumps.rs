@@ -3,8 +3,8 @@
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
-/// The limit at which the kernel writes no core file and starts no program that collects core
-/// files. At the limit 0 it starts such a program.
+/// The limit on the size of core files, in bytes, at which the kernel writes no core file and
+/// starts no program that collects core files. At the limit 0 it starts such a program.
 const NO_CORE_DUMP: rlim_t = 1;
 
 /// The limits of core dumps with which this process was started; empty before
@@ -32,7 +32,8 @@ pub(crate) fn restore_core_dumps(command: &mut Command) {
 mod tests {
     use super::*;
 
-    /// Changes the limits of this process, so no other test may check the limits.
+    /// Checks that [`restore_core_dumps`] gives a child process the limit that this process had at
+    /// its start. The test changes the limits of this process, so no other test may check them.
     #[test]
     fn a_child_has_the_limits_that_this_process_had() {
         let limit_of_child = |restore: bool| {

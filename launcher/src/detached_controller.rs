@@ -78,8 +78,8 @@ fn create_input(content: &[u8]) -> io::Result<Stdio> {
     Ok(file.into())
 }
 
-/// Notifies the process that started a detached controller that all workers of the job run. The
-/// notification is one byte on an inherited pipe.
+/// Notifies the process that has started a detached controller as soon as all workers of the job
+/// run. The notification is one byte on an inherited pipe.
 #[derive(Clone, Debug)]
 pub(crate) struct StartNotifier(Arc<OwnedFd>);
 

@@ -16,8 +16,8 @@ const CHUNK_BYTES: usize = 64 << 10;
 /// as a separate line.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
-/// Reads the lines of a growing file from an offset on. If the file at the path is replaced or
-/// truncated, reading continues at the start of the new content.
+/// Reads the lines of a growing file, beginning at a byte offset. If the file at the path is
+/// replaced or truncated, reading continues at the start of the new content.
 #[derive(Debug)]
 pub(crate) struct LineFollower {
     path: PathBuf,

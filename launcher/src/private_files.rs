@@ -1,5 +1,5 @@
-//! Files and directories that only this user can read or write: how they are created, and how files
-//! are opened that another user of the machine may have put in their place.
+//! Creates files and directories that only this user can read or write. Opens such files safely,
+//! because another user of the machine may have put a file in their place.
 use std::{
     fs::{DirBuilder, File, Metadata, OpenOptions},
     io,
@@ -7,9 +7,9 @@ use std::{
     path::Path,
 };
 
-/// Permissions of a new file.
+/// The permissions of a new private file: only its owner may read and write it.
 pub(crate) const PRIVATE_FILE_MODE: u32 = 0o600;
-/// Permissions of a new directory.
+/// The permissions of a new private directory: only its owner may list and change it.
 const PRIVATE_DIRECTORY_MODE: u32 = 0o700;
 
 /// Creates a directory in which only this user can list, read and write files. Does nothing if the

@@ -1,4 +1,4 @@
-//! The macro that declares the codes of one area.
+//! The macro that declares the diagnostic codes of one area of the product, such as checkpoints.
 
 /// Declares the codes of one area: a constant for each code, and the list `ALL` of these codes.
 macro_rules! codes {

@@ -1,4 +1,4 @@
-//! [`JobSpec::to_key_json`]: the job as JSON under the present key names.
+//! [`JobSpec::to_key_json`]: converts a job to JSON in which each key has its present name.
 //!
 //! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names that the
 //! first checkpoints used, which are the names in [`DEPRECATED`]. This module replaces these names
@@ -14,8 +14,9 @@ use serde_json::{Map, Value};
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
-    /// Returns the job as JSON under the present key names. The result cannot be deserialized to a
-    /// [`JobSpec`], because the serialized form has other names.
+    /// Converts the job to JSON in which each key has its present name, also if the serialized
+    /// field has a deprecated one. The result cannot be deserialized to a [`JobSpec`], because the
+    /// serialized form has other names.
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
         for name in DEPRECATED.iter() {
@@ -28,8 +29,8 @@ impl JobSpec {
     }
 }
 
-/// Renames the field of a deprecated key in `fields`, the serialized section of the key. Replaces
-/// the field's value if the value was renamed, too.
+/// Renames a field that has a deprecated name in `fields`, the serialized form of a section.
+/// Replaces the field's value if the value was renamed, too.
 fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     for suffix in FIELD_SUFFIXES {
         let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };

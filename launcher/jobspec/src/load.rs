@@ -137,7 +137,7 @@ fn load_job_text(
     Err(decoder.errors)
 }
 
-/// Returns the name of a job without the key `name`: the file name without its extension.
+/// Returns the default name of a job, which is the name of its file without the extension.
 fn derive_job_name(file: &str) -> String {
     let stem = Path::new(file).file_stem().unwrap_or_default();
     make_job_name(&stem.to_string_lossy(), "job")

@@ -1,5 +1,5 @@
-//! The local socket of an agent, through which a later controller or a later agent of the host
-//! reaches the agent. The socket is also the lock that the agent holds on its host.
+//! The Unix socket at which an agent listens, so that a later controller or a later agent on the
+//! same host can reach it. The socket is also the lock that the agent holds on its host.
 //!
 //! The socket is in the abstract namespace, so nothing is left of it when the agent ends in any
 //! way. Its name is a keyed hash of run and host, so no other user can guess it. Another user can
@@ -46,7 +46,8 @@ use tokio::{
 
 /// The number of names that a socket may have, so that other users cannot take all of them.
 const NAME_COUNT: u32 = 16;
-/// The number of connections that may prove the key of the run at the same time. Further ones wait.
+/// The largest number of connections that prove at the same time that they have the key of the run.
+/// Further connections wait.
 const MAX_HANDSHAKES: usize = 16;
 /// How long an agent waits for the end of an older agent of its host.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
@@ -65,7 +66,8 @@ pub(super) struct AttachConnection {
     pub(super) request: AttachRequest,
 }
 
-/// Derives the names that the socket of an agent may have, in the order in which agents try them.
+/// Derives the names that the socket of the agent of run `run` on host `host` may have, in the
+/// order in which agents try them.
 fn derive_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
@@ -122,7 +124,7 @@ fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
     }
 }
 
-/// Why an agent cannot lock its host.
+/// The reason why an agent cannot become the only agent of its run on this host.
 #[derive(Debug)]
 pub(super) enum LockError {
     /// The agent on the host obeys a later controller, which has this token.
@@ -131,9 +133,9 @@ pub(super) enum LockError {
     InUse(Diagnostic),
 }
 
-/// Locks this host for an agent with these terms, and evicts an older agent of the run on this
-/// host. Returns the listener of the agent's socket, or `None` on a system without abstract
-/// sockets. Fails if the older agent does not end.
+/// Makes the calling agent the only agent of its run on this host: binds its socket, and evicts an
+/// older agent of the run. Returns the listener of the agent's socket, or `None` on a system
+/// without abstract sockets. Fails if the older agent does not end.
 pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
     let deadline = Instant::now() + EVICTION_TIMEOUT;
     let mut eviction = Box::pin(request_eviction(terms));
@@ -278,7 +280,7 @@ async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> 
     output.flush().await
 }
 
-/// Answers a request with a rejection, and closes the connection.
+/// Answers an attach request with `rejection`, and closes the connection.
 pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRejection) {
     if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
         // An error means that the other side has ended.
@@ -286,8 +288,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Reports that no worker of this agent is left, on each connection that has requested the end of
-/// the agent.
+/// Reports on each of `connections`, which have requested the end of this agent, that no worker of
+/// the agent is left.
 pub(super) async fn report_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

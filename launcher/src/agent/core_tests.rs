@@ -54,7 +54,8 @@ fn make_terms(on_controller_loss: ControllerLossAction) -> SupervisionTerms {
     }
 }
 
-/// Returns the hello of a controller whose agent only answers probes.
+/// Returns the first message (hello) of a controller that only sends probes to the agent, as
+/// `launch check` does.
 fn make_hello(version: u32) -> ToAgent {
     ToAgent::Hello { version, terms: None }
 }

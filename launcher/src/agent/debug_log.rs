@@ -1,4 +1,5 @@
-//! The debug log of the agent: the file, and the inputs and actions of the agent's core.
+//! Writes the debug log of the agent: opens its file, and logs the inputs and actions of the
+//! agent's state machine.
 use super::core::{AgentAction, AgentInput};
 use debuglog::{Filter, variant_name};
 use protocol::control::{FromAgent, HostPlan, ToAgent};

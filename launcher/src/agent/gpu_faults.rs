@@ -77,8 +77,9 @@ impl GpuFaultWatch {
         self.faults.push_back(fault);
     }
 
-    /// Finds the kept fault that explains the end of the process `pid` at the time `now` since the
-    /// boot of the host. A fault without a pid gets this pid, so that no other process is matched.
+    /// Finds the recorded fault that explains why the process `pid` ended at `now`, the time since
+    /// the boot of the host. A fault without a pid gets this pid, so that no other process is
+    /// matched.
     fn attribute_fault(&mut self, pid: u32, now: Duration) -> Option<GpuFault> {
         let is_recent = |fault: &LoggedFault| now.saturating_sub(fault.logged_at) <= ATTRIBUTION_WINDOW;
         let of_process = self.faults.iter().position(|fault| fault.pid == Some(pid));

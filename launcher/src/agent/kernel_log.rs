@@ -1,4 +1,5 @@
-//! Reads the kernel log (`/dev/kmsg`) from the time at which it was opened.
+//! Reads the records that the kernel adds to its log (`/dev/kmsg`) after this process has opened
+//! the log.
 use std::{
     fs::{File, OpenOptions},
     io::{Read, Seek, SeekFrom},

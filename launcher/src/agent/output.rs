@@ -264,7 +264,8 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Passes on the last lines of both streams although they have no line end.
+    /// Distributes the bytes after the last line end of both streams, as if they were complete
+    /// lines.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);

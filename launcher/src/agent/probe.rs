@@ -38,7 +38,8 @@ pub(super) struct Prober {
     state: Arc<Mutex<ProbeState>>,
 }
 
-/// The nonce files and directories of earlier probes. Dropping the state removes the nonce files.
+/// What the agent has to remember between probes: the nonce files that it has written, and the
+/// directories to search for those of other hosts. Dropping the state removes the nonce files.
 #[derive(Debug, Default)]
 struct ProbeState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -107,8 +108,8 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns for each stored directory the elements of `nonces` whose nonce files this host sees
-    /// in the directory.
+    /// Returns, for each stored directory, those of `nonces` for which this host sees a file in the
+    /// directory. The agents of other hosts have written these files.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.

@@ -167,7 +167,7 @@ fn start_detached(args: &AttachArgs, run: &Run, context: &CommandContext) -> dia
     }
 }
 
-/// Reads a text file from this position on.
+/// Reads the part of a text file that begins at byte `position`.
 fn read_from(path: &Path, position: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(position))?;

@@ -1,4 +1,4 @@
-//! [`CommandContext`]: what a command gets in addition to its arguments.
+//! [`CommandContext`]: the inputs of a command other than its arguments.
 use super::{gpu_check::args::RunGpuCheck, output::OutputFormat};
 use protocol::preflight::Preflight;
 

@@ -12,7 +12,8 @@ fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
-/// Returns the keys of both sides of a connection.
+/// Performs the handshake of an encrypted connection in memory. Returns the session keys of both
+/// sides.
 fn agree_on_keys() -> (StatelessTransportState, StatelessTransportState) {
     let builder = || Builder::new("Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s".parse().unwrap());
     let mut near = builder().psk(0, &[1; 32]).unwrap().build_initiator().unwrap();
@@ -25,7 +26,8 @@ fn agree_on_keys() -> (StatelessTransportState, StatelessTransportState) {
     (near.into_stateless_transport_mode().unwrap(), far.into_stateless_transport_mode().unwrap())
 }
 
-/// Encrypts each text with separate writes. Returns the records, and the keys of the other side.
+/// Writes each of `texts` to an encrypted stream, and flushes the stream after each. Returns the
+/// encrypted records, and the keys with which the other side decrypts them.
 fn encrypt(texts: &[Vec<u8>]) -> (Vec<Vec<u8>>, StatelessTransportState) {
     let (near, far) = agree_on_keys();
     let mut records = Vec::new();
@@ -45,7 +47,8 @@ fn encrypt(texts: &[Vec<u8>]) -> (Vec<Vec<u8>>, StatelessTransportState) {
     (records, far)
 }
 
-/// Decrypts a stream of records to its end. Returns the text, and the error that ended the stream.
+/// Decrypts `bytes`, a sequence of records, to its end. Returns the decrypted text, and the error
+/// that ended the stream.
 fn decrypt(bytes: &[u8], keys: StatelessTransportState) -> (Vec<u8>, io::Result<()>) {
     let mut reader = EncryptedStream::new(bytes, keys).into_halves(|stream| (stream, ())).0;
     let mut text = Vec::new();

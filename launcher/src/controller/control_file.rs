@@ -11,11 +11,11 @@ use protocol::control::JobKey;
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The format version that the file contains.
+/// The version of the format of `control.json`, which the file contains.
 const VERSION: u32 = 1;
-/// The name of the file.
+/// The name of the file in the run directory that a [`ControlFile`] is stored in.
 const FILE_NAME: &str = "control.json";
-/// The largest file that is read, in bytes.
+/// The largest size of a file that this module reads, in bytes. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The content of `control.json`: how a controller reaches and adopts the agents of a run.
@@ -41,7 +41,7 @@ struct StoredJob {
 }
 
 impl ControlFile {
-    /// Creates the content of `control.json`.
+    /// Creates the content of `control.json` for a run with these hosts and this key.
     pub(crate) fn new(
         key: &JobKey,
         epoch: u64,

@@ -1,4 +1,4 @@
-//! [`ControllerEvents`]: the events of the controllers of a run, until the journal has stored them.
+//! [`ControllerEvents`]: keeps the events of a run's controllers until the journal has stored them.
 use super::{
     core::UnstoredEvent,
     report_id::{CONTROLLER_STREAM, ReportId},
@@ -6,7 +6,8 @@ use super::{
 use protocol::event::Event;
 use std::collections::VecDeque;
 
-/// The largest size of the events in a memo, in bytes of JSON. Every agent gets each memo.
+/// The largest total size, in bytes of JSON, of the events in one memo, the state of the run that
+/// every agent keeps for a later controller.
 const MAX_EVENT_BYTES: usize = 16 << 10;
 
 /// Numbers the events of a run's controllers, and keeps the events that the journal may not contain
@@ -47,8 +48,8 @@ impl ControllerEvents {
         self.unstored.push_back((event, bytes));
     }
 
-    /// Forgets the events that the journal has stored, according to the newest report of each
-    /// stream.
+    /// Forgets the events that the journal has stored. `reports` contains the newest stored report
+    /// of each stream.
     pub(crate) fn forget_stored(&mut self, reports: &[ReportId]) {
         let stored = reports.iter().filter(|(stream, _)| *stream == CONTROLLER_STREAM).map(|(_, seq)| *seq);
         let Some(newest) = stored.max() else { return };

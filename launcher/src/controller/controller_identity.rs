@@ -63,7 +63,8 @@ impl ControllerIdentity {
         self.on_controller_loss
     }
 
-    /// Returns the request to the agent of the run on a host with this name.
+    /// Returns a request to the agent of the run on host `host`, to obey this controller or to end
+    /// (`purpose`).
     pub(super) fn build_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,
@@ -75,7 +76,8 @@ impl ControllerIdentity {
         }
     }
 
-    /// Returns the terms for an agent with this number on a host with this name.
+    /// Returns the terms on which the agent with the number `number` on host `host` obeys this
+    /// controller.
     pub(super) fn build_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),
@@ -91,12 +93,12 @@ impl ControllerIdentity {
     }
 }
 
-/// Draws the token of a controller with this epoch.
+/// Creates the token of a controller with the epoch `epoch` and a random id.
 fn draw_token(epoch: u64) -> diagnostic::Result<ControllerToken> {
     Ok(ControllerToken { epoch, id: u64::from_le_bytes(draw_random_bytes()?) })
 }
 
-/// Draws random bytes from the kernel's generator.
+/// Returns `N` bytes from the kernel's random number generator.
 pub(super) fn draw_random_bytes<const N: usize>() -> diagnostic::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| {

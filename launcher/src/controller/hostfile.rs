@@ -45,7 +45,7 @@ impl FilteredHostfile {
     }
 }
 
-/// The consequences of a changed hostfile: notices, and the new list of hosts.
+/// The consequences of a change of the hostfile: notices for the user, and the new list of hosts.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -54,7 +54,7 @@ pub(super) struct HostfileChange {
     pub(super) hosts: Option<ListedHosts>,
 }
 
-/// The hosts after a change of the hostfile.
+/// The hosts that a changed hostfile lists, compared with those that the run already knows.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct ListedHosts {
     /// Hosts that the run did not know before the change.
@@ -66,7 +66,7 @@ pub(super) struct ListedHosts {
     pub(super) addresses: Vec<HostAddress>,
 }
 
-/// The watch of a run's hostfile. A run without a hostfile gets no changes.
+/// Watches the hostfile of a run for changes. A run without a hostfile gets no changes.
 pub(super) struct HostfileWatch {
     file: Option<(FilteredHostfile, mpsc::Receiver<WatchedFileContent>)>,
     /// For each known host, by host index, whether the file listed the host after the last change.

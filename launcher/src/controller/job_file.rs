@@ -24,7 +24,8 @@ impl JobFile {
     }
 }
 
-/// The consequences of a changed job file: notices and reloaded values.
+/// The consequences of a change of the job file: notices for the user, and new values of reloadable
+/// keys.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -34,7 +35,7 @@ pub(super) struct JobFileChange {
     pub(super) values: Option<ReloadValues>,
 }
 
-/// The watch of a run's job file. A run without a job file gets no changes.
+/// Watches the job file of a run for changes. A run without a job file gets no changes.
 pub(super) struct JobFileWatch {
     file: Option<(JobFile, mpsc::Receiver<WatchedFileContent>)>,
     /// Changed keys that were already reported as not reloadable.

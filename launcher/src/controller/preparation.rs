@@ -1,5 +1,6 @@
-//! [`AttemptPreparation`]: what an attempt needs before its workers can start: a plan for its hosts
-//! and the request to bind the rendezvous. [`HostInventories`] holds the inventories for the plan.
+//! [`AttemptPreparation`]: an attempt that is planned but not started, and the rendezvous that must
+//! be bound first. [`HostInventories`] holds the hardware of the hosts, from which the plan is
+//! made.
 use super::core::{HostIndex, PlannedWorker};
 use crate::{
     cluster::HostTarget,
@@ -69,7 +70,8 @@ impl HostInventories {
     }
 }
 
-/// An attempt whose plan is complete, except for the rendezvous, or the error of planning it.
+/// The result of planning an attempt: a plan that is complete except for the rendezvous, or an
+/// error.
 pub(super) struct PlanningAttempt {
     pub(super) attempt: u32,
     /// The hosts of the attempt, in the order of ranks.
@@ -87,7 +89,7 @@ pub(super) struct AttemptPreparation {
 }
 
 impl AttemptPreparation {
-    /// Describes the preparation of a planned attempt. `allowed` are the addresses from which
+    /// Creates the preparation of an attempt from its plan. `allowed` are the addresses from which
     /// clients may connect to the rendezvous. Binds nothing.
     pub(super) fn new(job: &JobSpec, plan: Plan, allowed: &[IpAddr]) -> Self {
         let address = plan.master_address.unwrap_or(Ipv4Addr::LOCALHOST.into());

@@ -6,5 +6,5 @@
 /// [`CONTROLLER_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
-/// The number of the stream of events that no agent has reported.
+/// The number of the stream of reports that the controllers of a run share.
 pub(crate) const CONTROLLER_STREAM: u64 = 0;

@@ -71,7 +71,8 @@ fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
     diagnostic.help().iter().cloned().chain(details).collect()
 }
 
-/// Returns the exit code of `launch` if a built-in worker's exit with this code is the root cause.
+/// Returns the exit code of `launch` for a run that failed because a built-in worker exited for the
+/// reason `exit`.
 pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     match exit {
         WorkerExit::BadJob => exit::USAGE,

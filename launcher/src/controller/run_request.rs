@@ -29,8 +29,8 @@ pub(crate) struct RunRequest {
     pub(crate) prepare_resume: ResumePreparer,
 }
 
-/// Adapts the checkpoint from which programs resume to the plan of an attempt, and adds the path of
-/// the checkpoint to the environment of the workers.
+/// A function that prepares, for the plan of an attempt, the checkpoint from which programs resume.
+/// It adds the path of the checkpoint to the environment of the planned workers.
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// The options of a run: the form of its output, secrets, and the files to watch.
@@ -60,7 +60,7 @@ pub(crate) struct RunOptions {
     pub(crate) hostfile: Option<FilteredHostfile>,
 }
 
-/// How a controller takes over a run.
+/// What a controller needs to take over a run from a lost controller.
 #[derive(Clone, Debug)]
 pub(crate) struct AttachOptions {
     /// The key of the run.

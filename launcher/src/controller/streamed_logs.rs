@@ -86,7 +86,8 @@ impl StreamedLogs {
         }
     }
 
-    /// Waits until all lines are stored, but at most for `limit`. Returns whether they are stored.
+    /// Waits until all lines so far are written to the files, but at most for `limit`. Returns
+    /// whether they are written.
     pub(super) fn flush(&self, limit: Duration) -> bool {
         self.thread.flush(limit)
     }

@@ -1,4 +1,4 @@
-//! The event file of TensorBoard: encodes the metrics of a run as scalars.
+//! Encodes the metrics of a run as scalars in an event file of TensorBoard.
 //!
 //! The file is a sequence of TFRecords: length, masked CRC-32C of the length, data, masked CRC-32C
 //! of the data. Each record is an `Event` message of tensorflow/core/util/event.proto in Protocol
@@ -6,8 +6,8 @@
 //! drops the points of steps that are repeated.
 use protocol::event::Event;
 
-/// The version of the file format. It is the lowest version for which TensorBoard applies session
-/// marks.
+/// The version of TensorBoard's event files, which the first record contains. It is the lowest
+/// version for which TensorBoard applies session marks.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// Returns the name of the event file of a run that began at `time`, in seconds since 1970.
@@ -16,14 +16,15 @@ pub(super) fn format_file_name(run: &str, time: f64) -> String {
     format!("events.out.tfevents.{:010}.{run}", time as u64)
 }
 
-/// Encodes the first record of an event file, which contains the version. `time` is in seconds
-/// since 1970.
+/// Encodes the first record of a TensorBoard event file, which contains the version of the format.
+/// `time` is in seconds since 1970.
 pub(super) fn encode_file_version(time: f64) -> Vec<u8> {
     encode_record(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))
 }
 
-/// Encodes the record with the scalars of an event, or with the session mark for the start of an
-/// attempt. Returns `None` for events without scalars. `time` is in seconds since 1970.
+/// Encodes an event of the run as a record of a TensorBoard event file. The metrics of a step or
+/// evaluation become scalars, and the start of an attempt becomes a session mark. Returns `None`
+/// for other events. `time` is in seconds since 1970.
 pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
     let scalars = |step: u64, values: &[(&str, f64)]| {
         let values: Vec<u8> =
@@ -53,7 +54,7 @@ pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
     Some(encode_record(&message))
 }
 
-/// Encodes a TFRecord with this data.
+/// Encodes `data` as a TFRecord, which adds its length and checksums.
 fn encode_record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     [&length[..], &compute_masked_crc(&length).to_le_bytes(), data, &compute_masked_crc(data).to_le_bytes()]

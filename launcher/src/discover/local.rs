@@ -36,7 +36,8 @@ fn discover_below(root: &Path) -> io::Result<HostInventory> {
     Ok(HostInventory { host, cpus, quota: limits.cpus, memory, topology, gpus, ..HostInventory::default() })
 }
 
-/// Returns the environment variables that an inventory contains, with their values.
+/// Returns those environment variables of this process that belong to the inventory of a host, with
+/// their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let choices = env::USER_OVERRIDABLE.iter().filter_map(|name| Some(((*name).to_owned(), value(name)?)));

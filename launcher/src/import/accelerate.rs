@@ -68,8 +68,8 @@ pub(crate) fn convert_accelerate_config(
     finish_job(draft, keys, document)
 }
 
-/// Adds notes about keys that were not converted, and loads the finished job. Fails if values had
-/// errors.
+/// Adds notes about `keys`, which were not converted, to the finished job, and loads the job. Fails
+/// if values in the configuration had errors.
 fn finish_job(
     mut draft: JobDraft,
     keys: RemainingKeys<'_>,
@@ -85,8 +85,8 @@ fn finish_job(
     }
 }
 
-/// Takes `compute_environment` and `distributed_type`. Fails if launch does not run this kind of
-/// job.
+/// Removes `compute_environment` and `distributed_type` from `keys`, and returns the kind of job
+/// that they describe. Fails if launch does not run this kind of job.
 fn take_distributed_type(
     keys: &mut RemainingKeys<'_>,
     document: &Document,

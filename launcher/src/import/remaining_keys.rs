@@ -1,10 +1,10 @@
-//! [`RemainingKeys`]: a mapping of an imported file whose keys are taken one by one. The keys that
-//! remain at the end were not converted, so no key is overlooked.
+//! [`RemainingKeys`]: a mapping of an imported file, from which an import removes each key that it
+//! converts. The keys that remain at the end were not converted, so no key is overlooked.
 use super::value_text::format_for_note;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{Document, DocumentItem, DocumentValue};
 
-/// The keys of a mapping that have not been taken yet, with their values.
+/// The keys of a mapping that an import has not converted yet, with their values.
 #[derive(Debug)]
 pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
@@ -51,16 +51,17 @@ impl<'d> RemainingKeys<'d> {
         self.errors.push(error);
     }
 
-    /// Takes a key, and returns its value. Returns `None` if the key is absent or its value is
-    /// `null`.
+    /// Removes the key `key` from the remaining keys, and returns its value. Returns `None` if the
+    /// key is absent or its value is `null`.
     pub(super) fn take(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let at = self.remaining.iter().position(|(name, _)| *name == key)?;
         let (_, item) = self.remaining.remove(at);
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Takes a key, and returns its value. Returns `None` if the key is absent. If the value is a
-    /// list or a mapping, records an error and returns `None`.
+    /// Removes the key `key` from the remaining keys, and returns its value, a scalar. Returns
+    /// `None` if the key is absent. If the value is a list or a mapping, records an error and
+    /// returns `None`.
     pub(super) fn take_scalar(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let item = self.take(key)?;
         if matches!(item.value, DocumentValue::List(_) | DocumentValue::Map(_)) {
@@ -70,14 +71,15 @@ impl<'d> RemainingKeys<'d> {
         Some(item)
     }
 
-    /// Takes a key, and returns its scalar value as text in Python's notation. A list or a mapping
-    /// is recorded as an error.
+    /// Removes the key `key` from the remaining keys, and returns its scalar value as text in
+    /// Python's notation. A list or a mapping is recorded as an error.
     pub(super) fn take_text(&mut self, key: &str) -> Option<String> {
         self.take_scalar(key).map(super::value_text::format_python_str)
     }
 
-    /// Takes a key, and returns its boolean value. Accepts quoted booleans, and those of YAML 1.1
-    /// (`yes`, `no`, `on`, `off`). Any other value is recorded as an error.
+    /// Removes the key `key` from the remaining keys, and returns its boolean value. Accepts quoted
+    /// booleans, and those of YAML 1.1 (`yes`, `no`, `on`, `off`). Any other value is recorded as
+    /// an error.
     pub(super) fn take_boolean(&mut self, key: &str) -> Option<bool> {
         let item = self.take(key)?;
         let word = item.text.to_ascii_lowercase();
@@ -92,14 +94,14 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Takes a key, and returns its integer value, from `min` to `u32::MAX`. Any other value is
-    /// recorded as an error.
+    /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
+    /// `u32::MAX`. Any other value is recorded as an error.
     pub(super) fn take_integer(&mut self, key: &str, min: i128) -> Option<i128> {
         self.take_integer_in(key, min, u32::MAX.into())
     }
 
-    /// Takes a key, and returns its integer value, from `min` to `max`. Any other value is recorded
-    /// as an error.
+    /// Removes the key `key` from the remaining keys, and returns its integer value, from `min` to
+    /// `max`. Any other value is recorded as an error.
     pub(super) fn take_integer_in(&mut self, key: &str, min: i128, max: i128) -> Option<i128> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -115,8 +117,8 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Takes a key, and returns its value as a finite number. Any other value is recorded as an
-    /// error.
+    /// Removes the key `key` from the remaining keys, and returns its value as a finite number. Any
+    /// other value is recorded as an error.
     pub(super) fn take_number(&mut self, key: &str) -> Option<f64> {
         let item = self.take(key)?;
         let number = match item.value {
@@ -150,8 +152,8 @@ impl<'d> RemainingKeys<'d> {
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Takes a key, and returns the mapping that is its value. Any other value is recorded as an
-    /// error.
+    /// Removes the key `key` from the remaining keys, and returns the mapping that is its value.
+    /// Any other value is recorded as an error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.path(key);

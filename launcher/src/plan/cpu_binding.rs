@@ -1,4 +1,4 @@
-//! [`assign_cpus`]: assigns the CPUs of a host to its workers, by `run.cpu_bind`.
+//! [`assign_cpus`]: assigns the CPUs of a host to its workers, as `run.cpu_bind` requests.
 use diagnostic::quantity::format_count;
 use jobspec::CpuBind;
 use protocol::{control::HostInventory, hardware::CpuCore};
@@ -126,7 +126,7 @@ fn divide_within_nodes<'c>(
     Some(shares)
 }
 
-/// Returns the cores of each NUMA node, by the number of the node.
+/// Groups `cores` by NUMA node. Returns a map from the number of a node to its cores.
 fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCore>> {
     let mut nodes: BTreeMap<u32, Vec<&CpuCore>> = BTreeMap::new();
     cores.iter().for_each(|core| nodes.entry(core.numa_node).or_default().push(core));

@@ -96,8 +96,8 @@ fn unknown_gpu_error(number: u32, inventory: &HostInventory) -> Diagnostic {
 }
 
 impl GpuSelection {
-    /// Keeps only the GPUs whose numbers are among the slots that a host filter selects, and keeps
-    /// all GPUs if no filter selects slots. Fails if a slot is not the number of a GPU, or if
+    /// Keeps only the GPUs whose numbers are among the slots that a filter of hosts selects. If no
+    /// filter selects slots, keeps all GPUs. Fails if a slot is not the number of a GPU, or if
     /// `cluster.devices` also lists GPUs. If the job uses no GPUs on the host, fails unless the
     /// selected slots are 0, 1, 2 and so on without gaps.
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
@@ -155,7 +155,8 @@ impl GpuSelection {
         self.gpu_count() * self.workers_per_gpu.max(1) as usize
     }
 
-    /// Returns the index in `names` of the GPU of the worker with this local rank.
+    /// Returns the index in `names` of the GPU that the worker with the local rank `local_rank`
+    /// uses.
     fn gpu_index(&self, local_rank: u32) -> usize {
         (local_rank / self.workers_per_gpu.max(1)) as usize
     }

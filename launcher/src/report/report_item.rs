@@ -1,4 +1,5 @@
-//! [`ReportItem`]: what the reporting thread shows, and the configuration and the summary of a run.
+//! [`ReportItem`]: an item in the queue of the reporting thread. Also defines the options and the
+//! summary of a run that the thread shows.
 use crate::worker_end::PeerEnd;
 use jobspec::ids::Rank;
 use protocol::event::{Event, EventSchema, WorkerPhase};

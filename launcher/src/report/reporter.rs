@@ -86,7 +86,8 @@ impl Reporter {
         self.enqueue(ReportItem::Event(event));
     }
 
-    /// Queues an event that an earlier controller has reported, for the user but not for programs.
+    /// Queues an event of an earlier controller, which is shown to the user, but not printed as
+    /// JSON.
     pub(crate) fn show_context(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }

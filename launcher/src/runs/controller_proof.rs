@@ -1,4 +1,5 @@
-//! [`open_controller`]: a handle of the process that is proved to be the controller of a run.
+//! [`open_controller`]: opens a handle of the controller of a run, after proving that the process
+//! is the controller.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},
@@ -11,7 +12,7 @@ use std::{
 
 /// How long a controller may take to open the journal after it has written `run.json`.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval at which the open files of the process are checked.
+/// The interval at which the open files of the process that may be the controller are checked.
 const PROOF_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The largest number of open files of a process that are checked.
 const MAX_OPEN_FILES: usize = 1 << 17;

@@ -1,4 +1,5 @@
-//! [`HostAddress`]: a host as `user@name:port`, and texts that name several hosts.
+//! [`HostAddress`]: a host that the user writes as `user@name:port`. Also parses lists of such
+//! hosts.
 use super::{
     error::{HostSyntaxError, HostSyntaxProblem},
     limits::{MAX_HOSTS, MAX_NAME},
@@ -100,8 +101,8 @@ fn parse_port(text: &str, at: usize) -> Result<u16, HostSyntaxError> {
     port.ok_or(HostSyntaxError { at, problem: HostSyntaxProblem::PortInvalid })
 }
 
-/// Rejects login names that are empty, longer than [`MAX_NAME`], or that ssh or a shell could
-/// misinterpret.
+/// Fails if a login name is empty, is longer than [`MAX_NAME`] bytes, or could be misinterpreted by
+/// ssh or a shell.
 pub(super) fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     let is_allowed = |c: char| c.is_alphanumeric() || "._-\\$+".contains(c);
     match () {
@@ -112,7 +113,8 @@ pub(super) fn check_user_name(user: &str) -> Result<(), HostSyntaxProblem> {
     }
 }
 
-/// Fails if a name is empty, longer than [`MAX_NAME`], or neither a hostname nor an IPv6 address.
+/// Fails if a name is empty, is longer than [`MAX_NAME`] bytes, or is neither a hostname nor an
+/// IPv6 address.
 fn check_host_name(name: &str) -> Result<(), HostSyntaxProblem> {
     if name.is_empty() {
         return Err(HostSyntaxProblem::NameEmpty);

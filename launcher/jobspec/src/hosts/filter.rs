@@ -7,7 +7,7 @@ use super::{
 };
 use std::collections::{BTreeMap, HashMap};
 
-/// The slots of a host that a job uses.
+/// The slots of one host, which are the places of workers, that a job uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostSlots {
     /// All slots of the host. Their number follows from the job or from the hardware of the host.
@@ -19,7 +19,7 @@ pub enum HostSlots {
 }
 
 impl HostSlots {
-    /// Returns the number of slots; `None` for [`HostSlots::Auto`].
+    /// Returns the number of slots, or `None` if the host decides the number ([`HostSlots::Auto`]).
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -82,7 +82,7 @@ pub fn filter_hosts(
     }
 }
 
-/// Returns the numbers of the slots; `None` for [`HostSlots::Auto`].
+/// Lists the numbers of the slots, counted from 0, or returns `None` for [`HostSlots::Auto`].
 fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,

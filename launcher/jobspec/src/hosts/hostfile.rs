@@ -55,7 +55,7 @@ struct HostfileParser {
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// A mistake in a line, preceded by its byte offset in the line.
+/// The byte offset of a mistake in a line of a hostfile, and the mistake.
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {
@@ -130,8 +130,8 @@ struct HostfileLineOptions {
 }
 
 impl HostfileLineOptions {
-    /// Parses options such as ` slots=4 max-slots=8 user=me`. `text` begins at byte `at` of the
-    /// line.
+    /// Parses the options that follow a host, such as ` slots=4 max-slots=8 user=me`. `text` begins
+    /// at byte `at` of the line.
     fn parse(text: &str, at: usize) -> Result<HostfileLineOptions, LocatedProblem> {
         let (mut options, mut max, mut slots) = (HostfileLineOptions::default(), None, None);
         let mut next = 0;

@@ -8,7 +8,7 @@ pub const MAX_NAME: usize = 255;
 pub(super) const MAX_SLOT: u32 = 1023;
 /// The largest number of slots of a host.
 pub(super) const MAX_SLOTS: u32 = 1024;
-/// The largest number of digits of a number in brackets.
+/// The largest number of digits of a number in the brackets of a host name, such as `n[01-03]`.
 pub(super) const MAX_DIGITS: usize = 9;
-/// The largest number of pairs of brackets in one name.
+/// The largest number of pairs of brackets in one host name. Each pair holds ranges of numbers.
 pub(super) const MAX_BRACKETS: usize = 4;

@@ -69,9 +69,9 @@ impl JobDecoder {
         }
     }
 
-    /// Decodes the entries of a mapping that is a part of a key's value, such as an item of a list,
-    /// by the function `decode`. Returns the result, the keys without a value, and the errors,
-    /// which have no location yet.
+    /// Calls `decode` for the entries of a mapping that is part of a key's value, such as an item
+    /// of a list. Returns the result, the keys without a value, and the errors, which have no
+    /// location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,

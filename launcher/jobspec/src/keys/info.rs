@@ -4,7 +4,8 @@ use diagnostic::{Code, Severity, codes::job as codes};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// The paths of keys without a value whose default is computed after decoding.
+/// The paths of the keys that a job does not contain, and whose defaults are computed after the job
+/// is decoded.
 pub(crate) type UnsetKeys = BTreeSet<String>;
 
 /// One key of job.yaml: the values that it accepts, its default, its names and its documentation.
@@ -32,7 +33,7 @@ pub struct KeyInfo {
     pub schema: Value,
 }
 
-/// The value of a key that the job does not contain.
+/// The default of a key: the value that applies if the job does not contain the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyDefault {
     /// A fixed value, which is written in YAML.
@@ -46,8 +47,8 @@ pub enum KeyDefault {
 }
 
 impl KeyInfo {
-    /// Returns the path of the section of the key, and the last part of the key's path. The section
-    /// `""` is the top level of the job.
+    /// Splits the path of the key into the path of its section and the last name, such as
+    /// `train.batch` and `global`. The section `""` is the top level of the job.
     pub fn split_path(&self) -> (&str, &str) {
         self.path.rsplit_once('.').unwrap_or(("", &self.path))
     }
@@ -124,15 +125,15 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates the rule that a key has no effect under these conditions. A job to which the rule
-    /// applies is rejected.
+    /// Creates a rule that a key has no effect if all conditions in `when` hold. A job to which the
+    /// rule applies is rejected.
     pub(crate) const fn no_effect(when: &'static [Condition]) -> Rule {
         let code = codes::JOB_KEY_HAS_NO_EFFECT;
         Rule { when, severity: Severity::Error, code, text: None, help: "remove it" }
     }
 
-    /// Creates the rule that a key conflicts with these conditions. A job to which the rule applies
-    /// is rejected.
+    /// Creates a rule that a key is contradictory if all conditions in `when` hold. A job to which
+    /// the rule applies is rejected.
     pub(crate) const fn conflict(when: &'static [Condition]) -> Rule {
         Rule { code: codes::JOB_KEYS_CONFLICT, ..Rule::no_effect(when) }
     }
@@ -142,17 +143,18 @@ impl Rule {
         Rule { severity: Severity::Warning, ..self }
     }
 
-    /// Sets the message, in which `{key}` stands for the key's path.
+    /// Sets the message of the rule's error or warning. In the message, `{key}` stands for the
+    /// key's path.
     pub(crate) const fn text(self, text: &'static str) -> Rule {
         Rule { text: Some(text), ..self }
     }
 
-    /// Sets the code of the error or warning.
+    /// Sets the diagnostic code of the error or warning that the rule causes.
     pub(crate) const fn code(self, code: Code) -> Rule {
         Rule { code, ..self }
     }
 
-    /// Sets the advice for the user.
+    /// Sets the advice that the error or warning of the rule gives the user.
     pub(crate) const fn help(self, help: &'static str) -> Rule {
         Rule { help, ..self }
     }

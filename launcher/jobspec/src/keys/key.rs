@@ -99,7 +99,7 @@ impl<S, T: 'static> Key<S, T> {
         Key { ignores_section_rules: true, ..self }
     }
 
-    /// Adds the combinations with other keys in which the key is wrong or has no effect.
+    /// Adds rules: combinations with other keys in which this key is an error or has no effect.
     pub(crate) fn rules(self, rules: &'static [Rule]) -> Self {
         Key { rules, ..self }
     }

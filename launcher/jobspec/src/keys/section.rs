@@ -94,8 +94,8 @@ pub(crate) trait Entry<S> {
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 
-/// Returns `entry` unchanged. The bounds make the compiler check that `entry` declares a field of
-/// the type `V` in the section `S`.
+/// Returns `entry` unchanged, and checks its type. The bounds make the compiler check that `entry`
+/// declares a field of the type `V` in the section `S`.
 pub(crate) fn entry_of<S, V, E: Entry<S, Value = V>>(entry: E) -> E {
     entry
 }
@@ -199,7 +199,7 @@ pub(crate) struct InnerSection<T> {
     is_printed: fn(&T) -> bool,
 }
 
-/// Declares a field that is a section within the section.
+/// Declares a field that is an inner section, such as `train.batch` within `train`.
 pub(crate) fn inner<T: Section>() -> InnerSection<T> {
     InnerSection { is_printed: |_| true }
 }
@@ -241,8 +241,8 @@ pub(crate) struct OptionalInnerSection<T> {
     section: PhantomData<T>,
 }
 
-/// Declares a field that is a section within the section, and that a job may omit. The value `null`
-/// stands for an absent section.
+/// Declares a field that is an inner section, such as `train.eval` within `train`, and that a job
+/// may omit. The value `null` stands for an absent section.
 pub(crate) fn optional_inner<T: Section>() -> OptionalInnerSection<T> {
     OptionalInnerSection { accepts_null: true, section: PhantomData }
 }

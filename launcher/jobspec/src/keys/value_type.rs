@@ -26,7 +26,8 @@ pub(crate) struct ValueType<T> {
 }
 
 impl<T: 'static> ValueType<T> {
-    /// Creates a type from a reader and a printer. In messages, an article precedes `accepts`.
+    /// Creates a [`ValueType`] from the functions that read a value from YAML and print it. In
+    /// messages, an article precedes `accepts`.
     pub(crate) fn new(
         accepts: impl Into<String>,
         schema: Value,
@@ -38,7 +39,7 @@ impl<T: 'static> ValueType<T> {
         ValueType { read: Box::new(read), print: Box::new(print), accepts, expected, schema }
     }
 
-    /// Creates a type whose values are printed on one line.
+    /// Creates a [`ValueType`] whose values are printed on one line of YAML.
     pub(crate) fn of_line(
         accepts: impl Into<String>,
         schema: Value,
@@ -206,12 +207,13 @@ pub(super) fn add_article(noun: &str) -> String {
     }
 }
 
-/// Creates the error of a value of the wrong type. The message is "must be `expected`, found …".
+/// Creates the error that a YAML value has the wrong type. The message is "must be `expected`,
+/// found …".
 pub(crate) fn wrong_type_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_TYPE, expected, node)
 }
 
-/// Creates the error of a value that has the right type, but is outside of the allowed range.
+/// Creates the error that a YAML value has the right type, but is outside of the allowed range.
 /// `expected` describes the range.
 pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)

@@ -108,7 +108,8 @@ impl JobValues {
     }
 }
 
-/// Appends the key `name` and its value, which is within `depth` sections.
+/// Appends the key `name` and its value to `yaml`, indented for a key within `depth` nested
+/// sections.
 fn write_value(yaml: &mut String, depth: usize, name: &str, value: &Printed) {
     let indent = 2 * depth;
     // Writing to a String cannot fail.

@@ -6,10 +6,10 @@ pub(crate) const DEFAULT_FAMILY: &str = "llama";
 /// Their heads have the width `hidden_size` / `num_attention_heads`, and there are as many key
 /// heads as query heads.
 pub(crate) const LEARNED_POSITIONS: &[&str] = &["gpt2"];
-/// The defaults of `intermediate_size` in the words of docs/job.md.
+/// The text by which docs/job.md describes the defaults of `intermediate_size`.
 pub(crate) const INTERMEDIATE_SIZE_DEFAULT: &str =
     "8/3 `hidden_size`, rounded up to a multiple of 16; `gpt2`: 4 `hidden_size`";
-/// The defaults of `tie_word_embeddings` in the words of docs/job.md.
+/// The text by which docs/job.md describes the defaults of `tie_word_embeddings`.
 pub(crate) const TIED_EMBEDDINGS_DEFAULT: &str = "`false`; `true` with `gpt2` and `gemma…`";
 
 /// Returns whether a family has learned positions and LayerNorm.

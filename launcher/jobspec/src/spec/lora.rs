@@ -36,8 +36,8 @@ section! {
     pub targets: LoraTargets = Key::new(targets(), "all-linear");
 }
 
-/// The rule that a key contradicts `train.lora.from`, because adapter_config.json determines its
-/// value.
+/// The rule that a job with `train.lora.from` must not contain a key, because the
+/// adapter_config.json of the existing adapters determines the key's value.
 const NEW_ADAPTER_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.lora.from")])
     .help("remove it; adapter_config.json of the directory has {name}")];
 

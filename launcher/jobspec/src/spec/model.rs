@@ -79,10 +79,12 @@ section! {
     pub initializer_range: f64 = Key::new(positive_float(), "0.02");
 }
 
-/// The rule that a key contradicts `train.model.from`, because config.json determines its value.
+/// The rule that a job with `train.model.from` must not contain a key, because the config.json of
+/// the pretrained model determines the key's value.
 const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.model.from")])
     .help("remove it; config.json of the directory has {name}")];
-/// The rule that a key does not apply to a family with learned positions.
+/// The rule that rejects a key in a job whose model family has learned positions, because the key
+/// does not apply to such a family.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
 /// The advice for a key that does not apply to a family with learned positions.

@@ -79,17 +79,17 @@ const EPS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "
 /// The rule that rejects the key `momentum` for the optimizers that do not have it.
 const MOMENTUM_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf(NAME, &["adamw", "lion", "adafactor"])])];
-/// The rule that optimizers other than Adafactor reject the keys of Adafactor.
+/// The rule that rejects the keys of Adafactor for all other optimizers.
 const ADAFACTOR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf(NAME, &["adafactor"])])];
-/// The defaults of `betas`, for docs/job.md.
+/// The text by which docs/job.md describes the defaults of `betas`.
 const BETAS_DEFAULT: &str = "[0.9, 0.95]; with `lion` [0.9, 0.99]";
-/// The defaults of `eps`, for docs/job.md.
+/// The text by which docs/job.md describes the defaults of `eps`.
 const EPS_DEFAULT: &str = "1e-8; with `adafactor` 1e-30";
-/// The defaults of `momentum`, for docs/job.md.
+/// The text by which docs/job.md describes the defaults of `momentum`.
 const MOMENTUM_DEFAULT: &str = "0.9 with `sgd`, 0.95 with `muon`";
 
 impl OptimizerName {
-    /// Returns the default decay rates of the moments.
+    /// Returns the default of `betas`, the decay rates of the optimizer's moments.
     fn default_betas(self) -> (f64, f64) {
         if self == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) }
     }

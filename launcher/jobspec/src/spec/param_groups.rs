@@ -30,7 +30,8 @@ section! {
     pub momentum: Option<f64> = Key::optional(share(), UNCHANGED);
 }
 
-/// The description in docs/job.md of the default of a group's hyper-parameters.
+/// The text by which docs/job.md describes the default of a hyper-parameter in
+/// `train.optimizer.groups`.
 const UNCHANGED: &str = "the value of `train.optimizer`";
 /// The rule that a group has `lr` or `lr_scale`, but not both.
 const SCALE_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("lr")]).help("keep one of them")];

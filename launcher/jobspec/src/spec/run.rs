@@ -105,13 +105,15 @@ fn lease() -> ValueType<u64> {
     duration_in(2000..=u64::MAX, "a duration of 2s or more").documented_as("duration of 2s or more")
 }
 
-/// The warning that a key has no effect without a program.
+/// The rule that warns about a key that has no effect in a job without a program (`run.command`).
 const PROGRAM_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).warning()];
 
-/// The warning that leases have no effect if the job runs on this machine only.
+/// The rule that warns about a lease in a job that runs on this machine only, where leases have no
+/// effect.
 const LEASE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).warning()];
 
-/// The warning that a timeout has no effect if workers stop when the controller is lost.
+/// The rule that warns about a timeout that has no effect, because workers stop when the controller
+/// is lost.
 const TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).warning()];
 

@@ -137,7 +137,7 @@ const ATTENTION_RULES: &[Rule] = &[
         .help("set `train.deterministic: false`, or use `attention: auto`"),
 ];
 
-/// The condition that the job requires attention by cuDNN.
+/// The condition that the job sets `train.attention: cudnn`, which requires attention by cuDNN.
 const CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
 /// Returns `true`, the default of switches that a job stored by an earlier release may lack.
@@ -150,7 +150,8 @@ fn enabled_by_default() -> bool {
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// The value of the field `numerics` in a checkpoint manifest.
+    /// The form in which a checkpoint manifest stores `train.deterministic`: the field `numerics`,
+    /// whose value is a name instead of a boolean.
     #[derive(Serialize, Deserialize)]
     enum Numerics {
         Reproducible,

@@ -45,7 +45,7 @@ section! {
     ).rules(OFFLOAD_RULES);
 }
 
-/// The warning that offloading to host memory has no effect in training on CPUs.
+/// The rule that warns about offloading to host memory in training on CPUs, where it has no effect.
 const OFFLOAD_RULES: &[Rule] =
     &[Rule::no_effect(&[ON_CPUS, Condition::OneOf("train.zero.offload", &["{optimizer: cpu}"])])
         .warning()
@@ -92,7 +92,8 @@ fn offload_target() -> ValueType<OffloadTarget> {
     })
 }
 
-/// The description in messages of the values of `train.zero.offload` other than `none`.
+/// The phrase by which error messages describe the values of `train.zero.offload` other than
+/// `none`.
 const OFFLOAD: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
 
 /// Reads `train.zero.offload`, unless it is `none`.
@@ -143,7 +144,7 @@ section! {
     pub min_loss_scale: f64 = Key::new(positive_float(), "1");
 }
 
-/// The warning that a key only has an effect with `train.precision: fp16`.
+/// The rule that warns about a key that only has an effect with `train.precision: fp16`.
 const FP16_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NoneOf("train.precision", &["fp16"])]).warning()];
 
 impl Default for LossScaleSpec {

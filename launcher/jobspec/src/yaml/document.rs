@@ -113,7 +113,7 @@ impl Document {
         }
     }
 
-    /// Returns the location of a value of this document, which diagnostics point at.
+    /// Returns the location of `item` in this document, for diagnostics.
     pub fn location(&self, item: &DocumentItem) -> Location {
         self.sources.locate_span(item.span)
     }

@@ -22,7 +22,7 @@ enum SourceText {
     Override { text: String },
 }
 
-/// The spans of a key: of its name, and of the part that messages point at.
+/// Where a key is written: the span of its name, and the span that messages point at.
 #[derive(Clone, Copy, Debug)]
 struct KeySpans {
     name: SourceSpan,

@@ -1,4 +1,5 @@
-//! [`ValueError`]: a mistake in a value or in YAML text, before the key of the value is known.
+//! [`ValueError`]: a mistake in a value or in YAML text, which is found before it is known to which
+//! key the value belongs.
 use super::{
     source_map::SourceMap,
     tree::{SourceSpan, YamlNode, YamlValue},

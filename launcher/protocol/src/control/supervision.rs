@@ -1,5 +1,6 @@
-//! How agents outlive their controller: the terms on which an agent obeys a controller, the token
-//! that distinguishes controllers, and the messages with which a new controller adopts agents.
+//! Types by which agents outlive their controller and obey a new one. They are the terms on which
+//! an agent obeys a controller, the token that distinguishes the controllers of a run, and the
+//! messages with which a new controller takes over the agents.
 use super::{
     host_plan::HostPlan,
     inventory::HostInventory,
@@ -9,8 +10,8 @@ use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
 use serde::{Deserialize, Serialize};
 
-/// Distinguishes the controllers of a run. An agent obeys the controller with the greatest token
-/// that it has accepted, and no other.
+/// Identifies one of the successive controllers of a run. An agent obeys the controller with the
+/// greatest token that it has accepted, and no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ControllerToken {
     /// The number of the controller in the order in which controllers took over the run, from 1.
@@ -19,7 +20,9 @@ pub struct ControllerToken {
     pub id: u64,
 }
 
-/// The terms on which an agent obeys its controller. Agents of `launch check` have none.
+/// The terms on which an agent obeys its controller: the controller's token, and the times of
+/// silence after which the agent counts it as lost or accepts another one. Agents of `launch check`
+/// have none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SupervisionTerms {
     /// The name of the run.
@@ -98,8 +101,8 @@ pub enum AttachRejection {
     Failed(Diagnostic),
 }
 
-/// The state of an agent that obeys a new controller from now on. The agent then repeats its
-/// reports.
+/// The state that an agent reports to a new controller, which the agent obeys from now on. The
+/// agent then repeats its reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdoptedAgent {
     /// The process id of the agent.

@@ -1,4 +1,5 @@
-//! The JSON form of events: schema 2, and schema 1 with the names of earlier releases.
+//! Converts events to JSON and back. Schema 2 is the present form, and schema 1 has the names of
+//! earlier releases.
 use super::{
     run_event::{Event, FailureReport},
     schema::EventSchema,

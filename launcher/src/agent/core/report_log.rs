@@ -3,8 +3,8 @@ use jobspec::ids::Rank;
 use protocol::{control::FromAgent, frame::encode_frame};
 use std::{collections::VecDeque, time::Duration};
 
-/// The limit of the unacknowledged events, in bytes. At this limit, the agent stops reading
-/// messages of its workers.
+/// The largest size, in bytes, of the events that the controller has not yet acknowledged. At this
+/// size, the agent stops reading messages of its workers.
 pub(crate) const MAX_UNACKNOWLEDGED_BYTES: usize = 64 << 20;
 
 /// Numbers the reports of an agent, and keeps the reports that a later controller may need. Events
@@ -65,7 +65,7 @@ impl ReportLog {
         Some(FromAgent::Report { seq: next.seq, age_ms, message: Box::new(next.message.clone()) })
     }
 
-    /// Forgets the events up to this number, because the controller has stored them.
+    /// Forgets the events with numbers up to `seq`, which the controller has stored.
     pub(crate) fn acknowledge(&mut self, seq: u64) {
         let seq = seq.min(self.sent);
         self.drop_reports(|report| report.seq <= seq && matches!(report.message, FromAgent::Event { .. }));

@@ -1,5 +1,5 @@
-//! Exchanges messages with the controller that the agent obeys, and passes on the requests of other
-//! controllers.
+//! Exchanges messages with the controller that the agent obeys, and passes requests of other
+//! controllers to the agent's state machine.
 use super::{AgentDriver, ControllerMessage, controller_connection::ControllerConnection};
 use crate::{
     agent::{
@@ -19,7 +19,7 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 impl AgentDriver {
-    /// Makes these streams the connection to the controller.
+    /// Uses `input` and `output` as the connection to the controller from now on.
     pub(in crate::agent) fn connect(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -61,21 +61,23 @@ impl AgentDriver {
         }
     }
 
-    /// Takes the connection to the controller. Lines of output are counted as dropped afterwards.
+    /// Removes and returns the connection to the controller. Lines of output are counted as dropped
+    /// afterwards.
     fn take_connection(&mut self) -> Option<ControllerConnection> {
         self.console.set_outbox(Outbox::channel().0);
         self.connection.take()
     }
 
-    /// Makes the connection of the undecided request the connection to the controller.
+    /// Accepts the attach request that was not decided yet: uses its connection as the connection
+    /// to the controller.
     pub(super) fn accept_undecided_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.connect(input, output);
         }
     }
 
-    /// Translates a message of a controller for the core. A hello is held back until the agent has
-    /// locked its host.
+    /// Converts a message of a controller to an input of the agent's state machine. A hello, the
+    /// first message, is held back until the agent has locked its host.
     pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
         if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
             return AgentInput::Tick;
@@ -118,7 +120,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the hello of the controller, after the agent has locked its host or has failed to.
+    /// Handles the first message (hello) of the controller, once it is known whether the agent has
+    /// locked its host.
     pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, LockError>) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {
@@ -156,7 +159,8 @@ impl AgentDriver {
         }
     }
 
-    /// Sends the reports of the core to the controller, as long as the connection has space.
+    /// Sends the reports of the agent's state machine to the controller, until the queue of the
+    /// connection is full.
     pub(super) fn send_reports(&mut self) {
         let Some(connection) = &mut self.connection else { return };
         connection.outbox.flush_overflow();

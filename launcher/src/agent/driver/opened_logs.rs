@@ -17,8 +17,8 @@ use std::{
 /// How long a full disk may prevent the creation of a log before the start of the workers fails.
 const OPEN_LOG_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The logs of the workers of one attempt, opened for appending, or the first error with the rank
-/// that it concerns.
+/// The result of opening the logs of all workers of one attempt: the open logs, or the first error
+/// and its rank.
 pub(super) struct OpenedLogs {
     pub(super) attempt: u32,
     pub(super) logs: Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)>,

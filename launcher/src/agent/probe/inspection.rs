@@ -48,8 +48,9 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     report
 }
 
-/// Returns one value of `/proc/meminfo` in bytes, or 0 if the value is missing. `meminfo` is the
-/// content of the file. `name` is the name of the value including the colon, such as `MemTotal:`.
+/// Finds the value `name` in the text of `/proc/meminfo`, and returns it in bytes, or 0 if it is
+/// missing. `meminfo` is the content of the file. `name` is the name of the value including the
+/// colon, such as `MemTotal:`.
 fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(name));
     let number = line.and_then(|l| l.trim().strip_suffix("kB")).and_then(|n| n.trim().parse::<u64>().ok());

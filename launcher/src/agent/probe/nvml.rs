@@ -32,7 +32,7 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x80, "power brake asserted by the machine"),
 ];
 
-/// Descriptions of the values of `nvmlGpuP2PStatus_t` from 1 on, which are reasons why a GPU cannot
+/// Descriptions of the values 1 to 5 of `nvmlGpuP2PStatus_t`, which are reasons why a GPU cannot
 /// access the memory of another GPU.
 const NO_PEER_ACCESS: [&str; 5] = [
     "not supported by the chipset",
@@ -42,7 +42,7 @@ const NO_PEER_ACCESS: [&str; 5] = [
     "not supported",
 ];
 
-/// The error of loading or calling NVML.
+/// An error of loading NVML, NVIDIA's management library, or of calling its functions.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NvmlError {
     /// The library with this file name is missing or cannot be loaded.

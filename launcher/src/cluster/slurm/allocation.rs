@@ -71,8 +71,8 @@ impl SlurmAllocation {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 
-    /// Returns whether steps must request GPUs whose numbers the environment variables do not
-    /// state.
+    /// Returns whether Slurm's environment variables do not state how many GPUs the job has on a
+    /// node, although steps must request these GPUs.
     pub(super) fn lacks_gpu_counts(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }

@@ -39,7 +39,7 @@ pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     check_output("scontrol requeue", output).map(drop)
 }
 
-/// Asks Slurm whether the job `job` is being preempted. Blocks.
+/// Asks Slurm whether it is preempting the job `job`, and returns the preemption or `None`. Blocks.
 pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
     Ok(parse_preemption(job, &show_job(job)?, civil::DateTime::from(Zoned::now())))
 }

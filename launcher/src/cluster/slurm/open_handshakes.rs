@@ -1,5 +1,5 @@
-//! [`OpenHandshakes`]: the connections whose other side has not proved yet that it has the key, and
-//! which of them are closed if there are too many.
+//! [`OpenHandshakes`]: tracks the connections on which the other side has not proved yet that it
+//! has the key, and closes some of them if there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
@@ -22,7 +22,8 @@ pub(super) struct OpenHandshakes {
 }
 
 impl OpenHandshakes {
-    /// Creates an empty set of connections for a number of agents.
+    /// Creates an empty set, which can hold a connection of each of `agents` agents and
+    /// [`MAX_UNAUTHENTICATED_CONNECTIONS`] further ones.
     pub(super) fn new(agents: usize) -> OpenHandshakes {
         OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }

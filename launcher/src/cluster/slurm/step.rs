@@ -1,4 +1,5 @@
-//! [`SlurmStep`]: the srun process that holds agents, from its start to its exit status.
+//! [`SlurmStep`]: a running `srun` whose tasks are the agents on the nodes, from its start to its
+//! exit status.
 use super::{
     command::build_start_error,
     srun::{self, REMOVED_ENV_VARIABLES},
@@ -30,7 +31,7 @@ const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 /// The number of warnings that may wait to be added to the output. Further ones are dropped.
 const WARNING_CAPACITY: usize = 16;
 
-/// The process of srun, shared by the connections to its agents.
+/// A running `srun`, whose tasks are agents. All connections to these agents share the value.
 #[derive(Debug)]
 pub(super) struct SlurmStep {
     pid: u32,
@@ -138,7 +139,8 @@ impl SlurmStep {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
-    /// Records a line of srun's output in the tail, and the nodes whose failure the line reports.
+    /// Adds `line`, a line of srun's output, to the last lines that are kept for error messages.
+    /// Also records the nodes on which the line reports a failed task.
     fn record_line(&self, line: &str) {
         let mut failed = self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner);
         failed.extend(srun::parse_failed_nodes(line));

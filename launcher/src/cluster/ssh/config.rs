@@ -1,4 +1,5 @@
-//! [`SshConfigLines`]: reads the settings of ssh_config(5) that are needed to connect to a host.
+//! [`SshConfigLines`]: reads, from SSH configuration files (ssh_config(5)), the settings that are
+//! needed to connect to a host.
 //!
 //! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
 //! -G` if a file contains them.
@@ -110,9 +111,10 @@ impl SshConfigLines {
         Ok(config)
     }
 
-    /// Appends the lines of one file, and of the files that it includes. A file that does not exist
-    /// is an error only if `required` is set. `home` is the user's home directory, and `depth` the
-    /// nesting depth of `Include`. Fails if the file cannot be read or a line is not valid.
+    /// Reads an SSH configuration file, and appends its lines and those of the files that it
+    /// includes. A file that does not exist is an error only if `required` is set. `home` is the
+    /// user's home directory, and `depth` the nesting depth of `Include`. Fails if the file cannot
+    /// be read or a line is not valid.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
         let text = match read_text(file) {
@@ -362,7 +364,7 @@ mod tests {
         (home, config)
     }
 
-    /// A configuration with most forms of lines that launch evaluates.
+    /// An SSH configuration with most forms of lines that launch evaluates.
     const SAMPLE: &str = "# comment\nUser = first\nHost gpu-* !gpu-9\n  HostName \"%h.cluster\"  # there\n  Port=2222\n\
         IdentityFile ~/.ssh/a\n\tIdentityFile \"/b c\"\nHost gpu-?\nPort 1\nUser second\nProxyJump bastion\n\
         Host *\nidentityfile /last\nStrictHostKeyChecking accept-new\nUserKnownHostsFile /k1 /k2\n";

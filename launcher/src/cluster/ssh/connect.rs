@@ -24,28 +24,29 @@ use std::{
 
 /// The stack size of a connection's thread, in bytes. There may be thousands of threads.
 pub(super) const THREAD_STACK_BYTES: usize = 512 << 10;
-/// The key exchange methods in order of preference. Elliptic curves are the cheapest.
+/// The SSH key exchange methods that launch offers to servers, in order of preference. Elliptic
+/// curves are the cheapest.
 const KEX_METHODS: &str = "curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256,ecdh-sha2-nistp384,\
     ecdh-sha2-nistp521,diffie-hellman-group-exchange-sha256,diffie-hellman-group16-sha512,\
     diffie-hellman-group14-sha256";
-/// The ciphers in order of preference. Authenticated ciphers come first, and AES comes first among
-/// them because CPUs accelerate AES.
+/// The SSH ciphers that launch offers to servers, in order of preference. Authenticated ciphers
+/// come first, and AES comes first among them because CPUs accelerate AES.
 const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,\
     aes128-ctr,aes192-ctr,aes256-ctr";
-/// The host key algorithms in order of preference.
+/// The SSH host key algorithms that launch offers to servers, in order of preference.
 const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
     rsa-sha2-512,rsa-sha2-256,ssh-rsa";
 /// How long sent data may stay unacknowledged before the kernel closes the connection, in
 /// milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
-/// The number of attempts to open a direct connection if the server closes the connection before
-/// its banner. A server with too many connections does so. The failure of the last attempt is an
-/// error.
+/// The largest number of attempts to connect directly to an SSH server that closes the connection
+/// before it sends its banner. A server with too many connections does so. The failure of the last
+/// attempt is an error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before the second attempt to connect. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// The byte stream to a host's SSH server.
+/// The socket through which the bytes of an SSH connection to a host's server pass.
 enum SshSocket {
     Tcp(TcpStream),
     /// The local end of a tunnel through a jump host.

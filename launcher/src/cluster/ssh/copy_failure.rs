@@ -1,4 +1,4 @@
-//! [`classify_copy_failure`]: the reason why the executable could not be copied to a host.
+//! [`classify_copy_failure`]: determines why the executable could not be copied to a host.
 use diagnostic::{Code, codes::host};
 
 /// Advice that is added to the help of errors about the cache directory.
@@ -19,9 +19,9 @@ impl ExecutableCopyFailure {
     }
 }
 
-/// Translates an answer `fail STEP CODE` of the copy script into an error. The reason of the
-/// failure is recognized in the messages that the host's programs printed to stderr, in the C
-/// locale.
+/// Converts `answer`, the line `fail STEP CODE` that the copy script prints on a host, to the
+/// reason of the failure. The reason is recognized in the messages that the host's programs printed
+/// to stderr, in the C locale.
 pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     let mut words = answer.split(' ');
     let (step, exit_code) = match words.next() {
@@ -56,8 +56,8 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
     }
 }
 
-/// Recognizes a full disk and an exceeded quota, which may fail any step. `stderr` is in lower
-/// case. Returns `None` for other reasons.
+/// Recognizes a full disk or an exceeded quota, which can make any step fail, in the messages
+/// `stderr`. `stderr` is in lower case. Returns `None` for other reasons.
 fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {

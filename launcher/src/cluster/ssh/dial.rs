@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time after which the next address is tried, while the earlier ones have not answered (RFC
-/// 8305, section 5).
+/// How long the attempts to connect to earlier addresses remain unanswered before the next address
+/// is tried in parallel (RFC 8305, section 5).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
 /// The stack size of the thread of an attempt, in bytes.

@@ -67,7 +67,7 @@ struct KnownHostsEntry {
     key: String,
 }
 
-/// The hosts to which an entry applies.
+/// The hosts to which a line of a known_hosts file applies.
 #[derive(Debug)]
 enum EntryHosts {
     Patterns(Vec<String>),
@@ -76,7 +76,8 @@ enum EntryHosts {
     Hashed(Vec<u8>, Vec<u8>),
 }
 
-/// The marker of an entry. Entries with a marker permit no key.
+/// The marker at the start of a line of a known_hosts file, such as `@revoked`. Lines with a marker
+/// permit no key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryMarker {
     None,
@@ -120,7 +121,7 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the entries that apply to a host, given by its name in known_hosts.
+    /// Returns the known_hosts lines that apply to the host with the name `name` in known_hosts.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
@@ -158,7 +159,7 @@ impl KnownHosts {
 }
 
 impl EntryHosts {
-    /// Returns whether the entry applies to a host, given by its name in known_hosts.
+    /// Returns whether the line applies to the host with the name `name` in known_hosts.
     fn matches_name(&self, name: &str) -> bool {
         match self {
             EntryHosts::Patterns(patterns) => matches_patterns(patterns, name),

@@ -195,7 +195,7 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Runs one operation on the SSH session without blocking, if there is something to do for it.
+    /// Performs `op` on the SSH session without blocking, unless there is nothing to do for `op`.
     /// Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {

@@ -24,11 +24,11 @@ use tokio::{
 
 /// The time that a running agent has to answer an inspection request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// The number of bytes of an agent's stderr that are read, from the beginning. An error about the
-/// agent contains the text.
+/// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
+/// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// The number of next hosts that each host connects to, in addition to the first host, if the job
-/// has more than [`MAX_FULL_MESH_HOSTS`] hosts.
+/// In a job with more than [`MAX_FULL_MESH_HOSTS`] hosts, the number of hosts after it to which
+/// each host connects. Each host also connects to the first host.
 const NEIGHBOUR_COUNT: usize = 4;
 /// The largest number of hosts for which every host connects to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;

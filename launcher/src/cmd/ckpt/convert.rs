@@ -64,7 +64,7 @@ pub(super) struct ConvertArgs {
     force: bool,
 }
 
-/// The format of `--to`.
+/// The checkpoint formats that `--to` of `launch ckpt convert` can name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum TargetFormat {
     /// Checkpoint of launch

@@ -34,7 +34,7 @@ pub(super) struct GatherArgs {
     pub(super) merge_lora: bool,
 }
 
-/// The element type of `--dtype`.
+/// The element types that `--dtype` of `launch ckpt gather` can name.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum DtypeOption {
     Bf16,

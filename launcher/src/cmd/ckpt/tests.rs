@@ -81,8 +81,8 @@ fn warnings_fail_the_verification_only_with_strict() {
     assert_eq!(verify_without_and_with_strict(&root), (exit::DONE, exit::CHECKPOINT), "another step");
 }
 
-/// Checks a safetensors file, which has no checksums, and gathered weights, whose hash is in the
-/// record of the gather.
+/// Checks that `--strict` fails for a safetensors file, which has no checksums, but not for
+/// gathered weights, whose hash is recorded in `gathered.json`.
 #[test]
 fn files_without_checksums_fail_the_verification_only_with_strict() {
     let dir = tempfile::tempdir().expect("a directory");

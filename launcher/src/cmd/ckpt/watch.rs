@@ -16,7 +16,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// The time between two scans of the watched directory while checkpoints are being written.
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest time between two scans, for changes that no watcher reports.
+/// The longest time between two scans of the watched directory. The scans find changes that the
+/// operating system does not report.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Arguments of `launch ckpt watch`.

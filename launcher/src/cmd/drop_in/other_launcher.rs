@@ -1,4 +1,4 @@
-//! [`OtherLauncher`]: the launchers whose command lines launch runs.
+//! [`OtherLauncher`]: the launchers whose command lines launch can run, such as torchrun.
 use std::{ffi::OsStr, path::Path};
 
 /// A launcher other than launch, whose command lines launch can run.
@@ -13,7 +13,7 @@ pub(crate) enum OtherLauncher {
 }
 
 impl OtherLauncher {
-    /// All launchers.
+    /// All launchers whose command lines launch can run.
     pub(crate) const ALL: [OtherLauncher; 3] =
         [OtherLauncher::Torchrun, OtherLauncher::Accelerate, OtherLauncher::Deepspeed];
 

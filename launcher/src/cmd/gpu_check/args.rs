@@ -1,8 +1,8 @@
 //! [`GpuCheckArgs`]: the arguments of `launch gpu-check`, and the type of its implementation.
 use clap::Args;
 
-/// Runs the check that [`GpuCheckArgs`] describes and prints its results to stdout. Returns whether
-/// all results agree with the CPU.
+/// A function that runs the check that [`GpuCheckArgs`] describes, and prints the results to
+/// stdout. Returns whether all results agree with the CPU.
 ///
 /// Crate `launcher` does not depend on crate `worker`, which implements the check. The `main`
 /// function of the executable passes the implementation to [`crate::main`].

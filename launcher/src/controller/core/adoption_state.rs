@@ -7,7 +7,7 @@ use crate::controller::root_cause::AgentEnd;
 use protocol::control::{AdoptedAgent, FromAgent, HostPlan, WorkerPeers};
 use std::time::Duration;
 
-/// The present knowledge about the agent of a host that is to be adopted.
+/// What a controller that takes over a run knows so far about the agent of one host.
 #[derive(Debug, Default)]
 pub(super) enum HostAnswer {
     /// The host has not answered.
@@ -36,7 +36,8 @@ fn to_time_ms(now: Duration) -> TimeMs {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// A report of an adopted agent, which waits until the journal is taken over.
+/// A report that an agent has repeated for a new controller. It waits until the new controller has
+/// taken over the journal.
 #[derive(Debug)]
 pub(super) struct ReplayedReport {
     /// The time at which the agent made the report.
@@ -53,7 +54,8 @@ impl ReplayedReport {
     }
 }
 
-/// The state of a takeover: the answers of the hosts, and what the journal and the memos record.
+/// The state of taking over a run from a lost controller: the answers of the hosts, and what the
+/// journal and the memos (the state that agents keep) record.
 #[derive(Debug)]
 pub(super) struct Adoption {
     /// The answers of the hosts, by index.
@@ -69,7 +71,7 @@ pub(super) struct Adoption {
 }
 
 impl Adoption {
-    /// Creates a takeover of a run with this number of hosts.
+    /// Begins to take over a run with `hosts` hosts.
     pub(super) fn new(hosts: usize, placement: Option<(u32, Vec<String>)>, is_forced: bool) -> Adoption {
         let answers = (0..hosts).map(|_| HostAnswer::Awaited).collect();
         Adoption { hosts: answers, reports: Vec::new(), placement, is_forced, memo: None }
@@ -90,7 +92,8 @@ impl Adoption {
         })
     }
 
-    /// Finds the newest memo that an agent has.
+    /// Finds the newest memo, the state of the run that agents keep for a later controller, among
+    /// those of all agents.
     pub(super) fn find_newest_memo(&self) -> Option<StoredMemo> {
         let memos = self.adopted().filter_map(|(_, agent)| agent.memo.as_deref());
         let parsed = memos.filter_map(|memo| serde_json::from_str::<StoredMemo>(memo).ok());
@@ -98,7 +101,8 @@ impl Adoption {
     }
 }
 
-/// The result of a takeover before the reports are processed.
+/// A run that was taken over from a lost controller. The reports of its agents are not processed
+/// yet.
 pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.

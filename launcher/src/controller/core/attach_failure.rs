@@ -1,4 +1,4 @@
-//! [`AttachFailure`]: why a run is not taken over.
+//! [`AttachFailure`]: the reason why a controller does not take over a run.
 use super::host_state::HostIndex;
 use protocol::control::ControllerToken;
 

@@ -9,7 +9,8 @@ use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Sends a memo to all agents that have joined, if the run outlives its controller.
+    /// Sends a memo, which holds the state of the run for a later controller, to all agents that
+    /// have joined. Does nothing if the run ends with its controller.
     pub(super) fn send_memo(&mut self) {
         if self.setup.outlives_controller {
             let hosts = (0..self.hosts.len())
@@ -19,21 +20,22 @@ impl ControllerCore {
         }
     }
 
-    /// Sends a memo to the agent of a host, if the run outlives its controller. The agent must have
-    /// joined.
+    /// Sends a memo, which holds the state of the run for a later controller, to the agent of host
+    /// `id`. Does nothing if the run ends with its controller. The agent must have joined.
     pub(super) fn send_memo_to(&mut self, id: HostIndex) {
         if self.setup.outlives_controller {
             self.push_memo(vec![id]);
         }
     }
 
-    /// Adds the action that sends a memo of the present state to the agents of `hosts`.
+    /// Requests from the driver that a memo of the run's present state be sent to the agents of
+    /// `hosts`.
     fn push_memo(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
     }
 
-    /// Builds a memo of the present state.
+    /// Builds a memo of the run's present state, for a later controller.
     fn build_memo(&mut self) -> RunMemo {
         self.memos += 1;
         let phase = match self.state {

@@ -1,4 +1,5 @@
-//! Lost hosts whose agents may be alive: agents without a controller, and their workers.
+//! Handles lost hosts whose agents may still be alive and run workers, but are not connected to
+//! this controller.
 use super::{AgentEnd, ControllerAction, ControllerCore, HostIndex, host_state::OrphanedAttempt};
 use std::time::Duration;
 
@@ -46,7 +47,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the time before which no attempt may begin.
+    /// Returns the time before which no attempt may begin, because workers of a lost host may still
+    /// run until then.
     pub(super) fn find_orphan_deadline(&self) -> Duration {
         self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
     }
@@ -58,7 +60,8 @@ impl ControllerCore {
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }
 
-    /// Repeats the request to end to the lost agent, at intervals of [`EVICTION_INTERVAL`].
+    /// Asks the lost agent again to end, once per [`EVICTION_INTERVAL`], while the next attempt
+    /// waits for it.
     pub(super) fn check_orphans(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
         let Some(orphans) = &mut self.orphans else { return };

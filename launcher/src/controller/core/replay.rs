@@ -17,7 +17,8 @@ use std::{
     time::Duration,
 };
 
-/// A line that the journal lacks, and that a takeover appends to the journal.
+/// An earlier event that the journal lacks, and that a controller appends when it takes over the
+/// run.
 #[derive(Debug)]
 enum MissingLine {
     /// An event of a lost controller.
@@ -27,8 +28,8 @@ enum MissingLine {
 }
 
 impl ControllerCore {
-    /// Appends the earlier events that the journal lacks. Returns the other reports, in the order
-    /// in which they were made.
+    /// Appends to the journal the events from the time before the takeover that it lacks. Returns
+    /// the other reports, in the order in which they were made.
     pub(super) fn replay_events(
         &mut self,
         now: Duration,

@@ -3,7 +3,8 @@ use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
-/// The journal of a run after its takeover.
+/// The journal of a run that this controller has taken over: its summary, and the events that it
+/// lacks.
 #[derive(Clone, Debug)]
 pub(crate) struct TakenJournal {
     /// The summary of the journal and of the missing events, which are added to the journal.
@@ -21,8 +22,8 @@ pub(crate) struct MissingEvent {
 }
 
 impl TakenJournal {
-    /// Finds the events that the journal lacks among those of a memo. `time` is the present time in
-    /// seconds since 1970.
+    /// Finds, among the events `unstored` of a memo, those that the journal with the summary
+    /// `summary` lacks. `time` is the present time in seconds since 1970.
     pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenJournal {
         let journaled = summary.newest_controller_event();
         let is_missing = |event: &UnstoredEvent| event.number > journaled;

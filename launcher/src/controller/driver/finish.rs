@@ -1,4 +1,4 @@
-//! The end of a run, and the end of a controller that another one has replaced.
+//! Ends a run, or ends a controller that another controller has replaced.
 use super::{ControllerDriver, ControllerReplacement, takeover::find_exit_code};
 use crate::{
     cluster::{self, Preemption},
@@ -14,7 +14,8 @@ use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
 
-/// How long after the end of its grace time a preempted job is expected to be ended.
+/// How long the controller of a preempted batch job waits, after the grace time of the job, for the
+/// batch system to end it.
 const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 /// How long the end of a run waits for the streamed logs, whose disk may stall.
 const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);

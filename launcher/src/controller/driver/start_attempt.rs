@@ -1,5 +1,5 @@
-//! The start of an attempt: the plan, the rendezvous, the workers, and the exchange of the workers'
-//! addresses.
+//! Starts an attempt: makes its plan, binds the rendezvous, starts the workers, and distributes the
+//! workers' addresses.
 use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
@@ -38,8 +38,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Begins to plan an attempt on `hosts`, in the order of ranks. A separate thread prepares the
-    /// checkpoint from which programs resume, because its disk may be slow.
+    /// Begins to plan an attempt on `hosts`, which are listed in the order of their ranks. A
+    /// separate thread prepares the checkpoint from which programs resume, because its disk may be
+    /// slow.
     pub(super) fn prepare_attempt(
         &mut self,
         attempt: u32,

@@ -104,7 +104,7 @@ impl DurableFile {
         }
     }
 
-    /// Writes the unsynced bytes from the position `written` on, and then syncs the file if `sync`
+    /// Writes the unsynced bytes after the first `written` ones, and then syncs the file if `sync`
     /// is set. Repeats both until they succeed. After an error, the file contains at least its
     /// synced part, so everything after this part is written again.
     fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
@@ -126,7 +126,7 @@ impl DurableFile {
         }
     }
 
-    /// Tries to write the unsynced bytes from the position `written` on, and then to sync the file
+    /// Tries to write the unsynced bytes after the first `written` ones, and then to sync the file
     /// if `sync` is set. Advances `written` by the bytes that were written.
     fn try_write(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
         while *written < self.unsynced.len() {

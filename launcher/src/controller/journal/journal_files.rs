@@ -9,7 +9,8 @@ pub(super) const EVENTS_FILE: &str = "events.jsonl";
 /// The name of the file with the metrics.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
-/// The open files of a journal. Only the thread of the journal uses them.
+/// The open files of a journal: events, metrics and, if requested, TensorBoard's event file. Only
+/// the thread of the journal uses them.
 pub(super) struct JournalFiles {
     pub(super) events: DurableFile,
     metrics: DurableFile,
@@ -35,8 +36,8 @@ impl JournalFiles {
         Ok(JournalFiles { events, metrics, tensorboard, unsynced: BTreeMap::new() })
     }
 
-    /// Appends an event to the file of events and, if the event has metrics, to the files of
-    /// metrics. The time is in seconds since 1970. Blocks until the file system accepts the event.
+    /// Appends `event` to the file of events and, if the event has metrics, to the files of
+    /// metrics. `time` is in seconds since 1970. Blocks until the file system accepts the event.
     pub(super) fn append(
         &mut self,
         event: &Event,

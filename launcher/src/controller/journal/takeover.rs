@@ -1,5 +1,5 @@
-//! [`take_over_files`]: continues the files of a run directory after the loss of a controller, and
-//! [`JournalSummary`]: what the journal contains about the run.
+//! [`take_over_files`] continues the files of a run directory after the loss of a controller.
+//! [`JournalSummary`] holds what the journal contains about the run.
 //!
 //! The files are copied, and the copies replace them. A suspended controller that continues writes
 //! to the replaced files, which have no name any more.
@@ -21,7 +21,8 @@ use std::{
 /// event, and is not copied.
 const MAX_LINE_BYTES: u64 = 16 << 20;
 
-/// What a journal contains about its run.
+/// A summary of a journal: what the journal contains about its run, as far as a later controller
+/// needs it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct JournalSummary {
     /// The number of the newest report in the journal, for each stream of reports.
@@ -48,7 +49,7 @@ pub(crate) struct JournalSummary {
     pub(crate) last_failure: u64,
 }
 
-/// The fields of a line of the journal that are not part of the event.
+/// The part of a journal line that identifies the report from which the line was written.
 #[derive(Deserialize)]
 struct LineOrigin {
     report: Option<ReportId>,
@@ -75,12 +76,13 @@ impl JournalSummary {
         self.newest.get(&CONTROLLER_STREAM).copied().unwrap_or(0)
     }
 
-    /// Adds an event of a controller, which has this number.
+    /// Adds to the summary an event that a controller has reported with the number `number`.
     pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
         self.add_event(event, Some((CONTROLLER_STREAM, number)));
     }
 
-    /// Adds a line of the journal. Returns its event, or `None` for a line that is not an event.
+    /// Adds a line of the journal to the summary. Returns the event of the line, or `None` for a
+    /// line that is not an event.
     fn add_line(&mut self, line: &str) -> Option<TimedEvent> {
         let timed = TimedEvent::from_json(line).ok()?;
         let report = serde_json::from_str::<LineOrigin>(line).ok().and_then(|origin| origin.report);
@@ -114,9 +116,9 @@ impl JournalSummary {
     }
 }
 
-/// Returns whether an event has no effect, because it is a restart that a controller announced when
-/// no agent obeyed it any more. The agents know of `restarts` restarts. A controller informs the
-/// agents of each restart before it writes the event.
+/// Returns whether `event` announces a restart that never happened, because no agent obeyed the
+/// controller any more. The agents know of `restarts` restarts. A controller informs the agents of
+/// each restart before it writes the event.
 pub(crate) fn is_void_restart(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
@@ -150,8 +152,8 @@ pub(super) fn take_over_files(
     Ok((JournalFiles::open(run_dir, tensorboard)?, summary))
 }
 
-/// Calls a function with each complete line of a file, with its line break. A missing file has no
-/// lines.
+/// Calls `handle` with each complete line of a file, including the line break. A missing file has
+/// no lines.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&str) -> io::Result<()>) -> io::Result<()> {
     let file = match open_own_file(path) {
         Ok(file) => file,

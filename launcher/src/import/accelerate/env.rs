@@ -1,4 +1,5 @@
-//! [`set_environment`]: sets the environment variables that Accelerate's library reads in a worker.
+//! [`set_environment`]: adds to a job the environment variables that Accelerate's library reads in
+//! a worker.
 use super::distributed_type::DistributedType;
 use crate::import::{
     draft::JobDraft, import_options::set_hostfile, remaining_keys::RemainingKeys, value_text,
@@ -150,9 +151,9 @@ const FP8: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Sets the environment variables of the workers that a configuration stands for. `kind` and `cpu`
-/// are the values of `distributed_type` and `use_cpu`. Returns whether the section
-/// `deepspeed_config` names the hosts.
+/// Adds to `draft` the environment variables that `accelerate launch` would set for the workers of
+/// the configuration `keys`. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`.
+/// Returns whether the section `deepspeed_config` names the hosts.
 pub(super) fn set_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -220,8 +221,8 @@ fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, secti
     }
 }
 
-/// Sets the variables of `mixed_precision`. Returns the precision, or `None` if the configuration
-/// contains none.
+/// Adds to `draft` the environment variables for the key `mixed_precision`. Returns the precision,
+/// or `None` if the configuration contains none.
 fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
@@ -248,7 +249,8 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-/// Sets the variables of `fp8_config`. Absent keys get their default values.
+/// Adds to `draft` the environment variables for the section `fp8_config`. Absent keys get their
+/// default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8 {
@@ -288,8 +290,8 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Sets the variables of the section `part` by the rules in `table`. Each key is looked up with the
-/// prefix `prefix` first, and then without it.
+/// Adds to `draft` the environment variables for the keys of the section `part`, by the rules in
+/// `table`. Each key is looked up with the prefix `prefix` first, and then without it.
 fn set_variables(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -307,7 +309,8 @@ fn set_variables(
     }
 }
 
-/// Sets the variables that `dynamo_config` and `dynamo_backend` stand for.
+/// Adds to `draft` the environment variables for the section `dynamo_config` and the key
+/// `dynamo_backend`.
 fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.take_text("dynamo_backend");
     let Some(mut part) = keys.take_section("dynamo_config") else {
@@ -326,7 +329,8 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables that `fsdp_config` stands for, and the one that enables FSDP.
+/// Adds to `draft` the environment variables for the section `fsdp_config`, and the variable that
+/// enables FSDP.
 fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
@@ -341,7 +345,8 @@ fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables that `megatron_lm_config` stands for, and the one that enables Megatron-LM.
+/// Adds to `draft` the environment variables for the section `megatron_lm_config`, and the variable
+/// that enables Megatron-LM.
 fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
@@ -358,7 +363,8 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Sets the variables that `parallelism_config` stands for. Does nothing if the section is empty.
+/// Adds to `draft` the environment variables for the section `parallelism_config`. Does nothing if
+/// the section is empty.
 fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {
@@ -379,9 +385,9 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     note_unknown_keys(draft, keys, part);
 }
 
-/// Sets the variables that `deepspeed_config` stands for, and the one that enables DeepSpeed.
-/// `precision` states whether the configuration contains `mixed_precision`. Returns whether the
-/// section `deepspeed_config` names the hosts.
+/// Adds to `draft` the environment variables for the section `deepspeed_config`, and the variable
+/// that enables DeepSpeed. `precision` states whether the configuration contains `mixed_precision`.
+/// Returns whether the section `deepspeed_config` names the hosts.
 fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {

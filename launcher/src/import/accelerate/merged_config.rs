@@ -5,7 +5,7 @@ use crate::import::{command_line::CommandLineError, import_options::ImportErrors
 use diagnostic::Diagnostic;
 use jobspec::{Document, DocumentItem, DocumentSyntax, DocumentValue};
 
-/// A configuration of Accelerate into which options are merged.
+/// A configuration of Accelerate into which the options of a command line are merged.
 #[derive(Debug)]
 pub(super) struct MergedConfig {
     document: Document,
@@ -47,7 +47,7 @@ impl MergedConfig {
         }
     }
 
-    /// Removes a key of the outermost mapping.
+    /// Removes the key `key` of the configuration's outermost mapping.
     pub(super) fn remove(&mut self, key: &str) {
         if let Some(entries) = self.entries() {
             entries.retain(|(name, _)| name != key);
@@ -64,7 +64,7 @@ impl MergedConfig {
         }
     }
 
-    /// Sets a key of the outermost mapping.
+    /// Sets the key `key` of the configuration's outermost mapping to `value`.
     pub(super) fn set(&mut self, key: &str, value: DocumentValue, text: String) {
         let item = DocumentItem::with_position_of(&self.document.root, value, text);
         self.remove(key);

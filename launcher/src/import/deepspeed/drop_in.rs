@@ -31,7 +31,8 @@ const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL
 /// The variable that selects DeepSpeed's accelerator.
 const ACCELERATOR: &str = "DS_ACCELERATOR";
 
-/// The options without counterpart in a job.
+/// The options of `deepspeed` that have no counterpart in a job, each with what launch does if the
+/// option is given.
 const RULES: &[OptionRule] = &[
     (
         "autotuning",
@@ -62,7 +63,7 @@ const RULES: &[OptionRule] = &[
     ("node_rank", &["-1", "0"], NoEffect("launch assigns the ranks itself")),
 ];
 
-/// The options that `deepspeed` ignores on one machine.
+/// The options that `deepspeed` itself ignores in a job on one machine.
 const LOCAL_RULES: &[OptionRule] = &[
     ("launcher", &["pdsh", "ssh"], NoEffect("the job runs on one machine")),
     ("ssh_port", &[], NoEffect("the job runs on one machine")),
@@ -75,7 +76,7 @@ pub(crate) struct DeepSpeedCommand {
     given: CommandLine,
 }
 
-/// The files that `deepspeed` reads.
+/// The texts of the files that `deepspeed` reads: the hostfile, and files of environment variables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DeepSpeedFiles {
     /// The text of the hostfile; `None` if the file does not exist.
@@ -84,7 +85,7 @@ pub(crate) struct DeepSpeedFiles {
     pub(crate) variables: Vec<String>,
 }
 
-/// The hosts and slots of a job.
+/// The hosts and slots on which a `deepspeed` command line runs its workers.
 #[derive(Debug)]
 enum Resources {
     /// This machine, with this number of workers, and the numbers of the GPUs if the command line
@@ -254,7 +255,7 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     }
 }
 
-/// Sets the command of the workers, their number and their binding to cores.
+/// Adds to `draft` the command of the workers, their number per host and their binding to cores.
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -279,7 +280,8 @@ fn set_program(
     Ok(())
 }
 
-/// Sets the hosts of a job on several hosts, and the variables that their workers get.
+/// Adds to `draft` the hosts of a job on several hosts, and the environment variables that their
+/// workers get.
 fn set_hosts(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -334,7 +336,8 @@ fn set_hosts(
     Ok(())
 }
 
-/// Sets the variables in the files of [`DeepSpeedFiles`], which have lines such as `NAME=VALUE`.
+/// Adds to `draft` the environment variables that `files` define in lines such as `NAME=VALUE`.
+/// `files` are texts of [`DeepSpeedFiles`].
 fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut ImportErrors) {
     for line in files.iter().flat_map(|text| text.lines()) {
         match line.split_once('=') {

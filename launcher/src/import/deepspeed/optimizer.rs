@@ -8,8 +8,8 @@ use jobspec::DocumentValue;
 /// The learning rate that DeepSpeed uses if the configuration contains none.
 const DEFAULT_LEARNING_RATE: f64 = 1e-3;
 
-/// Converts the optimizer. Returns its learning rate, or `None` if the configuration has no
-/// optimizer.
+/// Converts the section `optimizer` of a DeepSpeed configuration to keys of the job. Returns the
+/// optimizer's learning rate, or `None` if the configuration has no optimizer.
 pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<f64> {
     let Some(mut part) = keys.take_section("optimizer") else {
         draft.add_key_note(
@@ -148,7 +148,8 @@ fn convert_number(
     value
 }
 
-/// Converts the learning rate schedule. `rate` is the learning rate of the optimizer; `None` if the
+/// Converts the section `scheduler` of a DeepSpeed configuration, which describes the learning rate
+/// schedule, to keys of the job. `rate` is the learning rate of the optimizer; `None` if the
 /// configuration has no optimizer.
 pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
     let Some(mut part) = keys.take_section("scheduler") else { return };
@@ -248,8 +249,8 @@ fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-/// Takes the integer `name`, which is 0 or more. Returns `None` if the key is absent. If the value
-/// is `auto`, adds a note and returns `None`.
+/// Removes the key `name` from `params`, and returns its value, an integer of 0 or more. Returns
+/// `None` if the key is absent. If the value is `auto`, adds a note and returns `None`.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -263,8 +264,8 @@ fn take_integer_unless_auto(
     params.take_integer(name, 0)
 }
 
-/// Takes the number `name`. Returns `default` if the key is absent. If the value is `auto`, adds a
-/// note and returns `default`.
+/// Removes the key `name` from `params`, and returns its value, a number. Returns `default` if the
+/// key is absent. If the value is `auto`, adds a note and returns `default`.
 fn take_number_or_default(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

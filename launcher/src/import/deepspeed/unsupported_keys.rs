@@ -1,7 +1,7 @@
 //! The keys of DeepSpeed's configuration that have no counterpart in the built-in training. Each
 //! has the reason, which a note shows to the user.
 
-/// The reason in notes about keys with the value `auto`.
+/// The reason that a note gives for not converting a key with the value `auto`.
 pub(super) const AUTO: &str = "HF Trainer replaces `auto`";
 
 /// The unsupported keys at the top level of a configuration, with the reasons.

@@ -48,8 +48,8 @@ pub(super) struct RendezvousStore {
 }
 
 impl RendezvousStore {
-    /// Returns the number of bytes of all keys, values, queues and waits, which [`MAX_TOTAL`]
-    /// limits.
+    /// Returns the total number of bytes of all keys, values, queues and waits. [`MAX_TOTAL`]
+    /// limits this number.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -235,8 +235,8 @@ impl ReferenceStore {
 }
 
 proptest! {
-    /// Any requests in any order get the replies of [`ReferenceStore`], and all bytes are accounted
-    /// for.
+    /// Checks that any requests in any order get the replies of [`ReferenceStore`], and that the
+    /// store counts its bytes correctly.
     #[test]
     fn any_requests_are_answered_like_by_the_reference_store(requests in proptest::collection::vec((0u64..4, any_request()), 0..60)) {
         let mut store = RendezvousStore::default();
@@ -294,8 +294,8 @@ proptest! {
     }
 }
 
-/// Returns whether the operation of a request is one to which the store replies. Replies to waits
-/// that the request ends do not count.
+/// Returns whether the store replies to a request of this kind. Replies to waits that the request
+/// ends do not count.
 fn has_direct_reply(request: &StoreRequest) -> bool {
     !matches!(
         request,

@@ -35,14 +35,16 @@ use tokio::{
 /// The largest number of simultaneous connections. Further connections are closed with a warning. A
 /// rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
-/// The number of open files that the process needs in addition to the connections of clients.
+/// The number of file descriptors that the process needs in addition to those for the connections
+/// of clients.
 const OTHER_FILES: u64 = 64;
 /// The size of one read from a client's socket, in bytes.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// The number of bytes of waiting replies to one client above which the replies are written before
-/// further requests of the client are executed.
+/// Once the waiting replies to a client exceed this many bytes, they are written before more of its
+/// requests are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
-/// The longest time from the connection to the handshake of a client.
+/// How long a client may take from its connection to its handshake. After this time, the server
+/// closes the connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause after accept has failed because file descriptors have run out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
@@ -56,8 +58,9 @@ pub(crate) struct StoreServer {
 }
 
 impl StoreServer {
-    /// Binds `port` (0: any free one) at `address`, and serves processes of this user on this
-    /// machine and processes at the `allowed` addresses. `messages` receives lines for the user.
+    /// Starts a store that listens at `port` (0: any free port) of `address`. It serves processes
+    /// of this user on this machine, and processes at the `allowed` addresses. `messages` receives
+    /// lines for the user.
     pub(crate) fn start(
         address: IpAddr,
         port: u16,

@@ -13,23 +13,26 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
 };
 
-/// The type of a request and of its answer (`SOCK_DIAG_BY_FAMILY`).
+/// The netlink message type of a request to sock_diag and of its answer (`SOCK_DIAG_BY_FAMILY`).
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// The type of an answer that is an error (`NLMSG_ERROR`).
+/// The netlink message type of an answer that reports an error (`NLMSG_ERROR`).
 const NLMSG_ERROR: u16 = 2;
-/// The flag of every request (`NLM_F_REQUEST`).
+/// The netlink flag that every request has (`NLM_F_REQUEST`).
 const NLM_F_REQUEST: u16 = 1;
-/// The size of the header of a netlink message: length, type, flags, sequence number and port.
+/// The size of the header of a netlink message, in bytes. The header has length, type, flags,
+/// sequence number and port.
 const HEADER_BYTES: usize = 16;
-/// The size of a request (`struct inet_diag_req_v2`), without the header.
+/// The size of a sock_diag request (`struct inet_diag_req_v2`) without the netlink header, in
+/// bytes.
 const REQUEST_BYTES: usize = 56;
-/// The size of an answer (`struct inet_diag_msg`), without the header.
+/// The size of a sock_diag answer (`struct inet_diag_msg`) without the netlink header, in bytes.
 const ANSWER_BYTES: usize = 72;
-/// The position of the user id in an answer. The inode follows.
+/// The byte offset of the user id in an answer of sock_diag. The inode follows.
 const UID_AT: usize = 64;
-/// The longest answer that is read, in bytes.
+/// The longest answer of the kernel that is read, in bytes.
 const LONGEST_ANSWER: usize = 8 << 10;
-/// The longest wait for an answer, in seconds. The kernel answers at once.
+/// How long this process waits for the kernel's answer to a sock_diag request, in seconds. The
+/// kernel normally answers at once.
 const ANSWER_TIMEOUT_S: i64 = 1;
 
 /// The owner of a socket on this machine.
@@ -41,7 +44,7 @@ pub(crate) struct SocketOwner {
     pub(crate) inode: u32,
 }
 
-/// The answer of the kernel to a request.
+/// The answer of the kernel to the request for the owner of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SocketAnswer {
     /// The socket is on this machine.
@@ -103,7 +106,7 @@ impl SocketDiagnostics {
     }
 }
 
-/// Encodes the request for one TCP socket.
+/// Encodes the request to sock_diag for the TCP socket at `peer` that is connected to `local`.
 fn encode_request(sequence: u32, peer: SocketAddr, local: SocketAddr) -> Vec<u8> {
     let mut request = Vec::with_capacity(HEADER_BYTES + REQUEST_BYTES);
     request.extend(((HEADER_BYTES + REQUEST_BYTES) as u32).to_ne_bytes());

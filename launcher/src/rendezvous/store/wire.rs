@@ -9,7 +9,7 @@ use super::{
     limits::{MAX_KEY, MAX_KEYS, MAX_MESSAGE, MAX_VALUE},
 };
 
-/// The number in the first request of a client, from torch 2.4 on.
+/// The number that a client of torch 2.4 or later sends in its first request, the handshake.
 const MAGIC: u32 = 0x3C85_F7CE;
 
 /// A key, in the bytes that the client sent.
