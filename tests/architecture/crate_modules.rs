@@ -56,7 +56,8 @@ pub(crate) struct ItemName {
     pub(crate) is_private: bool,
 }
 
-/// The kind of an item, which decides what can follow its name in a path.
+/// The kind of an item, such as a module or a type, which decides what can follow the item's name
+/// in a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ItemKind {
     /// A struct, enum, union, trait or type alias, which can have associated items.
@@ -93,9 +94,9 @@ pub(crate) enum PathSyntax {
     Tokens,
 }
 
-/// Reads the files of a crate, from the file of its root on. `read_file` returns the text of a
-/// file, or `None` if the file does not exist. Returns an error if a file of a module is missing,
-/// or is not valid Rust.
+/// Reads all modules of a crate: the root file, and the files of its `mod` declarations.
+/// `read_file` returns the text of a file, or `None` if the file does not exist. Returns an error
+/// if a file of a module is missing, or is not valid Rust.
 pub(crate) fn read_crate(
     root_path: &Path,
     read_file: &dyn Fn(&Path) -> Option<String>,
@@ -143,7 +144,7 @@ struct CrateReader<'a> {
 }
 
 impl CrateReader<'_> {
-    /// Reads the file of the current module, and the modules that the file declares.
+    /// Reads the file `path` of the current module, and the modules that the file declares.
     fn read_file(&mut self, path: &Path, top_level_module: Option<String>) {
         let name = path.to_string_lossy().into_owned();
         let syntax = match (self.read_file)(path) {
@@ -277,7 +278,7 @@ impl CrateReader<'_> {
         segments
     }
 
-    /// Adds the imports of a part of a `use` declaration to the current module.
+    /// Adds to the current module the names that `tree`, a part of a `use` declaration, imports.
     fn add_imports(&mut self, mut prefix: Vec<String>, tree: &UseTree, is_private: bool) {
         let (line, name) = match tree {
             UseTree::Path(path) => {
@@ -484,7 +485,8 @@ fn requires_test(condition: &Meta) -> bool {
     }
 }
 
-/// Returns the paths that a `#[serde(…)]` attribute names in string literals.
+/// Returns the paths of functions and types that a `#[serde(…)]` attribute contains as string
+/// literals.
 fn list_serde_paths(attribute: &syn::MetaList) -> Vec<syn::Path> {
     const KEYS: [&str; 9] = [
         "default",

@@ -37,8 +37,8 @@ pub(crate) struct ModuleCycle {
 }
 
 impl ModuleGraph {
-    /// Resolves the paths of a crate. A path is an edge from its file to the file that defines the
-    /// item. A path to a module is no edge.
+    /// Builds the graph of a crate's files. A path in the code is an edge from its file to the file
+    /// that defines the item. A path to a module is no edge.
     pub(crate) fn new(krate: CrateModules) -> ModuleGraph {
         let mut edges = BTreeMap::<_, BTreeSet<_>>::new();
         let mut external_uses = Vec::new();
@@ -108,8 +108,8 @@ impl ModuleGraph {
         self.edges.keys().copied().filter(|(from, to)| files.contains(from) && files.contains(to))
     }
 
-    /// Writes a cycle for developers: the files, and for each closing edge the names that it stands
-    /// for and the shortest way back.
+    /// Formats a cycle as text for developers: the files, and for each closing edge the names that
+    /// it stands for and the shortest way back.
     pub(crate) fn format_cycle(&self, cycle: &ModuleCycle) -> String {
         let files: Vec<&str> = cycle.files.iter().map(|file| self.files[*file].path.as_str()).collect();
         let mut text = format!("a cycle of {} files: {}\n", files.len(), files.join(" "));
@@ -125,7 +125,7 @@ impl ModuleGraph {
         text
     }
 
-    /// Writes an edge as `file -> file: names`.
+    /// Formats an edge as `file -> file: names`.
     pub(crate) fn format_edge(&self, from: FileId, to: FileId) -> String {
         let names: Vec<&str> = self.edges[&(from, to)].iter().map(String::as_str).collect();
         format!("{} -> {}: {}", self.files[from].path, self.files[to].path, names.join(", "))

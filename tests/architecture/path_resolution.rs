@@ -14,9 +14,9 @@ pub(crate) enum Target {
     External(String),
 }
 
-/// Returns what a path names. A path can name several things: a function and a module of one name,
-/// and definitions for different targets. Returns an error if the path leads to a module that does
-/// not define the next name.
+/// Returns the modules or items that `path_use` names. A path can name several things: a function
+/// and a module of one name, and definitions for different targets. Returns an error if the path
+/// leads to a module that does not define the next name.
 pub(crate) fn resolve_path_use(krate: &CrateModules, path_use: &PathUse) -> Result<Vec<Target>, ()> {
     let mut resolver = Resolver { krate, imports_in_progress: Vec::new() };
     let mut targets = resolver.resolve_path(path_use.module, &path_use.segments, Origin::Code)?;
@@ -29,7 +29,7 @@ pub(crate) fn resolve_path_use(krate: &CrateModules, path_use: &PathUse) -> Resu
     Ok(targets)
 }
 
-/// The state of one resolution. `imports_in_progress` ends cycles of imports.
+/// The state of resolving one path. `imports_in_progress` ends cycles of imports.
 struct Resolver<'k> {
     krate: &'k CrateModules,
     imports_in_progress: Vec<&'k Import>,

@@ -6,7 +6,8 @@ use super::{
 use serde_json::Value;
 use std::{collections::BTreeMap, fs};
 
-/// The binaries of integration tests of the crates that have other ones than `integration`.
+/// The crates whose integration tests are not in a binary called `integration`, each with the names
+/// of its test binaries.
 const OTHER_BINARIES: [(&str, &[&str]); 2] =
     [("launch", &["end_to_end"]), ("repository-tests", &["architecture", "language"])];
 /// The only module of the end-to-end tests that creates commands.

@@ -103,8 +103,9 @@ struct DeepSpeedSource {
     freeze: &'static [&'static str],
 }
 
-/// The conversions as name of the source, ZeRO stage, world size, whether the target format is
-/// universal, and `sub_group_size` (0 for the default).
+/// The conversions that the test performs. The fields are the name of the source, the ZeRO stage,
+/// the world size, whether the target format is universal, and `sub_group_size` (0 for the
+/// default).
 const CONVERSIONS: [(&str, u8, u32, bool, u64); 17] = [
     ("z1", 1, 1, false, 0),
     ("z1", 3, 2, false, 0),

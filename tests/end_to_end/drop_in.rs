@@ -14,7 +14,8 @@ use std::{
     process::Stdio,
 };
 
-/// Writes the arguments, the interpreter's options and the environment of a worker to a file.
+/// A Python script that, as a worker, writes its arguments, the interpreter's options and its
+/// environment to a file.
 const DUMP_SCRIPT: &str = r#"
 import json, os, sys, time
 name = os.path.join(os.environ["DUMP"], os.environ.get("RANK", "none") + ".json")
@@ -99,7 +100,8 @@ fn build_environment(case: &Case, python: &Path, job_dir: &JobDirectory) -> BTre
     environment
 }
 
-/// Installs the default configuration of Accelerate of a case.
+/// Writes the Accelerate configuration of `case` to the place where Accelerate looks for its
+/// default configuration.
 fn install_config(case: &Case, hf_home: &Path) {
     let file = hf_home.join("accelerate/default_config.yaml");
     fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -143,7 +145,8 @@ fn run_originals(python: &Path, job_dir: &JobDirectory) -> Vec<i64> {
     serde_json::from_str(codes).unwrap()
 }
 
-/// Reads the facts about the workers in `directory`, by the names of the files.
+/// Reads the files in `directory` that [`DUMP_SCRIPT`] wrote, one for each worker, and returns
+/// their contents by file name.
 fn read_facts(directory: &Path) -> BTreeMap<String, Value> {
     let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let json = files.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
@@ -154,7 +157,8 @@ fn read_facts(directory: &Path) -> BTreeMap<String, Value> {
     .collect()
 }
 
-/// Returns the differences between the facts about a worker of the original program and of launch.
+/// Compares what a worker of the original program (`original`) and a worker of launch (`ours`)
+/// recorded about themselves. Returns the differences.
 fn compare_workers(case: &Case, original: &Value, ours: &Value) -> Vec<String> {
     let mut differences = Vec::new();
     for key in ["argv", "command", "prefix"] {

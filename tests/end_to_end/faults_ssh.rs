@@ -23,7 +23,8 @@ use std::{
 const HOSTS: [&str; 4] = ["h0", "h1", "h2", "h3"];
 /// The indices of the hosts on which faults are injected: the first, a middle and the last host.
 const POSITIONS: [usize; 3] = [0, 1, 3];
-/// The longest wait for a condition that has no separate limit.
+/// How long a test waits for a condition that has no separate time limit. After that, the test
+/// fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// The program of each rank. A signal makes the program exit (USR1), exhaust memory (USR2) or fill
@@ -80,7 +81,8 @@ enum InjectedFault {
 
 use InjectedFault::*;
 
-/// Faults that the kernel of a running host reports immediately.
+/// Faults that processes of launch notice immediately, because the kernel of a running host reports
+/// them.
 const REPORTED_FAULTS: [InjectedFault; 10] = [
     WorkerExits,
     WorkerKilled,
@@ -256,8 +258,8 @@ fn is_sshd_session(command_line: &str) -> bool {
     command_line.split(' ').next() == Some("sshd:")
 }
 
-/// Starts four hosts and installs the ranks' program and the library that skews clocks on each.
-/// Returns `None` if the test is skipped.
+/// Starts four simulated hosts. Installs on each host the program that the ranks run, and the
+/// library that skews the clocks of processes. Returns `None` if the test is skipped.
 fn start_hosts(test: &str) -> Option<SimulatedHosts> {
     let hosts = SimulatedHosts::start(test, 4)?;
     let library = hosts.file_path("shared/skew.so");

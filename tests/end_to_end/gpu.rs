@@ -139,8 +139,8 @@ fn the_attention_of_cudnn_is_checked_where_it_is_installed() {
     assert_eq!((code, extract_error_codes(&text)), (Some(1), vec!["cuda-call-failed"]), "{text}");
 }
 
-/// Checks all kernels with the emulator executing the threads of a block in reverse order. A kernel
-/// that lacks a barrier then computes other numbers.
+/// Checks all kernels while the emulated GPU executes the threads of each block in reverse order. A
+/// kernel that lacks a barrier then computes other numbers.
 #[test]
 fn the_order_of_threads_does_not_change_results() {
     let reversed = ("EMULATED_GPU_ORDER", "1");

@@ -170,7 +170,8 @@ fn build_init_message(
 /// The number of the only attempt of each run.
 const ATTEMPT: u32 = 4;
 
-/// The agents of all simulated hosts, of which the test plays the part that workers use.
+/// Stands for the agents of all simulated hosts: exchanges messages with the workers as real agents
+/// do.
 struct TestAgents<'a> {
     /// The host of each rank.
     hosts: &'a [u32],

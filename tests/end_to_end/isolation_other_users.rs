@@ -16,7 +16,7 @@ use std::{
 
 /// The uid and gid of the other user.
 const OTHER_USER: u32 = 65_534;
-/// The longest wait for a condition.
+/// How long a test waits for a condition. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(40);
 
 /// The Python program of the attacker. The arguments are addresses: `PORT`, or `@NAME` for a socket
@@ -98,8 +98,8 @@ fn list_process_tree(root: u32) -> Vec<u32> {
     pids
 }
 
-/// Returns the targets of the open files of processes, such as `socket:[77]`, with the paths below
-/// `/proc`.
+/// Lists the open files of processes. Returns the target of each, such as `socket:[77]`, and its
+/// path below `/proc`.
 fn list_open_files(pids: &[u32]) -> Vec<(String, String)> {
     let files = |pid: &u32| fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let target = |entry: fs::DirEntry| {
@@ -140,7 +140,7 @@ fn list_listeners(pids: &[u32]) -> BTreeSet<String> {
 struct Attack(Child);
 
 impl Attack {
-    /// Starts to attack the listeners.
+    /// Starts [`ATTACK_SOCKETS`] as the other user, with the addresses `listeners`.
     fn start(listeners: &BTreeSet<String>) -> Attack {
         let args: Vec<&str> =
             ["-c", ATTACK_SOCKETS].into_iter().chain(listeners.iter().map(String::as_str)).collect();

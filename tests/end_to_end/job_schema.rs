@@ -9,7 +9,7 @@ use crate::support::{
 use serde_json::Value;
 use std::{fs, path::Path};
 
-/// The path of a value, and the kind of the mistake.
+/// A mistake in a job: the path of the wrong value, and the kind of mistake.
 type Mistake = (String, String);
 
 /// A job, and the mistakes that `launch plan` reports.
@@ -30,7 +30,7 @@ fn load_broken_jobs() -> Vec<BrokenJob> {
     jobs
 }
 
-/// Returns the kind of a mistake with this code.
+/// Returns the kind of mistake for which `launch plan` reports the diagnostic code `code`.
 fn classify_code(code: &str) -> &'static str {
     match code {
         "job-key-unknown" => "unknown key",

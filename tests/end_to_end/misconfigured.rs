@@ -15,7 +15,8 @@ type MisconfiguredTrainSection = (&'static str, &'static str, &'static str);
 /// The valid `data` section that precedes the cases of [`REJECTED_CASES`] and [`WARNING_CASES`].
 const DATA_SECTION: &str = "  data: {files: [corpus.txt], seq_len: 32}\n";
 
-/// Cases without a `data` section, each with exactly one error.
+/// Jobs whose lines do not include a `data` section, each with exactly one mistake, which is an
+/// error.
 const REJECTED_CASES: &[MisconfiguredTrainSection] = &[
     // frozen and trained parameters
     ("  freeze: [\"*\"] #!", "train.freeze", "no-trained-parameters"),
@@ -123,7 +124,7 @@ const REJECTED_CASES: &[MisconfiguredTrainSection] = &[
     ("  learning_rate: 1e-3 #!", "train.learning_rate", "job-key-unknown"),
 ];
 
-/// Cases without a `data` section that cause a warning and not an error.
+/// Jobs whose lines do not include a `data` section, and which cause a warning but no error.
 const WARNING_CASES: &[MisconfiguredTrainSection] = &[
     (
         "  steps: 10\n  schedule: {warmup_steps: 11} #!",
@@ -143,7 +144,7 @@ const WARNING_CASES: &[MisconfiguredTrainSection] = &[
     ),
 ];
 
-/// Cases with a `data` section, each with exactly one error.
+/// Jobs whose lines include a `data` section, each with exactly one mistake, which is an error.
 const DATA_CASES: &[MisconfiguredTrainSection] = &[
     ("  data: {files: [none.txt]} #!", "train.data.files", "data-file-missing"),
     ("  data: {files: [empty.txt]} #!", "train.data.files", "data-empty"),

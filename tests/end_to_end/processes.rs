@@ -37,7 +37,7 @@ mod several_hosts;
 mod signals;
 mod training;
 
-/// The longest wait for a process or a file.
+/// How long a test waits for a process or a file. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job file in a temporary directory. A variable in the environment marks the processes of its
@@ -107,7 +107,7 @@ impl MarkedJob {
         EndedJob { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
-    /// Starts the job and does not wait.
+    /// Starts the job and does not wait for its end.
     fn start(&self, args: &[&str]) -> RunningJob<'_> {
         let mut child = self.launch_command(args).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());

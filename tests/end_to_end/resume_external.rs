@@ -30,8 +30,8 @@ fn resumed_losses_equal_those_of_deepspeed() {
     }
 }
 
-/// Resumes from a universal checkpoint that DeepSpeed's `ds_to_universal` wrote, read directly and
-/// converted to a native checkpoint.
+/// Checks that a run resumes from a universal checkpoint that DeepSpeed's `ds_to_universal` wrote,
+/// both directly and after a conversion to a native checkpoint.
 #[test]
 fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");
@@ -51,7 +51,8 @@ fn universal_checkpoints_resume_with_the_losses_of_deepspeed() {
     }
 }
 
-/// Resumes from a universal checkpoint that does not record which parameters its two groups have.
+/// Checks that a universal checkpoint that does not record which parameters belong to its two
+/// groups can be converted and resumed.
 #[test]
 fn checkpoints_without_parameter_groups_are_converted_and_resumed() {
     let mut resumed = ResumedJob::from_deepspeed("z2");

@@ -8,7 +8,8 @@ use crate::support::{
 use serde_json::Value;
 use std::path::Path;
 
-/// The recorded programs as directory, kind that `ckpt inspect` reports, and number of ranks.
+/// The programs whose runs were recorded. The fields are the directory, the kind of checkpoint that
+/// `ckpt inspect` reports, and the number of ranks.
 const PROGRAMS: [(&str, &str, u32); 19] = [
     ("trainer_1", "HF Trainer", 1),
     ("trainer_2", "HF Trainer", 2),
@@ -31,13 +32,13 @@ const PROGRAMS: [(&str, &str, u32); 19] = [
     ("z2_mixtral", "DeepSpeed", 2),
     ("z3_qwen3_moe", "DeepSpeed", 2),
 ];
-/// The setting of the optimizer for recordings of programs that train with SGD.
+/// The optimizer setting with which a job resumes a recording of a program that trained with SGD.
 const SGD: &str = "train.optimizer={name: sgd, lr: 5e-2, momentum: 0.9, weight_decay: 0.1}";
-/// The setting of the optimizer for recordings of programs that train with Lion.
+/// The optimizer setting with which a job resumes a recording of a program that trained with Lion.
 const LION: &str = "train.optimizer={name: lion, lr: 1e-4, betas: [0.9, 0.99], weight_decay: 0.1}";
 
-/// Compares the losses after a resume with those of the recorded program. The losses must have the
-/// same bits for any number of workers and any ZeRO stage.
+/// Compares the losses of launch after a resume with those that the recorded program computed. The
+/// losses must have the same bits for any number of workers and any ZeRO stage.
 #[test]
 fn resumed_losses_equal_those_of_the_programs() {
     for (name, kind, world) in PROGRAMS {
@@ -74,8 +75,9 @@ fn resumed_losses_equal_those_of_the_programs() {
     }
 }
 
-/// Converts a DeepSpeed checkpoint with SGD's momentum to the universal and then to the native
-/// format. DeepSpeed's own converter to the universal format supports only Adam.
+/// Checks that the momentum of SGD survives the conversion of a DeepSpeed checkpoint to the
+/// universal and then to the native format. DeepSpeed's own converter to the universal format
+/// supports only Adam.
 #[test]
 fn momentum_of_sgd_is_converted_through_the_universal_format() {
     let (mut resumed, _) = ResumedJob::from_program("z3_sgd");

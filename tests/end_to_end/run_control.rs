@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest wait for a condition.
+/// How long a test waits for a condition. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A directory with a job. `launch ps` lists only the runs of this job.

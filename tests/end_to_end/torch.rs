@@ -66,7 +66,8 @@ fn process_groups_of_an_old_torch_initialize_with_both_stores() {
     }
 }
 
-/// Runs [`PROCESS_GROUPS_SCRIPT`] with the store of the agent and with a store of rank 0.
+/// Checks that [`PROCESS_GROUPS_SCRIPT`] succeeds, both with the rendezvous store of the agent and
+/// with a store of rank 0.
 fn assert_process_groups_initialize(python: &Path) {
     for (store, flag) in [("agent", "True"), ("rank0", "False")] {
         let (job_dir, ran) = run_script(python, 4, PROCESS_GROUPS_SCRIPT, &format!(", store: {store}"), "");
@@ -142,7 +143,7 @@ fn every_operation_of_a_tcp_store_works_with_an_old_torch() {
     }
 }
 
-/// Runs [`STORE_SCRIPT`] with two workers.
+/// Checks that [`STORE_SCRIPT`] succeeds with two workers.
 fn assert_store_operations_work(python: &Path) {
     let (job_dir, ran) = run_script(python, 2, STORE_SCRIPT, "", "");
     ran.expect_success();

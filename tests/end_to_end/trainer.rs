@@ -165,7 +165,8 @@ fn resume_accelerate_loop(script: &TrainerScript, name: &str, close: f64, worker
     assert!(before == read_contents(&saved), "the original was changed");
 }
 
-/// Runs every process of the script with a separate Python, without a fork server.
+/// Checks that an HF Trainer script with FSDP resumes on one rank from a checkpoint of two ranks.
+/// Every process runs a separate Python, without a fork server.
 #[test]
 fn a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks() {
     let test = "a_trainer_script_with_fsdp_resumes_with_another_number_of_ranks";

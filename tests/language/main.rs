@@ -405,7 +405,8 @@ fn read_rust_sources() -> impl Iterator<Item = (String, String)> {
     })
 }
 
-/// Lists scripts, kernels, configurations and the sources of test libraries.
+/// Lists the files other than Rust and Markdown whose language is checked: scripts, kernels,
+/// configurations and the sources of test libraries.
 fn list_scripts() -> Vec<String> {
     let mut files = list_product_files(&["py", "sh", "cu", "cuh", "cpp", "hpp", "c", "yaml", "toml"]);
     let in_scripts = |file: &String| file.starts_with("scripts/") && !file.contains('.');

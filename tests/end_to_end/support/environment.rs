@@ -1,4 +1,5 @@
-//! The environment of the programs that tests start: it depends on the test, and not on the user.
+//! Creates the commands by which tests start programs. The environment of these programs depends on
+//! the test, and not on the user.
 use std::{
     env,
     ffi::OsStr,

@@ -7,7 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest relative difference of fp32 losses between programs.
+/// The largest accepted relative difference between the fp32 losses of launch and of the recorded
+/// program.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
 /// Returns the path of a checkpoint that scripts/golden/resume recorded.

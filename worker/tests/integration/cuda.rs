@@ -41,8 +41,9 @@ fn bf16_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size(
     }
 }
 
-/// Losses are compared with a tolerance: sums on GPU and CPU differ in the last bit, which changes
-/// the fp8 values of some operands.
+/// Compares fp8 losses on the emulated GPU with those on the CPU, and losses of several stages and
+/// world sizes. GPU and CPU are compared with a tolerance: their sums differ in the last bit, which
+/// changes the fp8 values of some operands.
 #[test]
 fn fp8_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size() {
     let sizes = ModelSpec {
@@ -70,8 +71,9 @@ fn fp8_losses_are_near_those_of_the_cpu_and_equal_for_any_stage_and_world_size()
     }
 }
 
-/// GPT-2 has learned positions and biases. Gemma 2 has norm weights with an offset of one, softcaps
-/// and sliding windows.
+/// Compares losses on the emulated GPU and on the CPU for models that differ from Llama. GPT-2 has
+/// learned positions and biases. Gemma 2 has norm weights with an offset of one, softcaps and
+/// sliding windows.
 #[test]
 fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() {
     let family = |name| {
@@ -114,7 +116,8 @@ fn losses_of_other_families_adapters_and_optimizers_are_near_those_of_the_cpu() 
     }
 }
 
-/// Optimizer states are stored in host memory or in files, and copied to the GPU for each update.
+/// Checks that offloading does not change losses and checkpoints. Offloaded optimizer states are
+/// stored in host memory or in files, and copied to the GPU for each update.
 #[test]
 fn offloaded_optimizer_states_do_not_change_losses_and_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
@@ -151,7 +154,8 @@ fn offloaded_optimizer_states_do_not_change_losses_and_checkpoints() {
     }
 }
 
-/// The bf16 kernels, which use tensor cores, drop the same elements on GPU and CPU.
+/// Checks that dropout in the bf16 kernels, which use tensor cores, drops the same elements on GPU
+/// and CPU.
 #[test]
 fn bf16_losses_with_dropout_are_near_those_of_the_cpu() {
     let model = |rate| ModelSpec {
@@ -207,7 +211,8 @@ fn checkpoints_move_between_gpu_and_cpu() {
     }
 }
 
-/// The emulated NCCL and communication through host memory reduce in the same order.
+/// Checks that training with the emulated NCCL and training with communication through host memory
+/// give the same bits. Both reduce in the same order.
 #[test]
 fn nccl_gives_the_same_bits_as_communication_through_the_host() {
     for precision in [Precision::Fp32, Precision::Bf16] {
@@ -219,8 +224,8 @@ fn nccl_gives_the_same_bits_as_communication_through_the_host() {
     }
 }
 
-/// Stochastic rounding to bf16 draws the same random numbers on GPU and CPU. The curves differ only
-/// by the rounding of sums.
+/// Compares training without master weights on GPU and CPU. Stochastic rounding to bf16 draws the
+/// same random numbers on both. The loss curves differ only by the rounding of sums.
 #[test]
 fn losses_without_master_weights_are_near_those_of_the_cpu_and_equal_for_any_world_size() {
     for name in [OptimizerName::Adamw, OptimizerName::Muon] {
@@ -265,8 +270,8 @@ fn losses_without_master_weights_are_near_those_of_the_cpu_and_equal_for_any_wor
     }
 }
 
-/// `launch plan` predicts the GPU memory within 5 %. The test ignores the cuBLASLt workspace,
-/// because the emulated library requests a smaller one.
+/// Checks that `launch plan` predicts the GPU memory of training within 5 %. The test ignores the
+/// cuBLASLt workspace, because the emulated library requests a smaller one.
 #[test]
 fn the_planned_gpu_memory_is_within_5_percent_of_the_peak() {
     let dir = tempfile::tempdir().unwrap();
@@ -307,8 +312,8 @@ fn the_planned_gpu_memory_is_within_5_percent_of_the_peak() {
     }
 }
 
-/// A dead peer leaves a collective on the GPU that never completes. An abort ends the collective,
-/// and later collectives return the reason of the abort.
+/// Checks that an abort ends a collective on the GPU that cannot complete, because a peer is dead.
+/// Later collectives must return the reason of the abort.
 #[test]
 fn an_abort_unblocks_a_rank_that_waits_for_a_collective() {
     let nccl = NcclLibrary::open(&[emulated_nccl::build_library().to_owned()]).unwrap();

@@ -117,8 +117,8 @@ fn bf16_losses_are_equal_with_recomputation_and_tied_embeddings() {
     assert_ne!(losses, train_new_run(&plain, 2, 1, STEPS), "bf16 and fp32 round differently");
 }
 
-/// The first loss scales overflow fp16. All ranks skip the same steps and consume the samples of
-/// skipped steps.
+/// Checks fp16 training whose first loss scales overflow. All ranks must skip the same steps, and
+/// consume the samples of the skipped steps.
 #[test]
 fn fp16_losses_and_skipped_steps_do_not_depend_on_world_size_and_stage() {
     let spec = |stage| {
@@ -215,9 +215,10 @@ fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
     });
 }
 
-/// With `deterministic: false` gradients are summed in the order of micro-batches. Stages 2 and 3
-/// reduce each round, so the bits don't depend on the number of workers. Stages 0 and 1 differ from
-/// the fixed-order tree by rounding errors.
+/// Compares training with `deterministic: false` with fixed-order sums. Without fixed order,
+/// gradients are summed in the order of micro-batches. Stages 2 and 3 reduce each round, so the
+/// bits don't depend on the number of workers. Stages 0 and 1 differ from the fixed-order tree by
+/// rounding errors.
 #[test]
 fn non_deterministic_sums_differ_from_the_fixed_order_only_by_rounding() {
     for tied in [false, true] {

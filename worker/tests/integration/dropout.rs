@@ -62,8 +62,8 @@ fn losses_with_dropout_have_the_same_bits_for_every_world_size_stage_and_recompu
     }
 }
 
-/// Another distribution of samples over micro-batches changes only the order of sums, because the
-/// dropout mask depends on the sample.
+/// Checks that another micro-batch size changes only the order of sums, because the dropout mask
+/// depends on the sample and not on its micro-batch.
 #[test]
 fn dropout_masks_do_not_depend_on_the_micro_batch_size() {
     for model in [create_gpt2_model(), create_odd_sized_model()] {
@@ -178,8 +178,8 @@ fn evaluation_has_no_dropout() {
     }
 }
 
-/// Tests each rate of GPT-2 and the single rate of other families. `train.model.dropout` overrides
-/// the rates of config.json.
+/// Checks that each dropout rate in config.json changes the losses: the three rates of GPT-2, and
+/// the single rate of other families. `train.model.dropout` overrides the rates of config.json.
 #[test]
 fn every_dropout_rate_of_config_json_has_an_effect() {
     let losses = |name: &str, rates: &[(&str, f64)], dropout: Option<f64>, seed| {
@@ -232,8 +232,9 @@ fn every_dropout_rate_of_config_json_has_an_effect() {
     assert_eq!(default_rates, losses("gpt2", &[], Some(0.1), 7));
 }
 
-/// Dropped elements of embedding, attention and MLP add zero to the residual stream. Dropped
-/// elements of the embedding get no gradient.
+/// Checks that embedding, attention and MLP of each layer of GPT-2 have different dropout masks, by
+/// the elements that add zero to the residual stream. Dropped elements of the embedding get no
+/// gradient.
 #[test]
 fn each_dropout_module_of_gpt2_has_its_own_mask() {
     let rate = 0.3;

@@ -92,7 +92,7 @@ fn moe_losses_have_the_same_bits_for_every_expert_parallel_size_and_placement() 
     }
 }
 
-/// Without fixed-order sums the results differ from the deterministic ones only by rounding.
+/// Checks that losses without fixed-order sums differ from the deterministic ones only by rounding.
 #[test]
 fn moe_losses_with_sums_in_any_order_are_close_to_those_with_fixed_order_sums() {
     let make = |parallel, stage, deterministic| TrainSpec {
@@ -333,7 +333,8 @@ fn a_thousand_routings_on_four_ranks_have_the_bits_of_one_rank() {
     }
 }
 
-/// Every token uses every expert, so that the loss is continuous in the weights of routers.
+/// Compares gradients of a mixture of experts with finite differences of the loss. Every token uses
+/// every expert, so that the loss is continuous in the weights of routers.
 #[test]
 fn moe_gradients_equal_finite_differences_of_the_loss() {
     let mut spec = create_moe_spec(3, 1, ExpertPlacement::Balanced, 3);
@@ -472,8 +473,8 @@ fn sixteen_bit_training_has_the_same_bits_for_every_placement() {
     }
 }
 
-/// Token dispatch sends bf16 rows within and between hosts, and the losses have the same bits as on
-/// one rank.
+/// Checks that training in 16 bits has the same bits on several hosts as on one rank. Token
+/// dispatch then sends bf16 rows within and between hosts.
 #[test]
 fn sixteen_bit_training_across_hosts_has_the_same_bits() {
     let make = |parallel| {

@@ -45,7 +45,8 @@ fn train_and_collect_losses(spec: &TrainSpec, steps: u64) -> Vec<f64> {
 /// measured differences, 0.029 and 0.040.
 const MAX_BF16_DIFFERENCE: f64 = 0.08;
 
-/// Compares 30 steps, in which the loss falls below 60 % of its first value.
+/// Compares the losses of 30 steps in FP8 with those in bf16. The loss falls below 60 % of its
+/// first value in these steps.
 #[test]
 fn fp8_losses_are_close_to_bf16_losses() {
     for (name, model) in [("llama", create_fp8_llama()), ("gpt2", create_fp8_gpt2())] {
@@ -80,7 +81,8 @@ fn fp8_losses_have_the_same_bits_for_every_world_size_stage_thread_count_and_rec
     }
 }
 
-/// LoRA adapters are computed in bf16, and the frozen matrices in FP8.
+/// Checks LoRA training with FP8, in which the adapters are computed in bf16 and the frozen
+/// matrices in FP8.
 #[test]
 fn lora_losses_with_fp8_matrices_have_the_same_bits_on_every_world_size() {
     let lora_spec = |stage, precision| {
@@ -124,7 +126,8 @@ fn models_that_fp8_does_not_support_are_rejected() {
     assert_eq!((moe.subject(), moe.field("dimension")), (Some("train.precision"), None));
 }
 
-/// The preflight checks name the key, and the memory plan counts the FP8 operands.
+/// Checks that the preflight checks reject sizes that FP8 does not support, and that the memory
+/// plan counts the FP8 operands.
 #[test]
 fn preflight_checks_and_memory_plan_consider_fp8() {
     let dir = tempfile::tempdir().unwrap();

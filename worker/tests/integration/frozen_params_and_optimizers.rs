@@ -138,8 +138,8 @@ fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     gradients
 }
 
-/// Freezing some parameters of GPT-2, which has separate layer code, does not change the gradients
-/// of others.
+/// Checks that freezing some parameters of GPT-2, which has separate layer code, does not change
+/// the gradients of the others.
 #[test]
 fn freezing_parts_of_gpt2_keeps_the_gradients_of_the_others() {
     for name in ["gpt2", "gpt2_packed"] {
@@ -281,8 +281,8 @@ fn assert_resumes_with_the_same_bits(spec: &dyn Fn(u8) -> TrainSpec, cases: &[(u
     }
 }
 
-/// With Adafactor, a run that trains only matrices has no states of vectors, and the checkpoint of
-/// such a run is complete.
+/// Checks that a run that trains only matrices with Adafactor resumes. Its checkpoint is complete,
+/// although it has no optimizer states of vectors.
 #[test]
 fn an_adafactor_run_of_matrices_only_resumes_with_the_same_bits() {
     let spec = |stage| {
@@ -294,8 +294,8 @@ fn an_adafactor_run_of_matrices_only_resumes_with_the_same_bits() {
     assert_resumes_with_the_same_bits(&spec, &[(2, 3, 3, 2)]);
 }
 
-/// The memory plan counts the states that each rank allocates, of which the means of Adafactor are
-/// on every rank that updates a part of their matrix.
+/// Checks that the memory plan counts the optimizer states that each rank allocates. The means of
+/// Adafactor are on every rank that updates a part of their matrix.
 #[test]
 fn the_memory_plan_counts_the_states_of_every_optimizer() {
     let dir = tempfile::tempdir().unwrap();
@@ -328,7 +328,8 @@ fn the_memory_plan_counts_the_states_of_every_optimizer() {
     }
 }
 
-/// The states of Adafactor are means of rows and columns, and full second moments of vectors.
+/// Checks the checkpoints of Adafactor, whose states are means of rows and columns of matrices, and
+/// full second moments of vectors. Conversions to other formats must fail.
 #[test]
 fn checkpoints_of_adafactor_have_factored_states_and_do_not_convert_to_other_formats() {
     let mut spec = create_train_spec(create_odd_sized_model(), 3, 8, 1, 11);
@@ -400,8 +401,8 @@ fn collect_params_by_name(running: &RunningTrainer) -> BTreeMap<String, Vec<f32>
     params
 }
 
-/// Freezing a parameter between runs keeps the optimizer states of the others. Unfreezing the
-/// parameter resets its states and its update count.
+/// Checks that freezing a parameter between two runs keeps the optimizer states of the others.
+/// Unfreezing the parameter must reset its states and its update count.
 #[test]
 fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     const FROZEN: &str = "model.layers.1.mlp.gate_proj.weight";

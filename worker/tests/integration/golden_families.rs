@@ -290,7 +290,8 @@ fn configs_of_unsupported_architectures_and_layers_are_rejected() {
     assert!(logits.is_none(), "{logits:?}");
 }
 
-/// Configs of the Hub have keys that do not change the computation.
+/// Checks that keys that do not change the computation are accepted in config.json. Configs of the
+/// Hugging Face Hub have such keys.
 #[test]
 fn config_keys_without_effect_are_accepted() {
     let long_rope =
@@ -335,8 +336,9 @@ fn rope_keys_of_transformers_4_are_accepted() {
     assert!(error.is_none(), "{error:?}");
 }
 
-/// In the Gemma 3 config of transformers 4, the base frequencies of global and local RoPE have
-/// separate keys, and a pattern selects the sliding-window layers.
+/// Checks that a model with the Gemma 3 config of transformers 4 trains with the same bits. In this
+/// config, the base frequencies of global and local RoPE have separate keys, and a pattern selects
+/// the sliding-window layers.
 #[test]
 fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
@@ -362,8 +364,8 @@ fn gemma3_of_transformers_4_trains_with_the_same_bits() {
     assert_eq!(run(dir.path()), run(&golden_model_directory("gemma3")));
 }
 
-/// GPT-2 on the Hub has tensor names without prefix, causal masks among its weights, and dropout
-/// rates in config.json.
+/// Checks that GPT-2 of the Hugging Face Hub is loaded with one notice. It has tensor names without
+/// prefix, causal masks among its weights, and dropout rates in config.json.
 #[test]
 fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     let dir = tempfile::tempdir().unwrap();

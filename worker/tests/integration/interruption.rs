@@ -79,7 +79,8 @@ fn interrupted_evaluations_and_generations_do_not_change_later_steps() {
     }
 }
 
-/// The writer of a shard of many megabytes has just begun when the save is cancelled.
+/// Cancels the second of three saves when the writer of a large shard has just begun. Checks that
+/// this save leaves no checkpoint, and that the next one is complete.
 #[test]
 fn a_cancelled_save_leaves_no_checkpoint_and_the_next_save_is_complete() {
     let dir = tempfile::tempdir().unwrap();
@@ -111,7 +112,7 @@ fn a_cancelled_save_leaves_no_checkpoint_and_the_next_save_is_complete() {
     assert_eq!(train_steps(&mut resumed, 1), losses);
 }
 
-/// The only save of a run is not cancelled, because the run has no other checkpoint.
+/// Checks that the first save of a run is not cancelled, because the run has no other checkpoint.
 #[test]
 fn the_first_save_is_not_cancelled() {
     let dir = tempfile::tempdir().unwrap();

@@ -54,7 +54,7 @@ fn create_base_model_spec(family: &str) -> ModelSpec {
     }
 }
 
-/// Reads the golden case `name`.
+/// Reads the golden case `name` of LoRA, which PEFT computed.
 fn load_lora_case(name: &str) -> GoldenCase {
     let dir = golden_lora_path("lora", name);
     let about = read_json(&dir.join("case.json"));
@@ -154,7 +154,7 @@ fn a_checkpoint_without_adapters_has_none_to_merge() {
     assert!(!out.exists());
 }
 
-/// Creates the `train` section for new adapters with dropout.
+/// Creates the `train` section of a job that trains new LoRA adapters with dropout.
 fn create_lora_train_spec(model: ModelSpec, stage: u8) -> TrainSpec {
     TrainSpec { lora: Some(create_adapter_spec(3, 0.25)), ..create_train_spec(model, stage, 8, 1, 11) }
 }

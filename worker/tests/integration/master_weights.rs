@@ -259,8 +259,9 @@ fn a_checkpoint_stores_bf16_weights_and_gathers_them_unchanged() {
     }
 }
 
-/// One worker needs 14 bytes per parameter (weights 2, AdamW states 8, gradients 4) instead of 18,
-/// and an fp32 copy of the tensor that is being updated.
+/// Checks the memory plan of a bf16 run without fp32 master weights. One worker needs 14 bytes per
+/// parameter (weights 2, AdamW states 8, gradients 4) instead of 18, and an fp32 copy of the tensor
+/// that is being updated.
 #[test]
 fn the_memory_plan_of_a_run_without_master_weights_has_none() {
     let dir = tempfile::tempdir().unwrap();
@@ -317,8 +318,9 @@ fn train_learnable_losses(spec: &TrainSpec, round_masters: bool, steps: u64) -> 
         .collect()
 }
 
-/// Most updates are smaller than half the distance of two bf16 values. Rounding to the nearest bf16
-/// loses these updates. With stochastic rounding the loss falls as with master weights.
+/// Checks that stochastic rounding does not lose small updates. Most updates are smaller than half
+/// the distance of two bf16 values. Rounding to the nearest bf16 loses these updates. With
+/// stochastic rounding the loss falls as with master weights.
 #[test]
 fn stochastic_rounding_keeps_small_updates() {
     let slow = |mut spec: TrainSpec| {

@@ -28,7 +28,8 @@ const MAX_SMALL_TENSOR_RATIO: f64 = 1.1;
 /// A function that starts the run of a golden case.
 type StartRunFn = fn(&GoldenCase) -> RunningTrainer;
 
-/// Reads every golden case. Returns its name, the case, and the function that starts its run.
+/// Reads all golden cases. Returns for each case its name, the case, and the function that starts
+/// its run.
 fn load_golden_cases() -> Vec<(String, GoldenCase, StartRunFn)> {
     let llama_cases = ["mha", "gqa_tied", "odd", "packed"].into_iter();
     let start: StartRunFn = |case| families::start_from_pretrained(&case.spec, create_single_rank_comm());

@@ -19,13 +19,15 @@ fn read_reference() -> String {
     fs::read_to_string(find_document("job.md")).expect("docs/job.md")
 }
 
-/// Splits the document into its sections. Returns the heading and the text of each section.
+/// Splits `text`, a Markdown document, into its sections. Returns the heading and the text of each
+/// section.
 fn split_sections(text: &str) -> Vec<(&str, &str)> {
     let sections = text.split("\n## ").skip(1);
     sections.map(|section| section.split_once('\n').expect("a heading and a body")).collect()
 }
 
-/// Checks that a document has the content `expected`, or rewrites it.
+/// Checks that the file `name` in docs/ has the content `expected`, or rewrites the file if
+/// `LAUNCH_UPDATE_DOCS` is set.
 fn assert_current(name: &str, expected: &str) {
     let file = find_document(name);
     if std::env::var_os("LAUNCH_UPDATE_DOCS").is_some() {

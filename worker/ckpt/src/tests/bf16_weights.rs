@@ -178,8 +178,8 @@ fn only_weights_may_be_bf16_and_each_has_one_dtype() {
     insta::assert_snapshot!("bf16_moment", moment);
 }
 
-/// Verifies a forged checkpoint that matches every hash. The header of the shard gives the dtype
-/// I16 where the manifest gives BF16, which has the same size.
+/// Checks that a verification detects a forged checkpoint that matches every hash. The header of
+/// the shard gives the dtype I16 where the manifest gives BF16, which has the same size.
 #[test]
 fn verify_detects_another_dtype_in_a_shard_header() {
     let dir = make_memory_dir();

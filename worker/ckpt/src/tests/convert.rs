@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A source whose training state is in memory.
+/// A source of a conversion whose training state is in memory instead of files.
 #[derive(Clone, Debug)]
 struct MemorySource {
     path: PathBuf,
@@ -274,8 +274,9 @@ fn golden_checkpoints_of_every_layout_convert_to_every_target() {
     }
 }
 
-/// Converts sources whose parameter groups list no names. Each weight must keep its update count,
-/// both with a single group and with several groups, of which the weight's group is unknown.
+/// Checks conversions of sources whose parameter groups list no names. Each weight must keep its
+/// update count, both with a single group and with several groups, of which the weight's group is
+/// unknown.
 #[test]
 fn updates_stay_with_their_weights_where_groups_have_no_names() {
     for (groups, to) in
@@ -386,8 +387,8 @@ pub(super) fn copy_golden_weights(dir: &Path, golden_name: &str) -> PathBuf {
     weights
 }
 
-/// Converts weights to a native checkpoint and reshards the result. Both checkpoints must have only
-/// weights, and every conversion must give a notice.
+/// Checks the conversion of weights without a training state to a native checkpoint, and resharding
+/// of the result. Both checkpoints must have only weights, and every conversion must give a notice.
 #[test]
 fn weights_only_become_a_native_checkpoint_of_weights_only() {
     let dir = make_memory_dir();
@@ -461,7 +462,7 @@ impl TensorSource for ConstantSource {
     }
 }
 
-/// Converts a source of 1.0 GB with a memory limit of 64 MiB, in a child process. Asserts that the
+/// Converts a source of 1.0 GB with a memory limit of 64 MiB, in a child process. Checks that the
 /// peak memory of the child process is below 96 MiB.
 #[test]
 fn memory_stays_within_the_limit_for_any_size() {

@@ -13,8 +13,8 @@ fn make_old_facts() -> RunFacts {
     make_facts(10, 2, WEIGHTS)
 }
 
-/// Makes the facts of the checkpoint that the scenario saves. The scenario is `first`, `next`, or
-/// another name for saving the step of the old checkpoint again.
+/// Makes the description of the checkpoint that the scenario `scenario` saves. The scenario is
+/// `first`, `next`, or another name for saving the step of the old checkpoint again.
 fn make_new_facts(scenario: &str) -> RunFacts {
     match scenario {
         "next" => make_facts(20, 2, WEIGHTS),

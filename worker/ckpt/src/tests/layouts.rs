@@ -13,8 +13,8 @@ use diagnostic::codes::checkpoint as codes;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The golden checkpoints. The fields are the directory, the subdirectory to open, the kind, the
-/// number of ranks, and the update count of the weights.
+/// The golden checkpoints, one for each layout. The fields are the directory, the subdirectory to
+/// open, the kind, the number of ranks, and the update count of the weights.
 const LAYOUTS: [(&str, &str, &str, u32, u64); 6] = [
     ("hf_ddp", "checkpoint-3", "HF Trainer", 2, 3),
     ("fsdp2_sharded", "", "Accelerate with FSDP, sharded", 2, 3),
@@ -205,8 +205,8 @@ fn every_truncation_of_a_legacy_file_is_detected() {
     insta::assert_snapshot!("layouts_legacy_file_too_long", expect_open_error(dir.path()));
 }
 
-/// Opens a universal checkpoint of 2511 parameters. Counts read system calls instead of time, which
-/// would depend on the machine.
+/// Checks how often files are read when a universal checkpoint of 2511 parameters is opened. Counts
+/// read system calls instead of time, which would depend on the machine.
 #[test]
 fn a_universal_checkpoint_of_10_000_files_takes_a_few_reads_per_file() {
     let dir = make_memory_dir();

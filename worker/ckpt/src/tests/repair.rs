@@ -184,8 +184,8 @@ fn files_without_redundancy_are_reported_as_lost() {
     assert_lost("stage_2_model_file_removed", &repair_and_check_original(&path), &path);
 }
 
-/// Overwrites elements of the largest storage of a torch file with `values`, from element 100 on,
-/// and updates the CRC-32.
+/// Overwrites elements of the largest storage of a torch file, beginning at element 100, with
+/// `values`. Updates the CRC-32.
 fn overwrite_values(file: &Path, values: &[f32]) {
     use crate::codec::zip;
     let bytes = fs::read(file).expect("read");

@@ -8,8 +8,8 @@ use crate::save::commit_save;
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 
-/// The end of a piece: the index of the element after the piece, and the rank that stores the
-/// piece.
+/// The end of a piece, which is a part of a tensor that one rank stores: the index of the element
+/// after the piece, and the rank.
 type PieceEnd = (u64, u32);
 
 /// A case of the test: tensors, their division into pieces, and the ranges to read.
@@ -29,8 +29,8 @@ fn generate_case() -> impl Strategy<Value = RoundtripCase> {
         .prop_map(|(world, tensors, reads)| RoundtripCase { world, tensors, reads })
 }
 
-/// The pieces of each rank. The fields are the index and the role of the tensor, the index of the
-/// first element in the tensor, and the elements.
+/// The pieces of tensors that each rank stores. The fields are the index and the role of the
+/// tensor, the index of the first element in the tensor, and the elements.
 type PiecesByRank = Vec<Vec<(usize, TensorRole, u64, Vec<f32>)>>;
 
 /// Divides the tensors of a case into pieces, and assigns each piece to a rank.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 const SETTLE: Duration = Duration::from_secs(2);
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A watch with a simulated clock.
+/// A watch of a checkpoint directory with a simulated clock.
 struct TestWatch {
     watch: CheckpointWatch,
     now: Instant,

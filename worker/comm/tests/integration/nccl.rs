@@ -23,7 +23,8 @@ const NEVER_JOINS: c_int = 2;
 const FAILS_LATER: c_int = 3;
 const REJECTS_CALLS: c_int = 4;
 const NEVER_DONE: c_int = 5;
-/// The rank argument for faults that do not affect one rank in particular.
+/// The rank argument of [`EmulatedNccl::inject`] for faults that do not affect one rank in
+/// particular.
 const NO_RANK: c_int = -1;
 
 fn open_nccl() -> NcclLibrary {
@@ -195,8 +196,8 @@ fn a_failed_connect_fails_on_every_rank() {
     assert_eq!(control.count_live_communicators(), 0);
 }
 
-/// If a peer dies while the others join, a rank that is informed of the abort does not wait for the
-/// timeout.
+/// Checks the case that a peer dies while the others join the group: a rank that is informed of the
+/// abort does not wait for the timeout.
 #[test]
 fn an_abort_ends_a_connect() {
     let _lock = lock_faults();
@@ -284,7 +285,8 @@ fn work_that_never_ends_times_out() {
     }
 }
 
-/// If a peer dies, the abort of the group ends the wait of another rank long before the timeout.
+/// Checks that, if a peer dies, the abort of the group ends the wait of another rank long before
+/// the timeout.
 #[test]
 fn an_abort_ends_a_wait() {
     let _lock = lock_faults();

@@ -1,4 +1,4 @@
-//! Access to the counts of calls that the emulated libraries keep.
+//! Reads how often a process has called each function of the emulated libraries.
 use super::emulated_gpu;
 use std::ffi::{CString, c_char, c_long};
 

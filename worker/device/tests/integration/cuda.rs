@@ -1,5 +1,5 @@
-//! The CUDA backend on the emulated GPU: results compared with the CPU's, the search for libraries,
-//! the kernel cache.
+//! Tests the CUDA backend on the emulated GPU: its results compared with those of the CPU, the
+//! search for libraries, and the kernel cache.
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::{self, CudaError, CudaLibrary, LibrarySearchPaths};
@@ -7,7 +7,7 @@ use device::ops::{ActivationOps, EmbeddingOps, MatmulOps, VectorOps, WriteMode};
 use device::{Buf, Cuda, Dtype, Storage, View, conformance};
 use std::sync::OnceLock;
 
-/// Returns library paths that contain only the emulated libraries.
+/// Returns a search path for the CUDA libraries that contains only the emulated ones.
 fn library_paths() -> LibrarySearchPaths {
     LibrarySearchPaths {
         configured: vec![emulated_gpu::library_directory().to_owned()],

@@ -1,5 +1,5 @@
-//! CUDA graphs on the emulated GPU: the same results with fewer calls, and correct results if
-//! graphs fail.
+//! Tests CUDA graphs on the emulated GPU: they give the same results with fewer calls, and results
+//! are correct if graphs fail.
 //!
 //! This is one test, because the emulated GPU counts calls and injects failures per process.
 

@@ -1,5 +1,5 @@
-//! Memory of the emulated GPU, a GPU that fails, and one without fp8. This is one test, because the
-//! emulated GPU is configured per process.
+//! Tests the memory of the emulated GPU, a GPU that fails, and a GPU without fp8. This is one test,
+//! because the emulated GPU is configured per process.
 
 use crate::emulated_gpu;
 use crate::own_process::is_own_process;

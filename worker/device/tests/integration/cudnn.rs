@@ -1,5 +1,6 @@
-//! Attention by the emulated cuDNN, which executes each operation of a graph by its definition:
-//! results compared with the CPU's, and the choice between cuDNN and this program's kernels.
+//! Tests attention by the emulated cuDNN, which executes each operation of a graph by its
+//! definition. Results are compared with those of the CPU. Other tests check the choice between
+//! cuDNN and launch's own kernels.
 
 use crate::call_counts::call_count;
 use crate::emulated_gpu;
@@ -11,7 +12,8 @@ use device::{Buf, Cuda, Dtype, Storage, conformance};
 use diagnostic::{Diagnostic, codes::device::CUDNN_ATTENTION_UNSUPPORTED};
 use std::time::Duration;
 
-/// Returns library paths that contain only the emulated libraries, including the emulated cuDNN.
+/// Returns a search path for the CUDA libraries that contains only the emulated ones, including the
+/// emulated cuDNN.
 fn library_paths() -> LibrarySearchPaths {
     let directory = emulated_gpu::library_directory();
     LibrarySearchPaths {
@@ -39,7 +41,7 @@ fn cudnn_attention_matches_the_cpu() {
     assert_eq!(call_count("cudnnBackendExecute") - before, 16 * 4);
 }
 
-/// Shape and buffers of an attention.
+/// The shape, inputs and outputs of one test case of attention.
 struct AttentionCase {
     shape: AttentionShape,
     starts: Vec<u32>,

@@ -52,7 +52,8 @@ fn load_dependencies(directory: &Path) {
     std::mem::forget(paths.open(CudaLibrary::Nvrtc).expect("NVRTC"));
 }
 
-/// Properties of a GPU as cuDNN's JSON description names them.
+/// The properties of a GPU for which cuDNN makes plans, with the names that they have in cuDNN's
+/// JSON description of a GPU.
 struct GpuDescription {
     name: &'static str,
     /// Compute capability times 100: 900 is sm_90.

@@ -1,6 +1,6 @@
-//! Router, row ops and grouped matmuls on the CPU: each forward pass is compared with its
-//! definition in f64, each backward pass with finite differences. Any number of threads gives the
-//! same bits.
+//! Tests the ops of mixtures of experts on the CPU: router, row ops and grouped matmuls. Each
+//! forward pass is compared with its definition in f64, and each backward pass with finite
+//! differences. Any number of threads gives the same bits.
 
 use crate::reference;
 use crate::reference::*;
@@ -17,8 +17,8 @@ fn compute_softmax(logits: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
     (probs, lse)
 }
 
-/// Returns the weights of each token's experts. The choice of experts is given, so that finite
-/// differences of the logits do not change it.
+/// Computes, in f64, the weights with which the outputs of each token's experts are summed. The
+/// choice of experts is given, so that finite differences of the logits do not change it.
 fn compute_expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) -> Vec<f64> {
     let (probs, _) = compute_softmax(logits, shape.experts);
     let rows = chosen.chunks(shape.experts_per_token).zip(probs.chunks(shape.experts));

@@ -88,7 +88,8 @@ fn matmuls_multiply_the_rounded_operands() {
     }
 }
 
-/// Checks that the result differs measurably from the matmul of the unrounded operands.
+/// Checks that the result of an fp8 matmul differs measurably from that of unrounded operands, so
+/// that the operands are really rounded.
 #[test]
 fn operands_are_rounded() {
     let (cpu, mut r) = (Cpu::new(1), TestRng::new(5));

@@ -418,7 +418,8 @@ fn gelu_and_its_gradient_match_the_definition() {
     }
 }
 
-/// Checks Conv1D: a weight that is stored as `[in, out]` gives the matmuls of its transpose.
+/// Checks the op Conv1D, whose weight is stored as `[in, out]`: the results must be those of a
+/// matmul with the transposed weight.
 #[test]
 fn conv1d_and_its_gradient_match_the_definition() {
     let mut r = TestRng::new(13);

@@ -1,6 +1,6 @@
-//! The CUDA backend on the emulated GPU with the PTX that NVIDIA's compiler generates for the
-//! kernels, interpreted instruction by instruction. The interpreter detects what compute-sanitizer
-//! would.
+//! Tests the CUDA backend with the PTX that NVIDIA's compiler generates for the kernels. The
+//! emulated GPU interprets the PTX instruction by instruction. The interpreter detects what
+//! compute-sanitizer would.
 
 use crate::{emulated_gpu, own_process::run_test_alone};
 use device::cuda::LibrarySearchPaths;
@@ -121,7 +121,7 @@ fn the_kernel_that_the_parent_process_selects_runs() {
     assert_eq!(launch_kernel(&image), 0);
 }
 
-/// Opaque pointer of the driver's functions.
+/// An opaque pointer, by which functions of the CUDA driver identify contexts, modules and kernels.
 type Handle = *mut c_void;
 
 /// Launches the kernel `f` of this image and returns the driver's status.

@@ -24,7 +24,8 @@ pub(crate) struct GoldenCase {
 }
 
 impl SampleSource for GoldenCase {
-    /// Copies the samples of step i, which are the only micro-batch of the step.
+    /// Copies the samples of one step of the golden case to `batch`. Each step has a single
+    /// micro-batch.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         let [tokens, labels, starts] = &self.batches[first as usize / batch.sequences];
         batch.tokens.copy_from_slice(tokens);
@@ -193,8 +194,8 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
     });
 }
 
-/// Computes the logits of the last micro-batch, which training itself never stores as a whole, from
-/// the input of the head and weights in the compute dtype.
+/// Computes the logits of the last micro-batch from the input of the output layer and its weights.
+/// Training itself never stores all logits.
 pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec<f32> {
     let t = &running.trainer;
     let (m, d, v, dtype) =

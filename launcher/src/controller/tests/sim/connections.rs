@@ -1,15 +1,16 @@
-//! Simulated connections between controllers and agents.
+//! Simulates the connections between controllers and agents: messages arrive after a delay, and
+//! connections can break.
 use super::{AgentInput, ControllerInput, FromAgent, HostIndex, SimEvent, Simulation, ToAgent};
 use super::{ControllerIndex, ControllerState};
 use protocol::control::{AttachPurpose, AttachRejection, ControllerToken};
 use std::time::Duration;
 
-/// How long a new agent waits for the end of an older one on its host.
+/// How long a new agent waits for the end of an older agent on its host, before it gives up.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(8);
-/// The interval at which a new agent tries to lock its host.
+/// The interval at which a new agent tries to become the only agent of its host.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The index of a connection.
+/// The index of a simulated connection between a controller and an agent.
 pub(super) type ConnectionId = usize;
 
 /// A connection between a controller and an agent.
@@ -37,8 +38,8 @@ pub(super) struct SimRequest {
 }
 
 impl Simulation {
-    /// Opens a connection of a controller to a host, which becomes its connection to the host's
-    /// agent.
+    /// Opens a connection from a controller to host `host`. The controller sends all later messages
+    /// to the host's agent on this connection.
     pub(super) fn open_connection(
         &mut self,
         controller: ControllerIndex,
@@ -124,7 +125,7 @@ impl Simulation {
         self.feed_agent(host, number, input)
     }
 
-    /// Tries to lock a host for a new agent. Asks an older agent to end.
+    /// Tries to make a new agent the only agent of its host. Asks an older agent to end.
     pub(super) fn lock_host(&mut self, id: ConnectionId, until: Duration) -> Result<(), String> {
         let host = self.connections[id].host;
         let Some(number) = self.connections[id].agent else { return Ok(()) };

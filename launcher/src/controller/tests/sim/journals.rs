@@ -1,4 +1,5 @@
-//! Simulated journals. A controller writes with a delay, and loses what it has not written.
+//! Simulates the journals of controllers. A controller writes its journal with a delay, and the
+//! events that it has not written are lost with it.
 use super::{ControllerIndex, ControllerInput, SimEvent, Simulation};
 use crate::controller::{
     core::TakenJournal,
@@ -11,7 +12,8 @@ use std::collections::BTreeMap;
 /// A line of a journal: an event and its origin.
 pub(in crate::controller::tests) type JournalLine = (Event, ReportId);
 
-/// What a controller has passed to its journal thread.
+/// An item that a controller passes to its journal thread: a line to append, or a report that
+/// counts as stored.
 #[derive(Debug)]
 pub(super) enum JournalOrder {
     Append(JournalLine),
@@ -20,7 +22,8 @@ pub(super) enum JournalOrder {
 }
 
 impl Simulation {
-    /// Passes an order to the journal thread of a controller.
+    /// Passes an item to the simulated journal thread of a controller, which writes it after a
+    /// delay.
     pub(super) fn order_journal(&mut self, index: ControllerIndex, order: JournalOrder) {
         self.controllers[index].unwritten.push(order);
         if self.controllers[index].unwritten.len() == 1 {
@@ -31,7 +34,8 @@ impl Simulation {
         }
     }
 
-    /// Writes what a controller has passed to its journal thread, and reports it as stored.
+    /// Writes all items that a controller has passed to its journal thread, and informs the
+    /// controller that they are stored.
     pub(super) fn write_journal(&mut self, index: ControllerIndex) {
         let mut stored: BTreeMap<u64, u64> = BTreeMap::new();
         for order in std::mem::take(&mut self.controllers[index].unwritten) {

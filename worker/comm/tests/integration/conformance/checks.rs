@@ -24,12 +24,12 @@ pub(crate) fn make_failure(check: &str, detail: impl Into<String>) -> CheckFailu
     CheckFailure { check: check.to_owned(), detail: detail.into() }
 }
 
-/// A small random generator (splitmix64). Ranks with the same seed draw the same collectives.
+/// A random number generator (splitmix64). Ranks with the same seed draw the same collectives.
 #[derive(Clone)]
 pub(crate) struct Rng(u64);
 
 impl Rng {
-    /// Returns the next random word.
+    /// Returns the next random number of 64 bits.
     fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

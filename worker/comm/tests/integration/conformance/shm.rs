@@ -190,7 +190,8 @@ fn expect_abort_request(error: CommError, reason: &str) -> Result<(), CheckFailu
     expect_abort(Some(error), AbortReason::Requested { reason: reason.to_owned() })
 }
 
-/// Runs an ordered reduce-scatter of three ranks, in which rank 1 raises `signal` inside its sink.
+/// Runs an ordered reduce-scatter of three ranks, in which rank 1 raises `signal` in the function
+/// that receives its pieces.
 fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     let partial = Buf::zeroed(30_000);
     comm.reduce_scatter_ordered(&[partial.view()], &[10_000; 3], &mut |from, _, _| {
