@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use worker::{GpuCheckOptions, GpuCheckTask};
 
-/// Runs the role that the first argument names: `worker`, `sandbox`, or else the launcher. Returns
-/// the exit code of the role.
+/// Runs this process as a worker or as a sandbox process if the first argument is `worker` or
+/// `sandbox`, and otherwise as the launcher. Returns the exit code of the role.
 fn main() -> ExitCode {
     // Crate `launcher` does not depend on crate `worker`, so the worker's roles are dispatched
     // here.

@@ -36,8 +36,9 @@ pub fn start(filter: &Filter, print: Option<PrintLine>) {
     _ = tracing::subscriber::set_global_default(subscriber);
 }
 
-/// Opens the file of the debug log for appending, and writes the collected lines. Starts the thread
-/// that writes the file. Does nothing without [`start`], or if a file is open.
+/// Opens `path` as the file of the debug log, for appending, and writes the lines that were
+/// collected so far. Starts the thread that writes the file. Does nothing without [`start`], or if
+/// a file is open.
 ///
 /// # Errors
 /// Fails if the directory or the file cannot be created, or if the thread cannot be started.
@@ -48,8 +49,9 @@ pub fn open_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the filter of the log as directives, which this process passes to the processes that it
-/// starts. Returns [`DEFAULT_FILTER`] if [`start`] was not called.
+/// Returns the directives of the debug log's filter, such as `agent=debug,info`. This process
+/// passes them to the processes that it starts. Returns [`DEFAULT_FILTER`] if [`start`] was not
+/// called.
 pub fn directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }

@@ -53,8 +53,8 @@ pub struct CodeInfo {
 pub struct Code(&'static CodeInfo);
 
 impl Code {
-    /// Creates a code from its explanation. Only the tables in [`crate::codes`] call this function,
-    /// so that every code has an explanation.
+    /// Creates a diagnostic code from its explanation. Only the tables in [`crate::codes`] call
+    /// this function, so that every code has an explanation.
     pub(crate) const fn new(info: &'static CodeInfo) -> Self {
         Code(info)
     }

@@ -1,13 +1,13 @@
-//! Renders the explanations of codes as Markdown: one code for `launch explain`, all codes for
-//! docs/errors.md.
+//! Renders the explanations of diagnostic codes as Markdown: of one code for `launch explain`, and
+//! of all codes for docs/errors.md.
 use crate::{Category, Code, codes};
 use std::fmt::Write;
 
-/// The longest line of a paragraph in docs/errors.md, in characters.
+/// The width at which the paragraphs of docs/errors.md are wrapped, in characters.
 const WIDTH: usize = 100;
 
-/// Renders the explanation of one code as Markdown: a heading, the summary, the exit code, the
-/// cause and the remedy.
+/// Renders the explanation of one diagnostic code as Markdown: a heading, the summary, the exit
+/// code, the cause and the remedy.
 pub fn render_code_entry(code: Code) -> String {
     let info = code.info();
     let mut text = format!("### {}\n\n", info.name);

@@ -45,7 +45,7 @@ pub fn all_codes() -> impl Iterator<Item = Code> {
 }
 
 impl Code {
-    /// Returns the code with the kebab-case name `name`. Returns `None` if no table
+    /// Returns the diagnostic code whose kebab-case name is `name`. Returns `None` if no table
     /// contains such a code.
     pub fn from_name(name: &str) -> Option<Self> {
         all_codes().find(|code| code.name() == name)

@@ -94,8 +94,9 @@ impl Diagnostic {
         self
     }
 
-    /// Sets the field `name`, a value that programs can read. `name` is in snake_case, and ends
-    /// with the unit if the value has one. An earlier value of the field is replaced.
+    /// Sets the field `name` to `value`, for programs that read the diagnostic as JSON. `name` is
+    /// in snake_case, and ends with the unit if the value has one. An earlier value of the field is
+    /// replaced.
     pub fn with_field(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.0.fields.insert(name.to_owned(), value.into());
         self
@@ -107,8 +108,8 @@ impl Diagnostic {
         self
     }
 
-    /// Adds the remedy from the explanation of the code as advice for the user. The remedy loses
-    /// its full stop, and begins in lower case.
+    /// Adds advice for the user: the remedy that the explanation of the diagnostic's code contains.
+    /// The remedy loses its full stop, and begins in lower case.
     pub fn with_remedy(self) -> Self {
         let remedy = self.0.code.info().remedy.trim_end_matches('.');
         let mut chars = remedy.chars();
@@ -140,7 +141,8 @@ impl Diagnostic {
         self
     }
 
-    /// Sets the category, which decides the exit code. The default is the category of the code.
+    /// Sets the category of the failure, which decides the exit code of `launch`. The default is
+    /// the category of the code.
     pub fn with_category(mut self, category: Category) -> Self {
         self.0.category = category;
         self
@@ -188,7 +190,7 @@ impl Diagnostic {
         self.0.fields.get(name)
     }
 
-    /// Returns all fields by name. Fields are values that programs can read.
+    /// Returns the values that programs can read in the diagnostic, by the names of their fields.
     pub fn fields(&self) -> &Map<String, Value> {
         &self.0.fields
     }

@@ -41,8 +41,8 @@ pub enum Location {
 }
 
 impl Location {
-    /// Returns the name of the file. Returns `--set` for a mistake in a `--set` argument, and the
-    /// argument itself for a mistake in another argument.
+    /// Returns the name of the file that contains the mistake. Returns `--set` for a mistake in a
+    /// `--set` argument, and the argument itself for a mistake in another argument.
     pub fn file(&self) -> &str {
         match self {
             Location::File { file } | Location::Line { file, .. } => file,
@@ -51,8 +51,8 @@ impl Location {
         }
     }
 
-    /// Returns the line number, counted from 1. A mistake in a `--set` argument has line 1, and a
-    /// mistake in a whole file or argument has line 0.
+    /// Returns the number of the line that contains the mistake, counted from 1. A mistake in a
+    /// `--set` argument has line 1, and a mistake in a whole file or argument has line 0.
     pub fn line(&self) -> u32 {
         match self {
             Location::File { .. } | Location::Argument { .. } => 0,

@@ -34,7 +34,8 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Renders diagnostics without their details, separated by empty lines.
+/// Renders several diagnostics without their details, separated by empty lines, as text for the
+/// terminal.
 ///
 /// At most 40 are shown, followed by the number of the others. The text ends with a line break. It
 /// is empty if `diagnostics` is empty.

@@ -18,20 +18,20 @@ pub fn is_unprintable(c: char) -> bool {
             | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Replaces all unprintable characters by U+FFFD, including line breaks, tabs and color sequences.
-/// The text stays on one line.
+/// Replaces all unprintable characters in `text`, including line breaks, tabs and color sequences,
+/// by U+FFFD. The text stays on one line.
 pub fn filter_line(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { REPLACEMENT } else { c }).collect()
 }
 
-/// Replaces unprintable characters other than line breaks and tabs by U+FFFD.
+/// Replaces unprintable characters in `text`, except for line breaks and tabs, by U+FFFD.
 pub fn filter_text(text: &str) -> String {
     let is_replaced = |c: char| is_unprintable(c) && !matches!(c, '\n' | '\t');
     text.chars().map(|c| if is_replaced(c) { REPLACEMENT } else { c }).collect()
 }
 
-/// Replaces unprintable characters other than line breaks, tabs and color sequences by U+FFFD.
-/// Resets the color at the end of each line that sets one.
+/// Replaces unprintable characters in `text`, except for line breaks, tabs and color sequences, by
+/// U+FFFD. Resets the color at the end of each line that sets one.
 pub fn filter_colored_text(text: &str) -> String {
     let mut filtered = String::with_capacity(text.len());
     for (number, line) in text.split('\n').enumerate() {
@@ -43,7 +43,8 @@ pub fn filter_colored_text(text: &str) -> String {
     filtered
 }
 
-/// Appends the filtered text of one line to `filtered`.
+/// Appends `line` to `filtered`, with its unprintable characters other than color sequences
+/// replaced.
 fn filter_colored_line(line: &str, filtered: &mut String) {
     let (mut rest, mut is_colored) = (line, false);
     while let Some(at) = rest.find(|c: char| is_unprintable(c) && c != '\t') {

@@ -79,12 +79,13 @@ async fn join_all<T: 'static>(mut tasks: JoinSet<BenchResult<T>>) -> BenchResult
     Ok(done)
 }
 
-/// Encodes a text as the protocol of TCPStore does: its length, then its bytes.
+/// Encodes a text in the format of the `TCPStore` protocol: its length, then its bytes.
 fn encode_text(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// Connects a client, performs the handshake, and sends VALIDATE and PING.
+/// Connects client number `client` to the store at `address`, performs the handshake, and sends
+/// VALIDATE and PING.
 async fn connect(address: String, client: u32) -> BenchResult<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
@@ -96,8 +97,8 @@ async fn connect(address: String, client: u32) -> BenchResult<TcpStream> {
     Ok(stream)
 }
 
-/// Waits at a barrier built from ADD and WAIT, as in torch. The last client to arrive SETs the key
-/// for which all clients wait.
+/// Waits until all clients have arrived at a barrier, which is built from ADD and WAIT requests as
+/// in torch. The last client to arrive SETs the key for which all clients wait.
 async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStream> {
     let add = [&[4][..], &encode_text("/count"), &1i64.to_le_bytes()].concat();
     stream.write_all(&add).await?;
@@ -144,7 +145,8 @@ fn find_listener(port: u16) -> BenchResult<PathBuf> {
     Err(format!("no process of this user listens at port {port} of this machine").into())
 }
 
-/// Finds a process that has a socket open. Returns the directory of the process in /proc.
+/// Finds a process that has the socket `socket` open. Returns the directory of the process in
+/// /proc.
 fn socket_owner(socket: &str) -> Option<PathBuf> {
     let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     list("/proc".into()).find(|process| {

@@ -8,16 +8,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The pause before the first repetition of a failed write. Each further failure doubles the pause.
+/// How long a thread waits before it repeats a failed write for the first time. Each further
+/// failure doubles the pause.
 pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
-/// The longest pause between two repetitions of a failed write.
+/// The longest time that a thread waits between two repetitions of a failed write.
 pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
-/// A function that a [`BackgroundThread`] runs.
+/// A function that a [`BackgroundThread`] calls. Unlike a job of a cluster, it is not described by
+/// job.yaml.
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The handle of a thread that runs jobs. The thread ends after the last job once all clones of the
-/// handle are dropped.
+/// The handle of a thread that calls queued functions (jobs), one after the other. The thread ends
+/// after the last job once all clones of the handle are dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct BackgroundThread {
     /// The queue of the thread, which is closed when the last handle is dropped.
@@ -35,7 +37,8 @@ impl Drop for OpenQueue {
     }
 }
 
-/// The jobs that wait for the thread, and the state of the thread.
+/// The queue of functions (jobs) that a [`BackgroundThread`] will call, and the state of the
+/// thread.
 #[derive(Debug)]
 struct JobQueue {
     /// The limit of the size of the waiting jobs, in bytes.
@@ -104,8 +107,9 @@ impl BackgroundThread {
         Ok(BackgroundThread { queue: Arc::new(OpenQueue(queue)) })
     }
 
-    /// Runs a job after all earlier jobs. Returns `false` and drops the job if the waiting jobs
-    /// would be too large. A job of 0 bytes is always accepted. Never blocks.
+    /// Queues the function `job`, which the thread calls after all earlier ones. Returns `false`
+    /// and drops the job if the waiting jobs would be too large. A job of 0 bytes is always
+    /// accepted. Never blocks.
     pub(crate) fn run(&self, bytes: usize, job: impl FnOnce() + Send + 'static) -> bool {
         let queue = &self.queue.0;
         let mut state = queue.lock();
@@ -119,7 +123,8 @@ impl BackgroundThread {
         true
     }
 
-    /// Returns how long the current job has run so far. Returns zero if no job runs.
+    /// Returns how long the function that the thread currently calls has run so far. Returns zero
+    /// if no job runs.
     pub(crate) fn busy_time(&self) -> Duration {
         self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
@@ -147,7 +152,8 @@ impl WriteRetries {
         self.0.1.notify_all();
     }
 
-    /// Waits before a repetition. Returns `false` once the repetitions have ended.
+    /// Waits for `pause` before a failed write is repeated. Returns `false` once the repetitions
+    /// have ended.
     fn wait(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);
@@ -196,12 +202,13 @@ pub(crate) struct RetryPauses {
 }
 
 impl RetryPauses {
-    /// Returns whether no pause was taken yet.
+    /// Returns whether the operation was not repeated yet.
     pub(crate) fn is_first(&self) -> bool {
         self.failures == 0
     }
 
-    /// Returns the length of the next pause.
+    /// Returns how long to wait before the next repetition. Each pause is longer than the previous
+    /// one.
     pub(crate) fn next_pause(&mut self) -> Duration {
         self.failures += 1;
         FIRST_RETRY_PAUSE.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST_RETRY_PAUSE)

@@ -18,8 +18,8 @@ use tokio::{sync::Notify, time::timeout};
 
 /// The interval at which paths on network file systems are polled.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The magic numbers in `statfs` of network file systems that nix does not name: Lustre, 9p, Ceph,
-/// CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
+/// The numbers by which `statfs` identifies network file systems for which the crate nix has no
+/// constants: Lustre, 9p, Ceph, CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
 const NETWORK_MAGICS: [i64; 11] = [
     0x0bd0_0bd0,
     0x0102_1997,
@@ -82,9 +82,9 @@ impl ChangeWatcher {
         _ = timeout(limit, self.changed.notified()).await;
     }
 
-    /// Updates the watches to the paths that currently belong to the target. Returns whether these
-    /// paths differ from those that were watched before. `is_polled` decides whether a path is
-    /// polled.
+    /// Watches exactly the paths that currently belong to the target, and ends the watches of
+    /// others. Returns whether these paths differ from those that were watched before. `is_polled`
+    /// decides whether a path is polled.
     fn watch_current_paths(&mut self, is_polled: fn(&Path) -> bool) -> bool {
         let watched = list_watched_paths(&self.target, is_polled);
         if watched == self.watched {
@@ -152,8 +152,9 @@ fn is_change(event: &Event) -> bool {
     }
 }
 
-/// Lists the existing paths to watch. For a file on a local file system, these are its directory
-/// and the directory of a link's target, because editors replace a file by a new one.
+/// Lists the existing paths that must be watched to notice changes of `target`. For a file on a
+/// local file system, these are its directory and the directory of a link's target, because editors
+/// replace a file by a new one.
 fn list_watched_paths(target: &WatchTarget, is_polled: fn(&Path) -> bool) -> Vec<WatchedPath> {
     let paths = match target {
         WatchTarget::Tree(path) => vec![path.clone()],

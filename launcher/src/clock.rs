@@ -34,7 +34,7 @@ impl RunningClock {
         self.last.elapsed() > MAX_STEP
     }
 
-    /// Lets the clock continue from its last reading, as if no time had passed since.
+    /// Makes the clock ignore the time that has passed since its last reading.
     pub(crate) fn skip_pause(&mut self) {
         self.last = Instant::now();
     }

@@ -15,7 +15,8 @@ macro_rules! codes {
                 remedy: $remedy,
             });
         )*
-        /// The codes that the module declares, in the order of docs/errors.md.
+        /// All diagnostic codes that the module of one area declares, in the order of
+        /// docs/errors.md.
         pub(crate) const ALL: &[$crate::code::Code] = &[$($constant),*];
     };
 }

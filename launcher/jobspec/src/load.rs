@@ -52,7 +52,8 @@ impl JobSource {
     }
 }
 
-/// Loads a job, and applies the `--set` arguments in `overrides` in order.
+/// Loads and checks the job in `source`, after applying the `--set` arguments in `overrides`, in
+/// order.
 ///
 /// Relative paths in the job stay relative, except `run.workdir`, which becomes absolute. Returns
 /// the job, the locations of its keys, and warnings. The error is a list of all mistakes, in the

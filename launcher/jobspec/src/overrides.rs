@@ -11,10 +11,11 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes::job as codes};
 
-/// The largest number of names and indices in the path of an override.
+/// The largest number of names and indices in the path of one `--set path=value` argument.
 const MAX_STEPS: usize = 16;
 
-/// One step of the path of an override: the name of a key, or the index of an item.
+/// One step of the path in a `--set path=value` argument: the name of a key, or the index of an
+/// item.
 enum PathStep {
     Key(String),
     Index(usize),
@@ -51,17 +52,17 @@ fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> Value
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-/// Converts the error of an override to a diagnostic. `path` is the documented path of the key, if
-/// known.
+/// Converts an error in a `--set` argument to a diagnostic. `path` is the documented path of the
+/// key, if known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
     list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))
 }
 
-/// Parses `text`, the value of an override, as YAML. An empty value is `null`. `source` is the
-/// index of the `--set` argument in the [`SourceMap`], and `base` the byte offset of `text` in the
-/// argument.
+/// Parses `text`, the value in a `--set path=value` argument, as YAML. An empty value is `null`.
+/// `source` is the index of the `--set` argument in the [`SourceMap`], and `base` the byte offset
+/// of `text` in the argument.
 fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, ValueError> {
     if let Some(at) = text.find(|c: char| c.is_control() && !matches!(c, '\n' | '\t')) {
         let at = base + at as u32;
@@ -157,8 +158,9 @@ fn set_value(
     Ok(())
 }
 
-/// Returns the entry of the key with the documented path `path`, under any of the key's names. If
-/// `entries` lacks the key, adds an entry with the name and span of the override.
+/// Finds the entry of the key `path` in a mapping, under any of the key's names, so that its value
+/// can be replaced. If `entries` lacks the key, adds an entry with the name and span of the
+/// override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

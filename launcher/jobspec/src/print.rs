@@ -9,7 +9,7 @@ impl JobSpec {
         self.list_used_values().to_yaml()
     }
 
-    /// Returns the values of the keys that have an effect in this job.
+    /// Returns the values, in YAML, of those keys that have an effect in this job.
     pub(crate) fn list_used_values(&self) -> JobValues {
         self.list_values().without_unused_keys(&KEYS)
     }

@@ -5,7 +5,7 @@ use crate::{
 };
 use std::fmt::Write as _;
 
-/// The widest row of a table, in characters.
+/// The largest width of a table row in docs/job.md, in characters.
 const MAX_ROW: usize = 200;
 
 /// Replaces the tables of keys in `page`, the text of docs/job.md, by tables that are generated
@@ -31,7 +31,7 @@ pub fn update_reference(page: &str) -> String {
     updated
 }
 
-/// Formats the table of the keys directly within a section.
+/// Formats the table in docs/job.md of the keys directly within the section `section`.
 fn format_keys(section: &str) -> String {
     let mut table = String::from("| key | type | default | meaning |\n|---|---|---|---|\n");
     for key in list_section_keys(&KEYS, section).filter(|key| key.default != KeyDefault::Section) {
@@ -51,7 +51,8 @@ fn format_keys(section: &str) -> String {
     table
 }
 
-/// Formats the meaning of a key as a phrase: without an article, and beginning with a small letter.
+/// Converts the documentation of a key to a phrase for a table cell: without an article, and
+/// beginning with a small letter.
 fn format_meaning(key: &KeyInfo) -> String {
     let phrase = key.meaning.strip_prefix("The ").unwrap_or(&key.meaning);
     let (word, rest) = phrase.split_once(' ').unwrap_or((phrase, ""));
@@ -72,7 +73,7 @@ fn format_notes(key: &KeyInfo) -> String {
     notes
 }
 
-/// Formats the table of deprecated names.
+/// Formats the table in docs/job.md of deprecated names of keys and values.
 fn format_deprecated_names() -> String {
     let mut table = String::from("| deprecated key | deprecated value | use instead |\n|---|---|---|\n");
     for name in DEPRECATED.iter() {

@@ -1,4 +1,5 @@
-//! YAML texts: trees of values with the spans that they were read from, and errors about them.
+//! Reads and writes YAML. Values are trees with the spans of text that they were read from, so that
+//! errors can point at the text.
 pub(crate) mod document;
 pub(crate) mod format;
 pub(crate) mod parse;

@@ -7,9 +7,10 @@ pub const DONE: u8 = 0;
 pub const FAILED: u8 = 1;
 /// The exit code for a command line or a job file that is not valid.
 pub const USAGE: u8 = 2;
-/// The exit code if a host, device, storage or port is not available.
+/// The exit code of a run that cannot start or continue, because a host, device, storage or port is
+/// not available.
 pub const CLUSTER: u8 = 3;
-/// The exit code if the checkpoint is not usable.
+/// The exit code of a run or command whose checkpoint is not usable.
 pub const CHECKPOINT: u8 = 4;
 /// The exit code of a run that SIGINT stopped after saving a checkpoint.
 pub const INTERRUPTED: u8 = 130;
@@ -50,8 +51,8 @@ impl WorkerExit {
         }
     }
 
-    /// Returns the reason that has this exit code. Returns `None` for a code that no reason has,
-    /// such as the code of a panic.
+    /// Returns the reason for which a worker exits with the exit code `code`. Returns `None` for a
+    /// code that no reason has, such as the code of a panic.
     pub fn from_exit_code(code: u8) -> Option<Self> {
         use WorkerExit::*;
         [Done, Stopped, Failed, BadJob, Cluster, Checkpoint, Aborted]

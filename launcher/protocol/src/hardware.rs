@@ -35,7 +35,8 @@ impl CpuTopology {
     }
 }
 
-/// A GPU of a host, as the files of its driver describe it.
+/// A GPU of a host, with the properties that the GPU driver shows in files such as `/proc` and
+/// `/sys`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuDevice {
     /// The vendor of the GPU, through whose driver the GPU was found.

@@ -54,9 +54,11 @@ const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which an agent checks whether an older agent has ended.
 const EVICTION_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The half of a connection through an agent's socket that reads from the other side.
+/// The reading half of a connection between an agent and a process that has connected to the
+/// agent's socket.
 pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
-/// The half of a connection through an agent's socket that writes to the other side.
+/// The writing half of a connection between an agent and a process that has connected to the
+/// agent's socket.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
 /// A connection whose other side has proved that it has the key of the run.
@@ -102,8 +104,8 @@ fn find_agent(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStrea
     Ok(None)
 }
 
-/// Binds the socket of an agent to the first name that is free. Fails if no name is free, or on a
-/// system without abstract sockets.
+/// Makes an agent listen on a socket with the first of its possible names that is free. Fails if no
+/// name is free, or on a system without abstract sockets.
 fn bind_first_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
     for name in derive_names(&terms.key, &terms.run, &terms.host) {
@@ -115,8 +117,8 @@ fn bind_first_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     Err(last)
 }
 
-/// Binds the socket of an agent if no other agent of the run is alive on this host. Fails with
-/// [`io::ErrorKind::AddrInUse`] if one is.
+/// Makes an agent listen on its socket, unless another agent of the run is alive on this host.
+/// Fails with [`io::ErrorKind::AddrInUse`] if one is.
 fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
     match find_agent(&terms.key, &terms.run, &terms.host)? {
         Some(_) => Err(io::ErrorKind::AddrInUse.into()),
@@ -274,7 +276,7 @@ async fn receive_request(
     }
 }
 
-/// Writes an encoded message to a connection through an agent's socket.
+/// Writes the encoded message `frame` to a connection of an agent's socket.
 async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> {
     output.write_all(frame).await?;
     output.flush().await

@@ -28,8 +28,8 @@ pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<
     connect_to_first_address(invitation, &cluster::read_host_name()).await
 }
 
-/// Connects to all addresses of the controller, with a delay of [`ATTEMPT_DELAY`] from one address
-/// to the next.
+/// Tries to connect to all addresses of the controller in parallel, each started [`ATTEMPT_DELAY`]
+/// after the previous one.
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
 /// the other connections. Fails if no address succeeds. `name` is the name of this host.

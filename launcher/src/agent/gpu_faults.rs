@@ -4,15 +4,16 @@ use super::kernel_log::KernelLog;
 use protocol::failure::GpuFault;
 use std::{collections::VecDeque, time::Duration};
 
-/// The largest number of faults that a [`GpuFaultWatch`] keeps. A new fault replaces the oldest
-/// one.
+/// The largest number of GPU errors that a [`GpuFaultWatch`] remembers. A new fault replaces the
+/// oldest one.
 const MAX_FAULTS: usize = 1000;
 /// The longest time from a fault without a pid to the end of a process that is attributed to the
 /// fault. A process fails at its next CUDA call, but may compute on the CPU or wait for data before
 /// that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
-/// The Xid of the cleanup after a process has ended. This Xid follows other faults and is ignored.
+/// The Xid (error number) that the driver logs when it cleans up after a process that has ended.
+/// This Xid follows other faults and is ignored.
 const XID_CLEANUP: u32 = 45;
 
 /// The most common Xids with descriptions from NVIDIA's list of Xid errors.
@@ -67,8 +68,8 @@ impl GpuFaultWatch {
         self.attribute_fault(pid, now)
     }
 
-    /// Keeps the fault that a record of the kernel log reports, if there is a fault in the record.
-    /// `now` is the time since the boot of the host.
+    /// Remembers the GPU error that a record of the kernel log reports, if it reports one. `now` is
+    /// the time since the boot of the host.
     fn record_fault(&mut self, record: &str, now: Duration) {
         let Some(fault) = parse_fault(record, now).filter(|fault| fault.xid != XID_CLEANUP) else { return };
         if self.faults.len() == MAX_FAULTS {
@@ -120,10 +121,10 @@ fn read_monotonic_time() -> Duration {
 mod tests {
     use super::*;
 
-    /// A fault 8 s after the boot, without a pid.
+    /// A kernel log record of a GPU error without a pid, 8 s after the boot.
     const WITHOUT_PID: &str = "3,1,8000000,-;NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>";
 
-    /// Creates a watch that has read these records 10 s after the boot.
+    /// Creates a watch that has read the kernel log records `records`, 10 s after the boot.
     fn make_watch(records: &[&str]) -> GpuFaultWatch {
         let mut watch = GpuFaultWatch { log: None, faults: VecDeque::new() };
         records.iter().for_each(|record| watch.record_fault(record, Duration::from_secs(10)));

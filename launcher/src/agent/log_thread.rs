@@ -9,13 +9,13 @@ use std::{
     time::Duration,
 };
 
-/// The limit of the output of workers that waits for the disk of the logs, in bytes. Further output
-/// is dropped and counted.
+/// The largest amount of output of workers, in bytes, that may wait for the disk of the logs.
+/// Further output is dropped and counted.
 const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
-/// How long an ending agent repeats writes that the disk of the logs rejects. The controller kills
-/// an agent on its own machine that does not end within a second.
+/// How long an agent that ends repeats log writes that fail because the disk is full. The
+/// controller kills an agent on its own machine that does not end within a second.
 const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long an agent that ends waits for a disk that does not answer.
+/// How long an agent that ends waits for log writes that block because the disk does not answer.
 const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The handle of the thread that writes the logs of all ranks of an agent.
@@ -27,7 +27,7 @@ pub(crate) struct LogThread {
     lost_bytes: Arc<AtomicU64>,
 }
 
-/// Which output of the workers is not in their logs when the agent ends.
+/// The output of workers that is missing in their logs when the agent ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum LostOutput {
     /// The disk has rejected this number of bytes, because it is full for example.
@@ -85,7 +85,8 @@ impl LogThread {
         self.thread.flush(limit)
     }
 
-    /// Returns for how long the running write has been running. Returns zero if no write runs.
+    /// Returns how long the write that currently runs on the thread has taken so far. Returns zero
+    /// if no write runs.
     #[cfg(test)]
     pub(crate) fn busy_time(&self) -> Duration {
         self.thread.busy_time()

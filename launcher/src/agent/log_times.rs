@@ -14,12 +14,12 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between the writes of two pairs.
+/// The shortest time between two recorded pairs of time and log size.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 /// The size of a pair of time and log size, in bytes.
 const PAIR_BYTES: usize = 16;
-/// The largest size of a file of times, in bytes. It is reached after twelve days with output every
-/// second. After that, no more times are recorded.
+/// The largest size of a file `rank-N.log.times`, in bytes. It is reached after twelve days with
+/// output every second. After that, no more times are recorded.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Records the growth of one log by appending pairs of time and log size to the log's file of
@@ -100,7 +100,7 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     }
 }
 
-/// Decodes the second number of a pair: the size of the log in bytes.
+/// Decodes the second number of a pair of time and log size: the size of the log in bytes.
 fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }

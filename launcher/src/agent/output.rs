@@ -36,8 +36,8 @@ pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
 /// The time in milliseconds without further output after which a line without a line end is written
 /// to the log.
 const UNFINISHED_LINE_MS: u16 = 200;
-/// The largest number of bytes that one call reads from a pipe. Also the length in bytes above
-/// which a line without a line end is written to the log.
+/// The largest number of bytes that one read from a worker's pipe returns. Also the length in bytes
+/// above which a line without a line end is written to the log.
 const CHUNK_BYTES: usize = 64 << 10;
 /// The shortest time between two reports that a worker's output contains the progress pattern.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -58,7 +58,7 @@ pub(crate) enum PumpEvent {
     LogFailed(Diagnostic),
 }
 
-/// The options of an output pump for one rank.
+/// The options of an [`OutputPump`], which copies the output of one rank's worker.
 #[derive(Clone, Debug)]
 pub(crate) struct PumpOptions {
     pub(crate) rank: Rank,
@@ -71,22 +71,24 @@ pub(crate) struct PumpOptions {
     pub(crate) error_file: Option<PathBuf>,
 }
 
-/// The queue of lines to the present controller, which all pumps of an agent share.
+/// The queue of output lines to the present controller. All [`OutputPump`]s of an agent share the
+/// queue.
 #[derive(Clone, Debug)]
 pub(crate) struct ConsoleQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ConsoleQueue {
-    /// Creates a queue of output lines to the controller to which `outbox` sends.
+    /// Creates a queue of output lines that `outbox` sends to the controller.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ConsoleQueue {
         ConsoleQueue(Arc::new(Mutex::new(outbox)))
     }
 
-    /// Sends all later lines to another controller.
+    /// Sends all later lines through `outbox`, which leads to another controller.
     pub(crate) fn set_outbox(&self, outbox: Outbox<FromAgent>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
     }
 
-    /// Queues a message. Returns `false` if the queue is full or there is no controller.
+    /// Adds a message to the queue of lines to the controller. Returns `false` if the queue is full
+    /// or there is no controller.
     fn send_message(&self, priority: MessagePriority, message: FromAgent) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).send_message(priority, message)
     }
@@ -290,8 +292,9 @@ struct OutputSink {
 }
 
 impl OutputSink {
-    /// Distributes the complete lines of newly read bytes. Keeps the bytes after the last line end
-    /// in `stream` until the line is complete.
+    /// Distributes the complete lines in `bytes`, which were read from a worker's pipe, to the log,
+    /// the controller and the tail. Keeps the bytes after the last line end in `stream` until the
+    /// line is complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -351,8 +354,9 @@ impl OutputSink {
         }
     }
 
-    /// Forwards a line to the controller. If lines were dropped before, a notice with their number
-    /// precedes the line. If the queue is full, the line is dropped and counted.
+    /// Forwards a line of the worker's output to the controller. If lines were dropped before, a
+    /// notice with their number precedes the line. If the queue is full, the line is dropped and
+    /// counted.
     fn forward_text(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
         if self.dropped_lines > 0

@@ -45,7 +45,8 @@ fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
 }
 
 impl PumpHarness {
-    /// Requests a drain, waits for the answer of the pump, and returns the last lines.
+    /// Requests that the pump copy the remaining output, waits until it has done so, and returns
+    /// the last lines.
     fn drain_tail(&mut self) -> Vec<String> {
         self.pump.request_drain();
         match self.events.blocking_recv() {

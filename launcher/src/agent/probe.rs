@@ -18,12 +18,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The prefix of the names of nonce files. `launch check` detects shared directories by these
-/// files.
+/// The prefix of the names of the files that `launch check` creates to find out which hosts share a
+/// directory. `launch check` detects shared directories by these files.
 const NONCE_PREFIX: &str = ".launch-check-";
-/// The largest number of addresses of one peer that are tried.
+/// The largest number of addresses of one other agent to which a connection is tried. Further
+/// addresses are ignored.
 const MAX_PEER_ADDRESSES: usize = 8;
-/// The largest number of bytes of a peer's greeting that are read.
+/// The largest number of bytes that are read from a peer's greeting, the text that the agent of
+/// another host sends to test a connection.
 const MAX_GREETING_BYTES: u64 = 256;
 /// The time limit for sending the greeting to one connected peer.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -133,8 +135,9 @@ impl Drop for ProbeState {
     }
 }
 
-/// Opens a TCP port and starts a thread that sends a greeting to every process that connects.
-/// Returns the port and the greeting, or `None` if the port or the thread is not available.
+/// Opens a TCP port for the connection tests of other hosts. A thread sends a greeting to every
+/// process that connects. Returns the port and the greeting, or `None` if the port or the thread is
+/// not available.
 fn serve_greeting(nonce: &str) -> Option<(u16, String)> {
     let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))];
     let listener = TcpListener::bind(&any[..]).ok()?;

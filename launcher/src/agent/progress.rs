@@ -27,8 +27,8 @@ impl WorkerProgress {
         WorkerProgress { last_at: now, reported: None, ticks: 0, stall_reported: None }
     }
 
-    /// Records the phase and step that the built-in runtime reported. Returns whether phase or step
-    /// changed, which counts as progress.
+    /// Records the phase and step that a worker with the built-in runtime has reported. Returns
+    /// whether phase or step changed, which counts as progress.
     pub(super) fn record_runtime_report(&mut self, phase: WorkerPhase, step: u64) -> bool {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
@@ -53,8 +53,8 @@ impl WorkerProgress {
         self.stall_reported.take().is_some()
     }
 
-    /// Checks for a stall after a measurement without progress. A stall is a time without progress
-    /// of at least `timeout`.
+    /// Decides whether the worker stalls, after a measurement without progress. A stall is a time
+    /// without progress of at least `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in
     /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same

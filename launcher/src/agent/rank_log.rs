@@ -28,8 +28,8 @@ pub(crate) struct RankLog {
 }
 
 impl RankLog {
-    /// Opens the log at `path` for appending. Creates the file and its directory if necessary.
-    /// `max_size` is the maximum size of the log in bytes.
+    /// Opens the log of a rank at `path` for appending. Creates the file and its directory if
+    /// necessary. `max_size` is the maximum size of the log in bytes.
     pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
             create_private_dir(directory)?;
@@ -48,10 +48,10 @@ impl RankLog {
         })
     }
 
-    /// Appends bytes to the log. When the log reaches the maximum size, appends a notice and drops
-    /// all later bytes. Blocks while the disk is full or stalls, until `retries` ends the
-    /// repetitions of writes. `warn` is called with the first error. Returns the number of bytes
-    /// that the disk has not accepted.
+    /// Writes `bytes` at the end of the log. When the log reaches the maximum size, appends a
+    /// notice and drops all later bytes. Blocks while the disk is full or stalls, until `retries`
+    /// ends the repetitions of writes. `warn` is called with the first error. Returns the number of
+    /// bytes that the disk has not accepted.
     fn append(&mut self, bytes: &[u8], retries: &WriteRetries, mut warn: impl FnMut(Diagnostic)) -> u64 {
         if self.closed {
             return if self.lost { bytes.len() as u64 } else { 0 };
@@ -117,7 +117,8 @@ impl RankLogWriter {
         &self.path
     }
 
-    /// Appends bytes to the log. Drops and counts them if too much output waits for the disk.
+    /// Makes the thread of logs append `bytes` to the log. Drops and counts them if too much output
+    /// waits for the disk.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
         let text = [self.format_dropped_notice().as_bytes(), bytes].concat();
         if self.write_in_background(text.len(), text) {
@@ -135,8 +136,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Writes text on the thread. Returns `false` if the text is too large for the queue, in which
-    /// it counts as `size` bytes.
+    /// Makes the thread of logs append `text` to the log. Returns `false` if the text is too large
+    /// for the queue, in which it counts as `size` bytes.
     fn write_in_background(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.write(size, move |retries| {
@@ -145,7 +146,8 @@ impl RankLogWriter {
         })
     }
 
-    /// Formats the line for the dropped bytes. Returns an empty text if no bytes were dropped.
+    /// Formats the line that a log gets in place of dropped bytes, with their number. Returns an
+    /// empty text if no bytes were dropped.
     fn format_dropped_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),

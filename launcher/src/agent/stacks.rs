@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time limit of one run of py-spy, for one process.
+/// The time limit of one run of py-spy, which dumps the Python stacks of one process.
 const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time limit of all runs of py-spy together, for all workers of the host.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);

@@ -2,7 +2,7 @@
 use super::*;
 use crate::cmd::run::RunArgs;
 
-/// Parses the command line `launch` with these arguments.
+/// Parses the command line `launch ARGS…`.
 fn parse_words(args: &[&str]) -> ParsedArgs {
     parse_command_line(std::iter::once("launch").chain(args.iter().copied()).map(OsString::from))
 }

@@ -19,8 +19,8 @@ pub(crate) struct HostTarget {
 }
 
 impl HostTarget {
-    /// Creates the target for a resolved host of the job. The host counts as another machine
-    /// (`local` is `false`).
+    /// Creates the target for a host that `cluster.hosts` or a hostfile names. The host counts as
+    /// another machine (`local` is `false`).
     pub(crate) fn from_cluster_host(host: &ClusterHost) -> HostTarget {
         let selected_slots =
             if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };

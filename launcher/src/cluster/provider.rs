@@ -97,7 +97,7 @@ pub(crate) struct ClusterPreflight {
     pub(crate) declares_slots: bool,
 }
 
-/// The error of a job whose hosts cannot be determined, reached or requested.
+/// The error that the hosts of a job cannot be determined, reached or requested.
 #[derive(Debug)]
 pub(crate) enum ClusterError {
     /// The mistakes in the job or in its hostfile.

@@ -17,7 +17,8 @@ use diagnostic::codes::job as codes;
 /// The number of tokens of the built-in byte tokenizer: 256 bytes and the end-of-document token.
 const BYTE_TOKENS: u32 = 257;
 
-/// Checks the section `train`. Errors and warnings are reported to `d`.
+/// Checks that the values of the section `train` fit together. Errors and warnings are reported to
+/// `d`.
 pub(super) fn check_train(d: &mut JobDecoder, train: &TrainSpec) {
     check_batch(d, train);
     check_loss_scale(d, train);

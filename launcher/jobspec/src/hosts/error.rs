@@ -83,8 +83,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` to the byte position of the error. This converts a position in a part of a text to
-    /// a position in the whole text, if the part begins at byte `by`.
+    /// Moves the byte position of the error by `by`. This converts a position in a part of a text
+    /// to a position in the whole text, if the part begins at byte `by`.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }

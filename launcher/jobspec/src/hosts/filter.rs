@@ -29,14 +29,15 @@ impl HostSlots {
     }
 }
 
-/// A host that remains after filtering: its index in the list of hosts, and its remaining slots.
+/// A host that filters have selected: its index in the list of all hosts, and its selected slots.
 pub type SelectedHost = (usize, HostSlots);
 
-/// The slots that filters name, keyed by the index of the host. An empty list stands for all slots.
+/// Maps the index of a host to the slots of this host that filters name. An empty list stands for
+/// all slots.
 type NamedSlots = BTreeMap<usize, Vec<u32>>;
 
-/// Applies include or exclude filters to `hosts`, which are given by name and slots. Returns the
-/// remaining hosts in the order of `hosts`.
+/// Selects those of `hosts` that the filters `include` name, or that the filters `exclude` do not
+/// name. Each host is given by name and slots. Returns the remaining hosts in the order of `hosts`.
 ///
 /// A filter names a host by its whole name, including the port (`a:2222`). A further colon
 /// introduces slots. Fails if `include` and `exclude` both contain filters, if a filter is not

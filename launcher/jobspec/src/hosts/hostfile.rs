@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 /// The largest size of a hostfile, in bytes.
 pub const MAX_HOSTFILE: usize = 4 << 20;
-/// The largest number of mistakes that are reported for one hostfile.
+/// The largest number of mistakes that are reported for one hostfile. After that, parsing stops.
 const MAX_ERRORS: usize = 20;
 
 /// A host that a hostfile names, with its slots.

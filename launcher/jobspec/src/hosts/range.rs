@@ -132,7 +132,8 @@ mod tests {
     use super::{HostSyntaxProblem::*, *};
     use proptest::prelude::*;
 
-    /// Ranges, each with the names that `scontrol show hostnames` of Slurm 22.05 prints.
+    /// Test cases: ranges of names, each with the names that `scontrol show hostnames` of Slurm
+    /// 22.05 prints for it.
     const SLURM_EXPANSIONS: &[(&str, &str)] = &[
         ("n[01-03,07]", "n01 n02 n03 n07"),
         ("gpu-a[1-2]-n[01-02]", "gpu-a1-n01 gpu-a1-n02 gpu-a2-n01 gpu-a2-n02"),

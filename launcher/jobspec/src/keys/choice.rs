@@ -12,7 +12,8 @@ use serde_json::json;
 
 /// An enum whose values are keywords in job.yaml.
 pub(crate) trait Choice: Copy + PartialEq + 'static {
-    /// The keyword, the value and the documentation of each choice.
+    /// All values of the enum. Each entry has the keyword in job.yaml, the value, and the
+    /// documentation of the value.
     const CHOICES: &'static [(&'static str, Self, &'static str)];
 }
 

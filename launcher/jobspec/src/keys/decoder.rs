@@ -11,7 +11,7 @@ use crate::yaml::{
 };
 use diagnostic::{Code, Diagnostic, codes::job as codes};
 
-/// The largest number of errors that are collected. Further errors are dropped.
+/// The largest number of errors that are collected for one job. Further errors are dropped.
 const MAX_ERRORS: usize = 200;
 
 /// Reads the values of a job, and collects the errors and warnings that are found.
@@ -82,13 +82,14 @@ impl JobDecoder {
         (value, decoder.unset, decoder.record_errors.unwrap_or_default())
     }
 
-    /// Opens the top level of the job as a section. Reports unknown and duplicate keys there.
+    /// Returns the keys at the top level of the job as a section. Reports unknown and duplicate
+    /// keys there.
     pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
 
-    /// Opens the section `path`, which is directly within `parent`. Reports unknown and duplicate
-    /// keys in the section.
+    /// Returns the keys of the section `path`, which is directly within `parent`. Reports unknown
+    /// and duplicate keys in the section.
     pub(crate) fn open_section<'n>(&mut self, parent: &JobSection<'n>, path: &'static str) -> JobSection<'n> {
         let node = find_inner_section(parent, path);
         self.open_section_node(path, node)
@@ -99,8 +100,8 @@ impl JobDecoder {
         find_inner_section(parent, path).is_none_or(|n| matches!(n.value, YamlValue::Null))
     }
 
-    /// Opens the section `path`, whose value is `node`. Reports a value that is not a mapping, and
-    /// unknown and duplicate keys.
+    /// Returns the keys of the section `path`, whose value is `node`. Reports a value that is not a
+    /// mapping, and unknown and duplicate keys.
     fn open_section_node<'n>(&mut self, path: &'static str, node: Option<&'n YamlNode>) -> JobSection<'n> {
         let entries: &[YamlEntry] = match node {
             None => &[],
@@ -134,7 +135,8 @@ impl JobDecoder {
         }
     }
 
-    /// Reports an unknown key. The advice is a similar name, or else a list of the section's keys.
+    /// Reports that the key of `entry` is unknown. The advice is a similar name, or else a list of
+    /// the section's keys.
     fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -198,15 +200,16 @@ impl JobDecoder {
         self.push_error(error);
     }
 
-    /// Adds a warning about the key `path`. `help` is the advice for the user, and may be empty.
+    /// Adds a warning about the key `path` to those of the job. `help` is the advice for the user,
+    /// and may be empty.
     pub(crate) fn report_warning(&mut self, code: Code, path: &str, message: impl Into<String>, help: &str) {
         let warning =
             self.sources.add_location(with_subject_and_help(Diagnostic::warning(code, message), path, help));
         self.warnings.push(warning);
     }
 
-    /// Adds an error. Drops the error if there are already [`MAX_ERRORS`]. If the job uses the
-    /// deprecated name of the key, adds advice that mentions this name.
+    /// Adds an error to those of the job. Drops the error if there are already [`MAX_ERRORS`]. If
+    /// the job uses the deprecated name of the key, adds advice that mentions this name.
     pub(crate) fn push_error(&mut self, error: Diagnostic) {
         if self.errors.len() >= MAX_ERRORS {
             return;

@@ -58,7 +58,7 @@ impl KeyInfo {
         self.split_path().1
     }
 
-    /// Returns whether `name` is the last part of the path, or another permanent name of it.
+    /// Returns whether `name` is the name of the key, the last part of its path, or an alias.
     pub(crate) fn has_name(&self, name: &str) -> bool {
         self.name() == name || self.aliases.contains(&name)
     }
@@ -96,7 +96,8 @@ impl Condition {
         }
     }
 
-    /// Returns whether the condition holds if the key has the value `value` in YAML.
+    /// Returns whether the condition holds for a job in which its key has the value `value`, in
+    /// YAML.
     pub(crate) fn holds(&self, value: Option<&str>) -> bool {
         match self {
             Condition::Given(_) => value.is_some(),
@@ -170,8 +171,8 @@ impl Rule {
         self.help.replace("{name}", name)
     }
 
-    /// Formats the message of the rule about the key `path`. `value` is the value of the key that
-    /// the last condition names.
+    /// Formats the error message or warning of this rule for a job in which it applies to the key
+    /// `path`. `value` is the value of the key that the last condition names.
     pub(crate) fn format_message(&self, path: &str, value: Option<&str>) -> String {
         let is_conflict = self.code == codes::JOB_KEYS_CONFLICT;
         let effect = if is_conflict { "does not apply to" } else { "has no effect with" };

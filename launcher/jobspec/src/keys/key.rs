@@ -74,17 +74,17 @@ impl<S, T: 'static> Key<S, T> {
         }
     }
 
-    /// Adds other permanent names of the key.
+    /// Adds aliases: other permanent names of the key.
     pub(crate) fn aliases(self, aliases: &'static [&'static str]) -> Self {
         Key { aliases, ..self }
     }
 
-    /// Adds a previous name of the key.
+    /// Adds a deprecated name: a previous name of the key, which is still accepted with a warning.
     pub(crate) fn deprecated(self, name: &'static str) -> Self {
         Key { deprecated: Some(name), ..self }
     }
 
-    /// Adds previous names of values, each with the present name.
+    /// Adds previous names of the key's values, each with the present name of the value.
     pub(crate) fn deprecated_values(self, values: &'static [(&'static str, &'static str)]) -> Self {
         Key { deprecated_values: values, ..self }
     }

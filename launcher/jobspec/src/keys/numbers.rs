@@ -70,7 +70,8 @@ fn build_integer<T: Integer>(
     ValueType::of_line(accepts, schema, read, T::to_string).with_expected(expected)
 }
 
-/// Creates the error of a value that is not an accepted integer.
+/// Creates the error that `node` is not an accepted integer. `expected` describes the accepted
+/// ones.
 fn integer_error(expected: &str, node: &YamlNode) -> ValueError {
     let code = match node.value {
         YamlValue::Int(_) => codes::JOB_VALUE_OUT_OF_RANGE,

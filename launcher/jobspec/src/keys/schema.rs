@@ -3,8 +3,8 @@ use super::info::{Condition, KeyDefault, KeyInfo, list_section_keys};
 use diagnostic::Severity;
 use serde_json::{Map, Value, json};
 
-/// Builds the schema of the section `section` and its inner sections, with every key under all of
-/// its names. Other keys are not allowed.
+/// Builds the JSON Schema of the section `section` and its inner sections, with every key under all
+/// of its names. Other keys are not allowed.
 pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     let mut properties = Map::new();
     for key in list_section_keys(table, section) {
@@ -34,7 +34,7 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
     object
 }
 
-/// Builds the schema of a key's value, with the meaning and default of the key.
+/// Builds the JSON Schema of a key's value, with the meaning and default of the key.
 fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     let mut schema = key.schema.clone();
     if key.default == KeyDefault::Section {
@@ -56,7 +56,8 @@ fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
     schema
 }
 
-/// Builds the schema of a key's value under the previous name of the key, with the previous values.
+/// Builds the JSON Schema of the value of a key under its deprecated name, in which deprecated
+/// names of values are allowed.
 fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
@@ -66,8 +67,8 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
     schema
 }
 
-/// Builds the schemas of the rules that reject a job: if the conditions of a rule hold, its key is
-/// not allowed.
+/// Builds a JSON Schema for each rule that rejects jobs: if the conditions of the rule hold, its
+/// key is not allowed.
 fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
@@ -84,7 +85,7 @@ fn list_rules(table: &[KeyInfo]) -> Vec<Value> {
     rules.into_iter().map(|(when, then)| json!({"if": {"allOf": when}, "then": then})).collect()
 }
 
-/// Builds the schema of jobs in which a condition holds.
+/// Builds a JSON Schema that accepts the jobs in which `condition` holds.
 fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     let key = condition.key();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
@@ -109,7 +110,7 @@ fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
     }
 }
 
-/// Builds the schema of jobs that do not contain a key under any of its names.
+/// Builds a JSON Schema that accepts the jobs that do not contain `key` under any of its names.
 fn describe_forbidden_key(key: &KeyInfo) -> Value {
     let (section, name) = key.split_path();
     let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
@@ -121,7 +122,7 @@ fn describe_forbidden_key(key: &KeyInfo) -> Value {
     schema
 }
 
-/// Adds the properties of `other` to those of `schema`, also within inner objects.
+/// Adds the properties of the JSON Schema `other` to those of `schema`, also within inner objects.
 fn merge_properties(schema: &mut Value, other: Value) {
     match (schema, other) {
         (Value::Object(schema), Value::Object(other)) => {
@@ -136,7 +137,8 @@ fn merge_properties(schema: &mut Value, other: Value) {
     }
 }
 
-/// Builds the schema of jobs that contain the key `path` with a value that matches `schema`.
+/// Builds a JSON Schema that accepts the jobs that contain the key `path` with a value that matches
+/// `schema`.
 pub(crate) fn at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,

@@ -18,7 +18,8 @@ pub(crate) trait Section: Sized {
     /// Appends the keys of the section to the table of keys.
     fn declare(table: &mut Vec<KeyInfo>);
 
-    /// Decodes the section. Keys whose defaults are computed get a placeholder.
+    /// Decodes the values of the section's keys from the job. Keys whose defaults are computed get
+    /// a placeholder.
     fn decode(d: &mut JobDecoder, section: &JobSection<'_>) -> Self;
 
     /// Replaces the placeholders of the keys in `unset` by computed defaults. `values` has the
@@ -39,8 +40,8 @@ pub(crate) struct FieldContext {
 }
 
 impl FieldContext {
-    /// Creates the context of the field `field`. The name of its key is that of the field without
-    /// the unit of milliseconds.
+    /// Creates the context of the field `field`, which is declared in the section `section`. The
+    /// name of its key is that of the field without the unit of milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
@@ -174,7 +175,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// The entry of a field that no key of job.yaml sets.
+/// The declaration of a field of a section struct that no key of job.yaml sets.
 pub(crate) struct NotAKey;
 
 /// Declares a field that no key of job.yaml sets. Decoding leaves the field empty.
@@ -194,7 +195,7 @@ impl<S> Entry<S> for NotAKey {
     fn print(&self, _context: FieldContext, _owner: &S, _value: &String, _values: &mut JobValues) {}
 }
 
-/// The entry of a section within another section.
+/// The declaration of a field that is a section within another section, such as `train.batch`.
 pub(crate) struct InnerSection<T> {
     is_printed: fn(&T) -> bool,
 }
@@ -235,7 +236,8 @@ impl<S, T: Section> Entry<S> for InnerSection<T> {
     }
 }
 
-/// The entry of an inner section that a job may leave out.
+/// The declaration of a field that is an inner section, such as `train.eval`, and that a job may
+/// leave out.
 pub(crate) struct OptionalInnerSection<T> {
     accepts_null: bool,
     section: PhantomData<T>,
@@ -248,7 +250,7 @@ pub(crate) fn optional_inner<T: Section>() -> OptionalInnerSection<T> {
 }
 
 impl<T> OptionalInnerSection<T> {
-    /// Makes the value `null` an error.
+    /// Makes it an error if a job has the value `null` for the section.
     pub(crate) fn without_null(self) -> OptionalInnerSection<T> {
         OptionalInnerSection { accepts_null: false, ..self }
     }
@@ -284,8 +286,8 @@ impl<S, T: Section> Entry<S> for OptionalInnerSection<T> {
     }
 }
 
-/// Creates the row of the section `T` in the table of keys. `types` are the types of the section's
-/// value in JSON Schema.
+/// Creates the entry of the section `T` itself in the table of keys. `types` are the types of the
+/// section's value in JSON Schema.
 fn describe_section<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),

@@ -16,8 +16,9 @@ pub(crate) fn text() -> ValueType<String> {
     ValueType::of_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
 }
 
-/// Returns a [`ValueType`] that accepts any scalar, and reads it as the text that the file
-/// contains. Arguments and values of variables may look like numbers. Line breaks are allowed.
+/// Returns a [`ValueType`] that accepts any scalar, also a number or boolean, and reads it as the
+/// text that the job file contains. Arguments and values of variables may look like numbers. Line
+/// breaks are allowed.
 pub(crate) fn verbatim() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
@@ -29,9 +30,9 @@ pub(crate) fn path() -> ValueType<PathBuf> {
     text().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Returns a [`ValueType`] that accepts texts in a format. `pattern` is the regular expression of
-/// the format in JSON Schema, and `fits` is the exact check. `expected` describes the format in
-/// messages.
+/// Returns a [`ValueType`] that accepts texts for which `fits` returns true. `pattern` is the
+/// regular expression of the format in JSON Schema, and `fits` is the exact check. `expected`
+/// describes the format in messages.
 pub(crate) fn formatted_text(
     accepts: &'static str,
     expected: &'static str,
@@ -80,7 +81,8 @@ fn find_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
     None
 }
 
-/// Reads text that is not empty. Rejects control characters, including line breaks and tabs.
+/// Reads the value `node` as text that is not empty. Rejects control characters, including line
+/// breaks and tabs.
 pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::Text if node.raw.is_empty() => Err(out_of_range_error("text", node)),
@@ -97,7 +99,8 @@ pub(crate) fn read_text(node: &YamlNode) -> ReadResult<String> {
     }
 }
 
-/// Reads any scalar as the text that the file contains. NUL is an error.
+/// Reads the scalar `node`, also a number or boolean, as the text that the job file contains. NUL
+/// is an error.
 pub(crate) fn read_verbatim(node: &YamlNode) -> ReadResult<String> {
     match node.value {
         YamlValue::List(_) | YamlValue::Map(_) => Err(wrong_type_error("text", node)),

@@ -49,12 +49,12 @@ impl<T: 'static> ValueType<T> {
         Self::new(accepts, schema, read, move |value| Some(Printed::Line(print(value))))
     }
 
-    /// Reads a value from a YAML node.
+    /// Reads a value of this type from the YAML node `node`. Fails if the node is not such a value.
     pub(crate) fn read(&self, node: &YamlNode) -> ReadResult<T> {
         (self.read)(node)
     }
 
-    /// Formats a value as YAML. Returns `None` for a value that is written by leaving out the key.
+    /// Formats `value` as YAML. Returns `None` for a value that is written by leaving out the key.
     pub(crate) fn print(&self, value: &T) -> Option<Printed> {
         (self.print)(value)
     }
@@ -108,8 +108,8 @@ impl<T: 'static> ValueType<T> {
         }
     }
 
-    /// Accepts only values for which `fits` returns true. `expected` describes them in messages,
-    /// and `schema` has the additional keywords of the JSON Schema.
+    /// Restricts the type to those of its values for which `fits` returns true. `expected`
+    /// describes them in messages, and `schema` has the additional keywords of the JSON Schema.
     pub(crate) fn limited(
         self,
         expected: impl Into<String>,
@@ -131,19 +131,20 @@ impl<T: 'static> ValueType<T> {
 }
 
 impl<T: Clone + 'static> ValueType<T> {
-    /// Makes the value optional. `None` is written by leaving out the key.
+    /// Converts the type to one whose values are optional. `None` is written by leaving out the
+    /// key.
     pub(crate) fn optional(self) -> ValueType<Option<T>> {
         self.convert(Some, Clone::clone)
     }
 }
 
 impl<T: Clone + PartialEq + 'static> ValueType<T> {
-    /// Also accepts `keyword`, which stands for `None`.
+    /// Converts the type to one that also accepts the keyword `keyword`, which stands for `None`.
     pub(crate) fn or_none(self, keyword: &'static str) -> ValueType<Option<T>> {
         self.optional().or_keywords(&[(keyword, None)])
     }
 
-    /// Also accepts keywords, each of which stands for a value.
+    /// Extends the type by keywords, each of which stands for a value.
     pub(crate) fn or_keywords(self, keywords: &[(&'static str, T)]) -> Self {
         let (keywords, printed) = (keywords.to_vec(), keywords.to_vec());
         let names: Vec<&'static str> = keywords.iter().map(|(name, _)| *name).collect();
@@ -167,13 +168,14 @@ impl<T: Clone + PartialEq + 'static> ValueType<T> {
 }
 
 impl<T: 'static> ValueType<Vec<T>> {
-    /// Rejects an empty list. An empty list in a decoded job is printed by leaving out the key.
+    /// Restricts the type to lists that are not empty. An empty list in a decoded job is printed by
+    /// leaving out the key.
     pub(crate) fn not_empty(self) -> Self {
         let expected = self.expected.clone();
         self.limited(expected, json!({"minItems": 1}), |list| !list.is_empty()).hidden_if_empty()
     }
 
-    /// Prints an empty list by leaving out the key.
+    /// Makes printed jobs leave out the key if its value is an empty list.
     pub(crate) fn hidden_if_empty(self) -> Self {
         let ValueType { read, print, accepts, expected, schema } = self;
         let print: PrintFn<Vec<T>> = Box::new(move |list| if list.is_empty() { None } else { print(list) });
@@ -198,7 +200,7 @@ fn join_choices(keywords: &[&str], last: &str) -> String {
     format!("{} or {last}", quoted.join(", "))
 }
 
-/// Puts an article before a noun, but not before a quoted keyword.
+/// Returns `noun` with "a" or "an" before it. A quoted keyword gets no article.
 pub(super) fn add_article(noun: &str) -> String {
     match noun.chars().next() {
         Some('`') | None => noun.to_owned(),
@@ -219,13 +221,14 @@ pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -
     ValueError::unexpected(codes::JOB_VALUE_OUT_OF_RANGE, expected, node)
 }
 
-/// Creates the error of a value that must be text in the format `expected`. Text in another format
-/// and values that are not text get different codes.
+/// Creates the error that `node` is not text in the format that `expected` describes. Text in
+/// another format and values that are not text get different codes.
 pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
     ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
-/// Returns `code` if the node is text. Otherwise returns the code of a value of the wrong type.
+/// Chooses the diagnostic code of an error about `node`: `code` if the node is text. Otherwise
+/// returns the code of a value of the wrong type.
 pub(crate) fn choose_text_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

@@ -13,7 +13,7 @@ pub(crate) struct JobValues {
 }
 
 impl JobValues {
-    /// Adds the value of the key `path`.
+    /// Appends the value `value` of the key `path`.
     pub(crate) fn add(&mut self, path: String, value: Printed) {
         self.values.push((path, value));
     }
@@ -55,12 +55,13 @@ impl JobValues {
         rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
     }
 
-    /// Formats the message of a rule about the key `path`.
+    /// Formats the error message or warning of `rule`, which applies to the key `path` of this job.
     pub(crate) fn format_message(&self, rule: &Rule, path: &str) -> String {
         rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key())))
     }
 
-    /// Removes the keys that have no effect, such as `momentum` with AdamW.
+    /// Removes the keys that have no effect in this job, such as `momentum` with the optimizer
+    /// AdamW.
     pub(crate) fn without_unused_keys(mut self, table: &[KeyInfo]) -> JobValues {
         let is_unused = |path: &str| {
             let key = table.iter().find(|key| key.path == path);
@@ -74,7 +75,8 @@ impl JobValues {
         self
     }
 
-    /// Returns the path and the value of each key. Entries of a block have paths below the key.
+    /// Lists the values as pairs of path and value in YAML. Entries of a block have paths below the
+    /// key.
     pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
         fn add_lines(path: &str, value: &Printed, lines: &mut Vec<(String, String)>) {
             match value {

@@ -110,8 +110,8 @@ const MIXTURE: &str = "train.data.mixture";
 /// has separate settings.
 const FILES_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::Given(MIXTURE)]).help("move the key into the sources of the mixture")];
-/// The rule of [`LOSS_RULES`] for a job with `files`, in which `format` and `loss_on` are keys of
-/// `train.data`.
+/// The rule that `train.data.loss_on: assistant` requires chats, for jobs with `train.data.files`.
+/// [`LOSS_RULES`] is the rule for sources of a mixture.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
@@ -122,7 +122,8 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 /// The declaration of the data sources of a job: either `files` with its settings, or `mixture`.
 pub(crate) struct DataSources;
 
-/// Declares the keys of the data sources: those of one source, and `mixture`.
+/// Declares the keys of `train.data` that describe data sources: `files` with its settings, and
+/// `mixture`.
 pub(crate) fn data_sources() -> DataSources {
     DataSources
 }
@@ -214,7 +215,7 @@ fn mixture() -> ValueType<Vec<DataSource>> {
     ValueType::new(accepts, schema, read_mixture, |_| None)
 }
 
-/// The description of a data source in error messages.
+/// The phrase by which error messages describe a source of a mixture.
 const SOURCE: &str = "a mapping with `files`";
 
 /// Reads `train.data.mixture`. The sources are sorted by name, because the order of a mapping has

@@ -52,7 +52,7 @@ pub enum ExpertPlacement {
     Layers(BTreeMap<u32, BTreeMap<u32, u32>>),
 }
 
-/// The description of the values of `train.experts.placement` in docs/job.md and in messages.
+/// The phrase by which docs/job.md and messages describe the values of `train.experts.placement`.
 const PLACEMENT: &str = "`balanced`, experts with their ranks, or layers with such mappings";
 
 /// Returns a [`ValueType`] that accepts `balanced`, a mapping of experts to ranks, or a mapping of

@@ -39,8 +39,8 @@ section! {
 }
 
 impl JobSpec {
-    /// Decodes the whole job. Reports errors to `d`. A job without the key `name` gets
-    /// `default_name`.
+    /// Decodes a whole job from its YAML tree `root`. Reports errors to `d`. A job without the key
+    /// `name` gets `default_name`.
     pub(crate) fn decode_tree(d: &mut JobDecoder, root: &YamlNode, default_name: String) -> JobSpec {
         let top = d.root_section(root);
         let mut job = JobSpec::decode(d, &top);
@@ -60,7 +60,7 @@ impl JobSpec {
     }
 }
 
-/// The largest length of a job's name.
+/// The largest length of a job's name, in bytes. A longer name is rejected.
 const MAX_NAME: usize = 100;
 
 /// Returns a [`ValueType`] that accepts job names that are safe as a component of a path.
@@ -77,8 +77,8 @@ fn is_safe_in_path(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')
 }
 
-/// Makes a valid job name from any text, by replacing other characters by `-`. Returns `default` if
-/// no character is left.
+/// Makes a valid job name from `text`, by replacing the characters that a name may not contain by
+/// `-`. Returns `default` if no character is left.
 pub fn make_job_name(text: &str, default: &str) -> String {
     let safe: String =
         text.chars().take(MAX_NAME).map(|c| if is_safe_in_path(c) { c } else { '-' }).collect();

@@ -87,7 +87,7 @@ const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.mode
 /// does not apply to such a family.
 const ROTARY_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITIONS)]).help(FAMILY_HELP)];
-/// The advice for a key that does not apply to a family with learned positions.
+/// The advice of errors about keys that do not apply to model families with learned positions.
 pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
     as query heads, of width `hidden_size` / `num_attention_heads`";
 
@@ -98,7 +98,7 @@ impl ModelSpec {
     }
 }
 
-/// Returns a [`ValueType`] that accepts sizes and `auto`. The value `auto` becomes 0.
+/// Returns a [`ValueType`] that accepts sizes from 1 and `auto`. The value `auto` becomes 0.
 fn size_or_auto() -> ValueType<u32> {
     integer(1..=1 << 24).or_keywords(&[("auto", 0)])
 }

@@ -70,7 +70,7 @@ choices! {
     }
 }
 
-/// The path of the key that names the optimizer.
+/// The path in job.yaml of the key that names the optimizer.
 const NAME: &str = "train.optimizer.name";
 /// The rule that rejects the key `betas` for the optimizers that do not have it.
 const BETAS_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["sgd", "adafactor"])])];
@@ -94,7 +94,7 @@ impl OptimizerName {
         if self == OptimizerName::Lion { (0.9, 0.99) } else { (0.9, 0.95) }
     }
 
-    /// Returns the default of `eps`.
+    /// Returns the optimizer's default of the key `eps`, the number that avoids divisions by zero.
     fn default_eps(self) -> f64 {
         if self == OptimizerName::Adafactor { 1e-30 } else { 1e-8 }
     }

@@ -21,7 +21,7 @@ pub(crate) fn command() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read_command, move |list| words().print(list))
 }
 
-/// The description of a value of `run.command` in messages.
+/// The phrase by which messages describe the values of `run.command`.
 const COMMAND: &str = "a list: the program and its arguments";
 
 /// Reads a value of `run.command` from YAML.

@@ -27,7 +27,7 @@ section! {
     }).rules(DECAY_RULES).reloadable();
 }
 
-/// The path of the key that names the schedule.
+/// The path in job.yaml of the key that names the schedule of the learning rate.
 const NAME: &str = "train.schedule.name";
 /// The rule that rejects a key that has no effect with a constant learning rate.
 const MIN_LR_RULES: &[Rule] = &[Rule::no_effect(&[Condition::OneOf(NAME, &["constant"])])];

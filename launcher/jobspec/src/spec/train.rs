@@ -115,8 +115,8 @@ const MASTER_WEIGHTS_RULES: &[Rule] = &[
         .help("remove it, or set `train.precision: bf16`"),
 ];
 
-/// The rule that `steps` may only be 0 with `model.from`. A run without steps converts the weights
-/// of that model.
+/// The rule that `train.steps` may be 0 only if the job has a pretrained model
+/// (`train.model.from`). A run without steps converts the weights of that model.
 const STEPS_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("train.model.from"), Condition::OneOf("train.steps", &["0"])])
         .code(codes::JOB_VALUE_OUT_OF_RANGE)

@@ -96,7 +96,8 @@ fn offload_target() -> ValueType<OffloadTarget> {
 /// `none`.
 const OFFLOAD: &str = "`{optimizer: cpu}` or `{optimizer: path}`";
 
-/// Reads `train.zero.offload`, unless it is `none`.
+/// Reads a value of `train.zero.offload` other than `none`: a mapping that names where optimizer
+/// states are stored.
 fn read_offload(node: &YamlNode) -> ReadResult<OffloadTarget> {
     match &node.value {
         YamlValue::Map(entries) => match entries.as_slice() {
@@ -193,7 +194,7 @@ pub enum CudaGraphMode {
 }
 
 impl CudaGraphMode {
-    /// Returns the value of the mode in job.yaml.
+    /// Returns the name of the mode in job.yaml: `auto`, `true` or `false`.
     pub fn name(self) -> &'static str {
         match self {
             CudaGraphMode::Auto => "auto",

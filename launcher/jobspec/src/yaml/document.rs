@@ -58,8 +58,8 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a value that is not in a file, such as one from a command line. Its position is that
-    /// of `neighbor`, a value of the document to which the new value is added.
+    /// Creates a document value that does not come from the file, such as one from a command line.
+    /// Its position is that of `neighbor`, a value of the document to which the new value is added.
     pub fn with_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }

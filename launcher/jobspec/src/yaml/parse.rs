@@ -14,9 +14,11 @@ use std::collections::HashMap;
 
 /// The deepest nesting of lists and mappings that is accepted, in levels.
 const MAX_DEPTH: usize = 32;
-/// The largest number of nodes of a tree, after aliases are expanded.
+/// The largest number of nodes in the tree of one YAML text, after aliases are expanded. A larger
+/// tree is rejected.
 const MAX_NODES: usize = 50_000;
-/// The largest size of all scalars of a tree, in bytes, after aliases are expanded.
+/// The largest total size of the scalars in the tree of one YAML text, in bytes, after aliases are
+/// expanded. A larger tree is rejected.
 const MAX_BYTES: usize = 4 << 20;
 
 /// Parses a text that contains at most one YAML document. Returns `None` if the text is empty.
@@ -244,9 +246,9 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Adds `nodes` and `bytes` to the size of the tree that has been counted so far. Fails if the
-    /// tree then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error
-    /// points at `span`.
+    /// Counts `nodes` more nodes and `bytes` more bytes of scalars in the tree. Fails if the tree
+    /// then has more than [`MAX_NODES`] nodes or [`MAX_BYTES`] bytes of scalars. The error points
+    /// at `span`.
     fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
@@ -259,7 +261,7 @@ impl<'t> YamlTreeBuilder<'t> {
         Ok(())
     }
 
-    /// Creates the error of a text that is not valid YAML.
+    /// Creates the error that `text` is not valid YAML, from the error of the YAML parser.
     fn syntax_error(&self, text: &str, error: &saphyr_parser::ScanError) -> ValueError {
         let at = self.find_byte_offset(error.marker().index());
         let span = self.make_span(at, at);
@@ -293,13 +295,13 @@ fn reject_tag(tagged: bool, span: SourceSpan) -> Result<(), ValueError> {
     Ok(())
 }
 
-/// Creates the error of a value that is nested too deeply.
+/// Creates the error that the value at `span` is nested too deeply.
 fn too_deep_error(span: SourceSpan) -> ValueError {
     let message = format!("the file is nested more than {MAX_DEPTH} levels deep at this value");
     ValueError::new(codes::JOB_NESTING_TOO_DEEP, span, message)
 }
 
-/// Creates the error of a key that is a list or a mapping.
+/// Creates the error that the key at `span` is a list or a mapping.
 fn collection_as_key_error(span: SourceSpan) -> ValueError {
     ValueError::new(codes::JOB_YAML_UNSUPPORTED, span, "a list or mapping is used as a key")
         .with_help("keys must be text")

@@ -105,7 +105,7 @@ fn split_number_and_unit(text: &str) -> Option<(f64, &str)> {
     Some((number, text[split..].trim_start_matches(' ')))
 }
 
-/// Rounds to the nearest integer. Returns `None` if `x` is negative, or too large for an exact
+/// Rounds `x` to the nearest integer. Returns `None` if `x` is negative, or too large for an exact
 /// result.
 fn round_to_integer(x: f64) -> Option<u64> {
     (x.is_finite() && (0.0..9e15).contains(&x)).then(|| x.round() as u64)

@@ -119,8 +119,8 @@ impl SourceMap {
         Location::File { file: self.file().to_owned() }
     }
 
-    /// Adds to a diagnostic the location of its subject, which must be the path of a key. Returns a
-    /// diagnostic that already has a location unchanged.
+    /// Adds a location to `diagnostic`, whose subject must be the path of a key: the place where
+    /// the key is written. Returns a diagnostic that already has a location unchanged.
     pub fn add_location(&self, diagnostic: Diagnostic) -> Diagnostic {
         if diagnostic.location().is_some() {
             return diagnostic;
@@ -137,9 +137,10 @@ impl SourceMap {
         }
     }
 
-    /// Returns the location of a span. If the span has several lines, the location covers the first
-    /// line. In a text made from command-line arguments, the location is the argument. The text of
-    /// the location does not contain values of secret variables.
+    /// Converts `span`, a range of bytes in one of the texts, to a location for diagnostics. If the
+    /// span has several lines, the location covers the first line. In a text made from command-line
+    /// arguments, the location is the argument. The text of the location does not contain values of
+    /// secret variables.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
             return Location::File { file: self.file().to_owned() };

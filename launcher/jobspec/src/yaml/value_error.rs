@@ -36,8 +36,9 @@ impl ValueError {
         Self::with_mistake(code, span, ValueMistake::Other(message.into()))
     }
 
-    /// Creates the error of a wrong value. The text is "must be `expected`, found …". If the value
-    /// is `null`, the error has the code `job-value-missing` and other advice.
+    /// Creates the error that the value `node` is not what `expected` describes. The text is "must
+    /// be `expected`, found …". If the value is `null`, the error has the code `job-value-missing`
+    /// and other advice.
     pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
         let expected = expected.into();
         match node.value {
@@ -87,8 +88,8 @@ impl ValueError {
         self
     }
 
-    /// Replaces the description of the accepted values. Does nothing if the error is about a part
-    /// of the value.
+    /// Replaces the phrase in the error text that describes the accepted values by `text`. Does
+    /// nothing if the error is about a part of the value.
     pub(crate) fn with_expected(mut self, text: &str) -> Self {
         if let (true, ValueMistake::Unexpected { expected, .. } | ValueMistake::Missing { expected }) =
             (self.part.is_empty(), &mut *self.what)
@@ -104,7 +105,7 @@ impl ValueError {
         self
     }
 
-    /// Returns the text of the error, to which the caller prepends the name of the key.
+    /// Returns the text of the error without the name of the key, which the caller puts in front.
     fn format_message(&self) -> String {
         let text = match &*self.what {
             ValueMistake::Unexpected { expected, found } => format!("must be {expected}, found {found}"),
@@ -143,7 +144,8 @@ impl ValueError {
             .collect()
     }
 
-    /// Converts an error that concerns a whole text to a diagnostic without a subject.
+    /// Converts an error that concerns a whole YAML text, and not a key, to a diagnostic without a
+    /// subject.
     pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();

@@ -46,7 +46,7 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Returns the inventory in the form in which an agent reports it to the controller.
+    /// Removes from the inventory of a host what an agent must not report to the controller.
     pub fn into_report(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name));
         self

@@ -47,9 +47,9 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// Asks the agent that already runs on a host to obey another controller, or to end. The controller
-/// sends this message first on a connection to a new `launch agent` process, which forwards the
-/// message to the running agent.
+/// A request to the agent that already runs on a host, to obey another controller or to end. The
+/// controller sends this message first on a connection to a new `launch agent` process, which
+/// forwards the message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachRequest {
     /// The version of the control protocol.
@@ -79,7 +79,7 @@ pub enum AttachPurpose {
     },
 }
 
-/// Why an agent does not grant an [`AttachRequest`].
+/// The reason why an agent neither obeys the new controller nor ends, as an [`AttachRequest`] asks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttachRejection {
     /// No agent of the run is alive on the host.

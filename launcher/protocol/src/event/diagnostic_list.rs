@@ -1,5 +1,5 @@
-//! Serializes lists of diagnostics in the form of [`diagnostic::Diagnostic::to_json`] and
-//! deserializes them, for `#[serde(with)]`.
+//! Functions for `#[serde(with)]` that serialize lists of diagnostics in the form of
+//! [`diagnostic::Diagnostic::to_json`], and deserialize this form.
 use diagnostic::{Code, Diagnostic};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use serde_json::{Map, Value, json};

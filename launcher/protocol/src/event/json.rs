@@ -145,7 +145,8 @@ struct EventLineV1<'a> {
     time: Option<f64>,
 }
 
-/// An event in the form of schema 1, in which some events have other names or fields.
+/// An event in the JSON form of schema 1, in which some events have other names or fields than in
+/// schema 2.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventV1<'a> {
@@ -153,7 +154,7 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The events whose names or fields schema 2 changed, in the form of schema 1.
+/// The JSON form in schema 1 of the events whose names or fields schema 2 has changed.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {

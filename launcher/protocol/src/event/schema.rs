@@ -22,7 +22,7 @@ impl EventSchema {
     }
 }
 
-/// The error that `--json-schema` names a version that does not exist. Contains the version.
+/// The error that the version given by `--json-schema` does not exist. Contains the version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the schema of events is 1 or 2, not {0:?}")]
 pub struct UnknownEventSchema(String);

@@ -11,7 +11,7 @@ use protocol::{
 };
 use std::rc::Rc;
 
-/// An event that the driver reports to the agent's state machine.
+/// An event that the driver, which does the I/O of an agent, reports to the agent's state machine.
 #[derive(Debug)]
 pub(crate) enum AgentInput {
     /// A message of the controller.
@@ -80,7 +80,7 @@ pub(crate) enum AgentInput {
     Tick,
 }
 
-/// An action that the state machine requests from the driver.
+/// An action that the agent's state machine requests from the driver, which does the I/O.
 #[derive(Debug)]
 pub(crate) enum AgentAction {
     /// Send a message to the controller.

@@ -42,7 +42,8 @@ impl KeptReport {
 }
 
 impl ReportLog {
-    /// Appends a report that is made at `now`.
+    /// Appends the report `message`, which the agent makes at the time `now`, and gives it the next
+    /// number.
     pub(crate) fn append_report(&mut self, now: Duration, message: FromAgent) {
         if let FromAgent::Stalled { rank, .. } | FromAgent::Recovered { rank, .. } = message {
             // Only the newest state of a rank matters to a later controller.
@@ -56,8 +57,8 @@ impl ReportLog {
         self.reports.push_back(KeptReport { seq: self.last, at: now, message, event_bytes });
     }
 
-    /// Takes the next report that was not yet sent to the present controller. Returns `None` if
-    /// there is none.
+    /// Returns the next report to send to the present controller, and marks it as sent. Returns
+    /// `None` if there is none.
     pub(crate) fn take_unsent(&mut self, now: Duration) -> Option<FromAgent> {
         let next = self.reports.get(self.reports.partition_point(|report| report.seq <= self.sent))?;
         self.sent = next.seq;
@@ -82,7 +83,8 @@ impl ReportLog {
         self.sent = 0;
     }
 
-    /// Returns the number of the newest kept report; 0 if no report is kept.
+    /// Returns the number of the newest report that is kept for a later controller; 0 if none is
+    /// kept.
     pub(crate) fn last_kept(&self) -> u64 {
         self.reports.back().map_or(0, |report| report.seq)
     }
@@ -115,12 +117,12 @@ mod tests {
     use super::*;
     use protocol::event::Event;
 
-    /// Builds an event of rank 0 in attempt 0.
+    /// Builds a report with an event of rank 0 in attempt 0. `text` is part of the event.
     fn build_event(text: &str) -> FromAgent {
         FromAgent::Event { attempt: 0, rank: 0, event: Event::new_notice(None, text) }
     }
 
-    /// Builds the report that the worker of rank 0 was started.
+    /// Builds a report that the worker of rank 0 was started with the pid `pid`.
     fn build_started(pid: u32) -> FromAgent {
         FromAgent::Started { attempt: 0, rank: 0, pid }
     }

@@ -7,7 +7,8 @@ use tokio::{task::JoinHandle, time::timeout};
 /// The number of a connection of the agent, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
-/// The time limit for writing the last messages on a connection.
+/// How long closing a connection waits until its queued messages are written. Then they are
+/// dropped.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The agent's connection to its controller: the queue of messages, and the tasks that read and

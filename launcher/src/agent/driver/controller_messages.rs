@@ -140,7 +140,8 @@ impl AgentDriver {
         }
     }
 
-    /// Passes the request of another controller, or of a later agent of this host, to the core.
+    /// Converts the request of another controller, or of a later agent of this host, to an input of
+    /// the agent's state machine.
     pub(super) fn on_attach_request(&mut self, connection: AttachConnection) -> AgentInput {
         let (token, purpose) = (connection.request.token, connection.request.purpose);
         self.undecided = Some(connection);

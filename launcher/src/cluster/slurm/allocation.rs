@@ -14,9 +14,9 @@ use diagnostic::{Diagnostic, codes::slurm as codes};
 use jobspec::hosts;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The largest number of nodes of an allocation.
+/// The largest number of nodes of a Slurm allocation. A larger allocation is rejected.
 pub(super) const MAX_NODES: usize = hosts::MAX_HOSTS;
-/// The longest node list that is accepted, in bytes.
+/// The longest node list of Slurm that is accepted, in bytes.
 const MAX_LIST_BYTES: usize = 1 << 20;
 /// The longest name of a node, in bytes.
 const MAX_NAME_BYTES: usize = 255;
@@ -66,7 +66,7 @@ pub(super) struct SlurmNode {
 }
 
 impl SlurmAllocation {
-    /// Returns an iterator over the nodes of all groups, in order.
+    /// Returns an iterator over the nodes of all groups of the Slurm job, in order.
     pub(super) fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
@@ -153,8 +153,9 @@ fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Re
     }
 }
 
-/// Reads the nodes of a group. `het` is the number of the group in a heterogeneous job; `None` in
-/// other jobs.
+/// Reads the nodes of the whole Slurm job, or of one group of a heterogeneous job, from Slurm's
+/// environment variables. `het` is the number of the group in a heterogeneous job; `None` in other
+/// jobs.
 fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
     let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
     let variable = |name: &str| get(&full_name(name));
