@@ -207,8 +207,8 @@ impl RetryPauses {
         self.failures == 0
     }
 
-    /// Returns how long to wait before the next repetition. Each pause is longer than the previous
-    /// one.
+    /// Returns how long to wait before the next repetition. The pauses double up to
+    /// [`LONGEST_RETRY_PAUSE`].
     pub(crate) fn next_pause(&mut self) -> Duration {
         self.failures += 1;
         FIRST_RETRY_PAUSE.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST_RETRY_PAUSE)

@@ -10,7 +10,7 @@ use std::{
 
 /// The time that callers wait between two reads of a file that does not grow.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The largest number of bytes of the file that one call reads.
+/// The largest number of bytes that one call of [`LineFollower::read_lines`] reads.
 const CHUNK_BYTES: usize = 64 << 10;
 /// The length in bytes above which a line without a line end is passed to the caller in parts, each
 /// as a separate line.
@@ -29,14 +29,14 @@ pub(crate) struct LineFollower {
 }
 
 impl LineFollower {
-    /// Opens the file at `path` to read its lines from byte `offset` on.
+    /// Opens the file at `path`, to read its lines beginning at byte `offset`.
     pub(crate) fn open(path: PathBuf, offset: u64) -> io::Result<LineFollower> {
         let mut file = open_regular_file(&path)?;
         file.seek(SeekFrom::Start(offset))?;
         Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
     }
 
-    /// Returns the path with which the file was opened.
+    /// Returns the path of the file that is followed.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

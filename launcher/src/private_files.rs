@@ -25,17 +25,18 @@ pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens a file for appending. Only this user can read a new file.
+/// Opens a file for appending, or creates it such that only this user can read it.
 pub(crate) fn append_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens a file for writing and removes its content. Only this user can read a new file.
+/// Opens a file for writing and removes its content, or creates it such that only this user can
+/// read it.
 pub(crate) fn truncate_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens a regular file for reading. Never blocks on a pipe.
+/// Opens a regular file for reading. Fails, without blocking, for a pipe or another special file.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, |_| true)
 }
@@ -46,7 +47,8 @@ pub(crate) fn open_own_file(path: &Path) -> io::Result<File> {
     open_checked(path, 0, is_own)
 }
 
-/// Opens a file as [`open_own_file`] does, but fails if the path is a symbolic link.
+/// Opens a regular file for reading that belongs to this user and that other users cannot write.
+/// Fails if the path is a symbolic link, in contrast to [`open_own_file`].
 pub(crate) fn open_own_file_without_links(path: &Path) -> io::Result<File> {
     open_checked(path, libc::O_NOFOLLOW, is_own)
 }

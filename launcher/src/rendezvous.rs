@@ -55,8 +55,8 @@ impl BoundRendezvous {
         }
     }
 
-    /// Hands the rendezvous over to workers that are about to start. Frees a port that is reserved
-    /// for rank 0. For a store, raises the limit of open files of this process.
+    /// Makes the rendezvous ready for workers that are about to start. Frees a port that is
+    /// reserved for rank 0. For a store, raises the limit of open files of this process.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.
@@ -95,8 +95,9 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-/// Binds a port, so that no other process takes it, and accepts no connection. If `port` is 0,
-/// binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of this machine.
+/// Reserves a port by binding it, so that no other process takes it. Accepts no connections. If
+/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all IPv4 addresses of
+/// this machine.
 fn hold_port(address: IpAddr, port: u16) -> io::Result<BoundRendezvous> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),

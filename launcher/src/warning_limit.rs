@@ -7,7 +7,7 @@ use std::{
 
 /// The time in which at most one warning about an address is printed.
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
-/// The largest number of addresses whose warnings are limited separately.
+/// The largest number of addresses for which the time of the last warning is remembered.
 const MAX_WARNED_PEERS: usize = 1024;
 
 /// Limits the warnings about an address to one per [`WARNING_INTERVAL`].

@@ -130,7 +130,8 @@ impl Module {
     }
 }
 
-/// The state of [`read_crate`]: the modules so far, and the position in the sources.
+/// The state of [`read_crate`]: the modules that were read so far, and the module that is being
+/// read.
 struct CrateReader<'a> {
     read_file: &'a dyn Fn(&Path) -> Option<String>,
     krate: CrateModules,
@@ -215,19 +216,20 @@ impl CrateReader<'_> {
         self.krate.modules[module].name.clone()
     }
 
-    /// Adds a child of the current module, in the current file.
+    /// Adds a module with the name `name` as a child of the current module. It is part of the
+    /// current file.
     fn push_module(&mut self, name: &str) -> ModuleId {
         self.krate.modules.push(Module::new(name, self.file, Some(self.module)));
         self.krate.modules.len() - 1
     }
 
-    /// Adds a name to the items of the current module.
+    /// Adds `name` to the names that the current module defines.
     fn define(&mut self, name: &Ident, kind: ItemKind, is_private: bool) {
         let items = &mut self.krate.modules[self.module].items;
         items.entry(name.to_string()).or_default().push(ItemName { kind, is_private });
     }
 
-    /// Adds the name that an item defines to the current module.
+    /// Adds the name that `item` defines to the names of the current module.
     fn define_item(&mut self, item: &Item) {
         match item {
             Item::Const(i) => self.define(&i.ident, ItemKind::Value, is_private(&i.vis)),
@@ -314,12 +316,13 @@ impl CrateReader<'_> {
         self.push_path(prefix, line, PathSyntax::Code);
     }
 
-    /// Adds a path that the current module uses.
+    /// Records that the code of the current module contains the path `segments`.
     fn push_path(&mut self, segments: Vec<String>, line: usize, syntax: PathSyntax) {
         self.krate.path_uses.push(PathUse { module: self.module, line, segments, syntax });
     }
 
-    /// Adds a parsed path, unless it starts with `Self`.
+    /// Records that the code of the current module contains the parsed path `path`, unless it
+    /// starts with `Self`.
     fn push_syntax_path(&mut self, path: &syn::Path, syntax: PathSyntax) {
         let segments = path.segments.iter().map(|segment| segment.ident.to_string());
         let segments: Vec<_> = path.leading_colon.iter().map(|_| String::new()).chain(segments).collect();
@@ -329,7 +332,8 @@ impl CrateReader<'_> {
         }
     }
 
-    /// Adds every identifier and every `a::b` of a token stream that can be a path.
+    /// Records the identifiers and paths such as `a::b` in the tokens of a macro, which may name
+    /// items.
     fn scan_tokens(&mut self, tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let is_punct =

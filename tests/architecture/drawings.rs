@@ -35,9 +35,9 @@ pub(crate) fn extract_drawing<'d>(document: &'d str, heading: &str) -> Vec<&'d s
     drawing
 }
 
-/// Reads lines of the form `a <- b, c (remark)`: crates b and c may depend on crate a. `every
-/// crate` stands for all of `crates`. Returns an error if a line names another crate, or if a crate
-/// does not occur.
+/// Parses the lines of a drawing of dependencies. A line `a <- b, c (remark)` means that crates b
+/// and c may depend on crate a. `every crate` stands for all of `crates`. Returns an error if a
+/// line names another crate, or if a crate does not occur.
 pub(crate) fn parse_crate_arrows(lines: &[&str], crates: &BTreeSet<String>) -> Result<CrateArrows, String> {
     let mut arrows = CrateArrows::new();
     let mut drawn = BTreeSet::new();
@@ -63,9 +63,10 @@ pub(crate) fn parse_crate_arrows(lines: &[&str], crates: &BTreeSet<String>) -> R
     }
 }
 
-/// Reads an indented tree of paths, and returns the path of each entry from the repository root.
-/// The path of a directory ends with `/`. Two spaces separate the entries of a line from their
-/// description. Entries below a file are relative to the directory of the file.
+/// Parses a drawing of directories and files, an indented tree, and returns the path of each entry
+/// from the repository root. The path of a directory ends with `/`. Two spaces separate the entries
+/// of a line from their description. Entries below a file are relative to the directory of the
+/// file.
 pub(crate) fn parse_path_tree(lines: &[&str]) -> Result<Vec<String>, String> {
     let mut paths = Vec::new();
     let mut parents: Vec<(usize, PathBuf)> = Vec::new();
@@ -93,9 +94,10 @@ pub(crate) fn parse_path_tree(lines: &[&str]) -> Result<Vec<String>, String> {
     Ok(paths)
 }
 
-/// Reads lines of the form `CRATE: a < b, c < d`. Modules on the left may not use modules on their
-/// right, and modules between two `<` may not use each other. An indented line continues the
-/// previous one. Returns an error if a line is incomplete, or if a name occurs twice.
+/// Parses the layers of crates from lines of the form `CRATE: a < b, c < d`. Modules on the left
+/// may not use modules on their right, and modules between two `<` may not use each other. An
+/// indented line continues the previous one. Returns an error if a line is incomplete, or if a name
+/// occurs twice.
 pub(crate) fn parse_layers(lines: &[&str]) -> Result<Vec<CrateLayers>, String> {
     let mut definitions: Vec<String> = Vec::new();
     for line in lines.iter().filter(|line| !line.trim().is_empty()) {

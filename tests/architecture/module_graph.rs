@@ -87,7 +87,8 @@ impl ModuleGraph {
         cycles
     }
 
-    /// Selects edges without which the files form no cycle. Prefers edges with few names.
+    /// Selects, for a cycle of files, edges whose removal would break every cycle among the files.
+    /// Prefers edges with few names.
     fn select_closing_edges(&self, files: &[FileId]) -> Vec<(FileId, FileId)> {
         let mut edges: Vec<_> = self.list_edges_between(files).collect();
         edges.sort_by_key(|edge| (std::cmp::Reverse(self.edges[edge].len()), *edge));
@@ -103,7 +104,7 @@ impl ModuleGraph {
         closing
     }
 
-    /// Returns the edges that start and end at one of the files.
+    /// Returns the edges of the graph from one of `files` to another one of `files`.
     pub(crate) fn list_edges_between(&self, files: &[FileId]) -> impl Iterator<Item = (FileId, FileId)> {
         self.edges.keys().copied().filter(|(from, to)| files.contains(from) && files.contains(to))
     }
@@ -186,7 +187,8 @@ struct ComponentSearch<'a> {
 }
 
 impl ComponentSearch<'_> {
-    /// Visits a node and everything that can be reached from it.
+    /// Visits a node and every node that can be reached from it (the recursive step of Tarjan's
+    /// algorithm).
     fn visit_node(&mut self, node: usize) {
         let index = self.count;
         self.count += 1;

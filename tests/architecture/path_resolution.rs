@@ -35,7 +35,7 @@ struct Resolver<'k> {
     imports_in_progress: Vec<&'k Import>,
 }
 
-/// The place of a path, which decides what its first name can be.
+/// The kind of place in which a path is written, which decides what its first name can refer to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     /// A path with one name can be a local variable or a generic parameter.
@@ -88,7 +88,8 @@ impl<'k> Resolver<'k> {
         }
     }
 
-    /// Resolves the name that follows a path. `targets` are what the path names.
+    /// Resolves one more name of a path. `targets` are the modules or items that the part before
+    /// the name refers to.
     fn resolve_next(
         &mut self,
         module: ModuleId,

@@ -1,4 +1,4 @@
-//! Access to the repository that is checked: its crates, sources and documents.
+//! Reads the repository that is checked: its crates, sources and documents.
 use super::{crate_modules::read_crate, module_graph::ModuleGraph};
 use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::LazyLock, thread};
@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::LazyLoc
 /// The directories with the product's sources.
 pub(crate) const PRODUCT_DIRECTORIES: &[&str] = &["diagnostic/", "launcher/", "worker/"];
 
-/// The end of the names of files that contain only tests.
+/// The text with which the names of Rust files end that contain only tests.
 pub(crate) const TEST_FILE_SUFFIX: &str = "_tests.rs";
 
 /// Returns the crates of the workspace, as `cargo metadata` describes them. Panics if the command
@@ -22,7 +22,7 @@ pub(crate) fn list_packages() -> Vec<Value> {
     serde_json::from_value(metadata["packages"].take()).expect("packages")
 }
 
-/// Returns a field of type string. Panics if there is none.
+/// Returns the field `name` of a JSON object, which must be a string. Panics if there is none.
 pub(crate) fn read_field<'v>(value: &'v Value, name: &str) -> &'v str {
     value[name].as_str().unwrap_or_else(|| panic!("{value} has no field `{name}`"))
 }

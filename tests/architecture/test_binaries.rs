@@ -1,4 +1,5 @@
-//! The rules about integration tests: few binaries, and an environment that the user cannot change.
+//! Checks the rules about integration tests: few binaries, and an environment that does not depend
+//! on the user.
 use super::{
     repository::{collect_paths, extract_code, list_packages, read_field, read_text, repository_root},
     restrictions::find_violations,
@@ -10,7 +11,7 @@ use std::{collections::BTreeMap, fs};
 /// of its test binaries.
 const OTHER_BINARIES: [(&str, &[&str]); 2] =
     [("launch", &["end_to_end"]), ("repository-tests", &["architecture", "language"])];
-/// The only module of the end-to-end tests that creates commands.
+/// The only module of the end-to-end tests that may create commands, by which tests start programs.
 const COMMANDS_MODULE: &str = "tests/end_to_end/support/environment.rs";
 
 /// Checks that the integration tests of a crate are one binary, because every binary takes seconds

@@ -126,7 +126,7 @@ const CONVERSIONS: [(&str, u8, u32, bool, u64); 17] = [
     ("three", 2, 1, false, 0),
 ];
 
-/// Returns the description of one case for tests/python/deepspeed_cycle.py.
+/// Describes one test case as the JSON object that tests/python/deepspeed_cycle.py expects.
 fn create_case(name: &str, source: &DeepSpeedSource, stage: u8) -> Value {
     json!({"name": name, "stage": stage, "dtype": source.dtype, "model": source.model, "tied": source.tied,
            "groups": source.groups, "freeze": source.freeze})

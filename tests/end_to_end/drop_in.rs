@@ -31,8 +31,8 @@ if "EXIT_CODE" in os.environ:
     sys.exit(int(os.environ["EXIT_CODE"]))
 "#;
 
-/// The variables that are not compared, because their values depend on the run, the port or the
-/// shell.
+/// The environment variables that the test does not compare, because their values depend on the
+/// run, the port or the shell.
 const RUN_VARIABLES: [&str; 9] = [
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -45,7 +45,8 @@ const RUN_VARIABLES: [&str; 9] = [
     "LC_CTYPE",
 ];
 
-/// The variables that launch sets for programs although some of the original launchers do not.
+/// The environment variables that launch sets for every program, although some of the original
+/// launchers do not set them.
 const LAUNCH_VARIABLES: [&str; 16] = [
     "CROSS_RANK",
     "CROSS_SIZE",
@@ -65,11 +66,11 @@ const LAUNCH_VARIABLES: [&str; 16] = [
     "CUDA_DEVICE_ORDER",
 ];
 
-/// The variables that the original launchers set for themselves, or for GPUs although they run on
-/// CPUs.
+/// The environment variables that only the original launchers set: for themselves, or for GPUs
+/// although they run on CPUs.
 const ORIGINAL_VARIABLES: [&str; 2] = ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_SIGNALS_TO_HANDLE"];
 
-/// Writes the files of the cases to `directory`.
+/// Writes to `directory` the files that the command lines of the test cases name.
 fn write_files(directory: &Path) {
     fs::write(directory.join("dump.py"), DUMP_SCRIPT).unwrap();
     let program = directory.join("dump.sh");
@@ -111,8 +112,8 @@ fn install_config(case: &Case, hf_home: &Path) {
     }
 }
 
-/// Runs the cases with the original programs. The facts about the workers of case N are written to
-/// the directory `originals/N`. Returns the exit codes.
+/// Runs the command lines of all test cases with the original programs. The facts about the workers
+/// of case N are written to the directory `originals/N`. Returns the exit codes.
 fn run_originals(python: &Path, job_dir: &JobDirectory) -> Vec<i64> {
     let mut requests = Vec::new();
     for (number, case) in CASES.iter().enumerate() {

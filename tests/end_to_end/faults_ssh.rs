@@ -27,9 +27,9 @@ const POSITIONS: [usize; 3] = [0, 1, 3];
 /// fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// The program of each rank. A signal makes the program exit (USR1), exhaust memory (USR2) or fill
-/// the disk (HUP). The program starts a grandchild in a separate session that ignores SIGTERM and
-/// keeps stdout open.
+/// The shell script that each rank runs. A signal makes the program exit (USR1), exhaust memory
+/// (USR2) or fill the disk (HUP). The program starts a grandchild in a separate session that
+/// ignores SIGTERM and keeps stdout open.
 const RANK_SCRIPT: &str = r#"#!/bin/sh
 trap 'exit 1' USR1
 trap 'exec tail /dev/zero' USR2
@@ -100,8 +100,8 @@ const REPORTED_FAULTS: [InjectedFault; 10] = [
 const SILENT_FAULTS: [InjectedFault; 5] = [WorkerStopped, HostCrashed, CableCut, Partition, HostFrozen];
 
 impl InjectedFault {
-    /// Returns whether the failure belongs to a rank, and the expected fields of the failure's
-    /// reason.
+    /// Returns what the controller must report for the fault: whether the failure is that of a
+    /// rank, and the fields of its reason.
     fn expected_reason(self) -> (bool, Value) {
         match self {
             WorkerExits | Grandchild | ClockSkewed | SshdStopped => {
@@ -177,7 +177,8 @@ impl FourHostJob<'_> {
         text.ends_with('\n').then(|| text.trim().to_owned())
     }
 
-    /// Returns the pid of a rank on this machine.
+    /// Returns the pid of a rank outside of the PID namespace of its host, by which the test can
+    /// signal the rank.
     fn find_rank_pid(&self, rank: usize) -> Pid {
         let pid_on_host = self.read_rank_pid(rank).unwrap();
         let processes = self.hosts.list_processes(HOSTS[rank / 2]);
@@ -189,7 +190,8 @@ impl FourHostJob<'_> {
         Pid::from_raw(process.unwrap_or_else(|| panic!("no {pid_on_host} in {processes:?}")).0)
     }
 
-    /// Returns the pid of a host's agent on this machine.
+    /// Returns the pid of a host's agent outside of the PID namespace of the host, by which the
+    /// test can signal the agent.
     fn find_agent_pid(&self, host: usize) -> Pid {
         let status = fs::read_to_string(format!("/proc/{}/status", self.find_rank_pid(host * 2))).unwrap();
         let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();

@@ -23,8 +23,8 @@ fn run_gpu_check(libraries: &Path, arguments: &[&str]) -> (Option<i32>, String) 
     run_gpu_check_with(libraries, arguments, DEFAULT_SETTING)
 }
 
-/// Runs `scripts/gpu-check` as [`run_gpu_check`] does, with an additional setting of the emulated
-/// GPU.
+/// Runs `scripts/gpu-check` with the CUDA libraries of a directory and an additional setting of the
+/// emulated GPU. Returns what [`run_gpu_check`] returns.
 fn run_gpu_check_with(
     libraries: &Path,
     arguments: &[&str],
@@ -42,7 +42,8 @@ fn run_gpu_check_with(
     (output.status.code(), output_to_text(&output))
 }
 
-/// Returns the codes of the errors in a text. An error is a line that starts with `error[CODE]`.
+/// Extracts the codes of the error messages in a text. An error is a line that starts with
+/// `error[CODE]`.
 fn extract_error_codes(text: &str) -> Vec<&str> {
     text.lines().filter_map(|line| Some(line.strip_prefix("error[")?.split_once(']')?.0)).collect()
 }
@@ -69,7 +70,7 @@ fn count_passed_checks(text: &str) -> usize {
     text.lines().filter(|line| line.split(" | ").any(|cell| cell.trim_end_matches(" |") == "ok")).count()
 }
 
-/// Returns the search path of the emulated GPU's libraries, including cuDNN.
+/// Returns a library search path that contains the emulated CUDA libraries, including cuDNN.
 fn join_libraries_with_cudnn() -> std::ffi::OsString {
     let directory = emulated_gpu::library_directory();
     std::env::join_paths([directory.to_owned(), directory.join("cudnn")]).expect("paths")

@@ -73,7 +73,8 @@ fn run_workers(
     run_workers_with_env(job_dir, hosts, &[], edit_job, on_step)
 }
 
-/// Runs a job as [`run_workers`] does, with additional environment variables for all workers.
+/// Runs the job of `job_dir` like [`run_workers`], with the additional environment variables
+/// `variables` for all workers.
 fn run_workers_with_env(
     job_dir: &JobDirectory,
     hosts: &[u32],
@@ -167,7 +168,7 @@ fn build_init_message(
     }))
 }
 
-/// The number of the only attempt of each run.
+/// The number of the attempt, as the test sends it to the workers. Each run has one attempt.
 const ATTEMPT: u32 = 4;
 
 /// Stands for the agents of all simulated hosts: exchanges messages with the workers as real agents
@@ -184,9 +185,9 @@ struct TestAgents<'a> {
 }
 
 impl TestAgents<'_> {
-    /// Handles the messages of a worker until the worker closes the connection. Calls `on_step` for
-    /// every step that the worker reports. Returns the exit reason and error of the final report;
-    /// `None` without a report.
+    /// Plays the agent of a worker: answers the worker's messages until the worker closes the
+    /// connection. Calls `on_step` for every step that the worker reports. Returns the exit reason
+    /// and error of the final report; `None` without a report.
     fn serve_worker(
         &self,
         rank: usize,
@@ -215,8 +216,8 @@ impl TestAgents<'_> {
         _ = self.writers.lock().unwrap()[rank].write_all(&frame::encode_frame(message).unwrap());
     }
 
-    /// Records the addresses of a rank. After the last rank's report, sends all addresses to all
-    /// workers.
+    /// Records the addresses at which the worker of `rank` listens. After the last rank's report,
+    /// sends all addresses to all workers.
     fn add_addresses(&self, rank: usize, addresses: Vec<SocketAddr>) {
         let mut listening = self.listening.lock().unwrap();
         listening.insert(rank as u32, addresses);
@@ -350,9 +351,9 @@ fn required_shared_storage_that_hosts_do_not_share_is_an_error() {
     }
 }
 
-/// Kills a rank after a save and resumes on other hosts, three times. A host without shards reads
-/// all shards from the other hosts. In the last run, rank 0 gathers the weights although its host
-/// wrote no shard.
+/// Checks that a job with host-local checkpoints resumes with the same bits. Kills a rank after a
+/// save and resumes on other hosts, three times. A host without shards reads all shards from the
+/// other hosts. In the last run, rank 0 gathers the weights although its host wrote no shard.
 #[test]
 fn host_local_shards_resume_bit_equal_with_any_assignment_of_ranks_to_hosts() {
     let job_dir = JobDirectory::new();

@@ -19,10 +19,10 @@ const OTHER_USER: u32 = 65_534;
 /// How long a test waits for a condition. After that, the test fails.
 const WAIT_LIMIT: Duration = Duration::from_secs(40);
 
-/// The Python program of the attacker. The arguments are addresses: `PORT`, or `@NAME` for a socket
-/// in the abstract namespace. The program connects to them again and again until it is killed. It
-/// sends a set request of the store, the begin of a handshake of an agent, or random bytes, and
-/// leaves some connections open. It prints each answer.
+/// A Python program that attacks the sockets of a job, as the other user. The arguments are
+/// addresses: `PORT`, or `@NAME` for a socket in the abstract namespace. The program connects to
+/// them again and again until it is killed. It sends a set request of the store, the begin of a
+/// handshake of an agent, or random bytes, and leaves some connections open. It prints each answer.
 const ATTACK_SOCKETS: &str = "\
 import os, socket, struct, sys, time
 text = lambda t: struct.pack('<Q', len(t)) + t
@@ -50,7 +50,7 @@ while True:
                 pass
 ";
 
-/// Returns whether this process can become the other user. Otherwise skips the test.
+/// Returns whether this process can start programs as the other user. Otherwise skips the test.
 fn can_become_other_user(test: &str) -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {

@@ -7,7 +7,7 @@ use std::{fs, path::Path};
 
 /// The number of tokens of a sample.
 const SEQ_LEN: usize = 64;
-/// The number of evaluated samples.
+/// The number of samples on which the job evaluates the model.
 const EVAL_SAMPLES: usize = 8;
 
 #[test]

@@ -14,8 +14,8 @@ train:
 checkpoint: {every: 3, async: false, gather_16bit_weights_on_model_save: false}
 ";
 
-/// Plans and runs the job with these settings. Returns the planned and the measured peak memory of
-/// the largest rank, in bytes.
+/// Runs `launch plan` and then the job itself, with the settings `set`. Returns the planned and the
+/// measured peak memory of the largest rank, in bytes.
 fn plan_and_measure_peak(job_dir: &JobDirectory, set: &[&str]) -> (f64, f64) {
     let args: Vec<&str> =
         ["plan", "job.yaml", "--json"].into_iter().chain(set.iter().flat_map(|s| ["--set", s])).collect();

@@ -8,8 +8,8 @@ use crate::support::{
 use serde_json::Value;
 use std::{fs, path::Path, process::Output};
 
-/// The lines of a job below `train:`, the expected key of the mistake, and its expected code. The
-/// line that ends with `#!` is the expected location.
+/// A test case of a wrong job: its lines below `train:`, the key that the error must name, and the
+/// expected code. The line that ends with `#!` is the expected location.
 type MisconfiguredTrainSection = (&'static str, &'static str, &'static str);
 
 /// The valid `data` section that precedes the cases of [`REJECTED_CASES`] and [`WARNING_CASES`].

@@ -4,9 +4,9 @@ use crate::support::{self, FinishedRun, JobDirectory};
 use serde_json::Value;
 use std::fs;
 
-/// Settings of a run that neither loads nor saves a checkpoint.
+/// The `--set` arguments of a run that neither loads nor saves a checkpoint.
 const WITHOUT_CHECKPOINTS: [&str; 2] = ["resume.from=never", "checkpoint.every=never"];
-/// Settings of a run that resumes from step 10 and saves to another directory.
+/// The `--set` arguments of a run that resumes from step 10 and saves to another directory.
 const RESUME_FROM_STEP_10: [&str; 2] =
     ["resume.from=runs/tiny/checkpoints/step-00000010", "checkpoint.dir=elsewhere"];
 

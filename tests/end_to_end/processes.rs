@@ -157,9 +157,10 @@ impl MarkedJob {
         fs::read_to_string(self.find_newest_run_dir().join(format!("logs/rank-{rank}.log"))).unwrap()
     }
 
-    /// Compares messages with the snapshot `name` of this module. Before the comparison, removes
-    /// the warning about too few CPU cores, and the lines that shells print when their children are
-    /// killed, and replaces the sizes of checkpoints, which contain the step.
+    /// Compares `messages`, the text that launch has printed, with the snapshot `name` of this
+    /// module. Before the comparison, removes the warning about too few CPU cores, and the lines
+    /// that shells print when their children are killed, and replaces the sizes of checkpoints,
+    /// which contain the step.
     #[track_caller]
     fn assert_snapshot(&self, name: &str, messages: &str) {
         let filters = [

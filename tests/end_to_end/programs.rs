@@ -1,4 +1,5 @@
-//! Tests programs without a job file, and secrets by reference, with the real executable.
+//! Tests `launch run` of a program without a job file, and secrets that a job only refers to, with
+//! the real executable.
 use crate::support::{
     FinishedRun, JobDirectory, expand_details, list_files_below, output_to_text, parse_rejection,
 };

@@ -9,8 +9,8 @@ use crate::support::{
 use serde_json::Value;
 use std::{fs, path::Path};
 
-/// The largest relative difference of losses of the same batches when the batches are split over
-/// another number of ranks.
+/// The largest accepted relative difference between losses of the same batches, when these are
+/// split over different numbers of ranks.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
 
 /// Runs scripts/oracle/random_states.py once for all `calls`, each of which is a list of arguments.
@@ -143,8 +143,8 @@ fn assert_rejections(job_dir: &JobDirectory, a: &Path) {
     job_dir.assert_snapshot("rejected", &messages);
 }
 
-/// Resumes checkpoints of two ranks with one and four ranks. The script is unmodified, and its
-/// losses equal those of the uninterrupted run.
+/// Checks that an HF Trainer script resumes on one and on four ranks from checkpoints of two ranks.
+/// The script is unmodified, and its losses equal those of the uninterrupted run.
 #[test]
 fn a_trainer_script_resumes_with_another_number_of_ranks() {
     let Some(python) =

@@ -139,9 +139,9 @@ fn incomplete_and_mismatched_checkpoints_are_rejected() {
     }
 }
 
-/// Resumes recordings of programs that froze a layer, first with a job that freezes the same layer.
-/// If a recording stores optimizer states by number, without names, the run must assign them to the
-/// parameters that the job trains.
+/// Checks runs that resume recordings of programs that froze a layer. First, a job freezes the same
+/// layer. If a recording stores optimizer states by number, without names, the run must assign them
+/// to the parameters that the job trains.
 ///
 /// Then resumes a recording whose optimizer states are stored by parameter name with a job that
 /// trains every parameter. The states that the recording lacks start at zero, and the run reports

@@ -186,9 +186,9 @@ fn a_detached_run_has_a_separate_session_and_its_start_is_awaited() {
     operator.0.assert_snapshot("console_of_a_detached_run", &sort_lines(&console));
 }
 
-/// Sorts the lines of a log. Their order differs between runs, because the controller reads stdout
-/// and stderr of a worker independently. Removes the line that a shell prints when its child is
-/// killed.
+/// Sorts the lines of a log, so that they can be compared. Their order differs between runs,
+/// because the controller reads stdout and stderr of a worker independently. Removes the line that
+/// a shell prints when its child is killed.
 fn sort_lines(text: &str) -> String {
     let mut lines: Vec<&str> = text.lines().filter(|line| !line.ends_with("] Terminated")).collect();
     lines.sort_unstable();

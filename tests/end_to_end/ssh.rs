@@ -21,7 +21,8 @@ struct SshJob {
 }
 
 impl SshJob {
-    /// Writes a job for the hosts of the YAML list `list`. `run` is its `run:` section.
+    /// Creates a directory with a job that runs on the hosts in the YAML list `list`. `run` is its
+    /// `run:` section.
     fn new(hosts: &SimulatedHosts, list: &str, run: &str) -> SshJob {
         let dir = create_test_directory();
         let home = dir.path().join("home");

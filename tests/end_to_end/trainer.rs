@@ -12,10 +12,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest relative difference of fp32 losses of the same batches when the batches are split
-/// over another number of ranks.
+/// The largest accepted relative difference between fp32 losses of the same batches, when these are
+/// split over different numbers of ranks.
 const MAX_LOSS_DIFFERENCE: f64 = 1e-5;
-/// The largest relative difference of losses with bf16 matmuls.
+/// The largest accepted relative difference between losses, if matmuls are computed in bf16.
 const MAX_LOSS_DIFFERENCE_BF16: f64 = 1e-3;
 /// The `resume:` section of a run that resumes from the checkpoint of step 3.
 const RESUME: &str = "resume: {from: out-whole/checkpoint-3}";
@@ -30,7 +30,7 @@ fn read_inode(path: &Path) -> u64 {
     std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).unwrap())
 }
 
-/// Checks that every rank begins at `step`, with the weight decay of both parameter groups.
+/// Checks that every rank begins at `step`, and that both parameter groups have their weight decay.
 #[track_caller]
 fn assert_begins_at(script: &TrainerScript, report: &str, workers: u32, step: u64) {
     for rank in 0..workers {
@@ -117,8 +117,8 @@ fn loops_with_accelerate_resume_with_another_number_of_ranks() {
     resume_accelerate_loop(&script().with_fsdp("sharded"), "fsdp_sharded", MAX_LOSS_DIFFERENCE, 4);
 }
 
-/// Resumes a script with 4, 2 and 1 ranks from checkpoints of 2, 4 and 2 ranks, and compares the
-/// losses.
+/// Resumes a script three times: on 4 ranks from a checkpoint of 2, on 2 from one of 4, and on 1
+/// from one of 2. Compares the losses.
 fn resume_accelerate_loop_repeatedly(script: &TrainerScript) {
     let (ran, whole) = script.run(2, "whole", "", &[]);
     ran.expect_success();

@@ -6,7 +6,7 @@ use std::fs;
 
 /// The number of tokens of a sample.
 const SEQ_LEN: usize = 64;
-/// The number of evaluated samples.
+/// The number of samples on which the job evaluates the model.
 const EVAL_SAMPLES: usize = 12;
 /// The number of training steps.
 const STEPS: u64 = 30;
@@ -69,8 +69,8 @@ fn gathered_weights_load_in_transformers_with_the_same_loss() {
     }
 }
 
-/// Checks that a run without steps and the gathering of its weights reproduce a Hugging Face
-/// directory.
+/// Checks that the weights of a Hugging Face directory are unchanged after a run without steps and
+/// a gathering of its weights.
 #[test]
 fn gathered_models_equal_their_source() {
     let Some(python) = support::find_python_or_skip("gathered_models_equal_their_source") else { return };
@@ -151,8 +151,9 @@ fn train_model(job_dir: &JobDirectory) -> ReportedValues {
     }
 }
 
-/// Gathers the weights with these options and loads them with transformers. Checks that the model
-/// is complete and that the tokenizer is unchanged. Returns the values that transformers computed.
+/// Runs `launch ckpt gather` with the arguments `options`, and loads the gathered weights with
+/// transformers. Checks that the model is complete and that the tokenizer is unchanged. Returns the
+/// values that transformers computed.
 fn gather_and_load(python: &ForkServer, job_dir: &JobDirectory, class: &str, options: &[&str]) -> Value {
     let gather = [&["ckpt", "gather", "checkpoints", "weights"], options].concat();
     let gathered = job_dir.run_launch(&gather);

@@ -14,7 +14,7 @@ use std::{
 const MAX_PROSE_COLUMNS: usize = 100;
 /// The longest allowed table row, in columns.
 const MAX_TABLE_ROW_COLUMNS: usize = 200;
-/// The largest number of findings that a failing test lists.
+/// The largest number of violations of the rules that a failing test lists.
 const MAX_LISTED_FINDINGS: usize = 60;
 
 // --- the rules ----------------------------------------------------------------------------------
@@ -107,7 +107,8 @@ fn blank_code_spans(text: &str) -> String {
     if inside { text.replace('`', " ") } else { out }
 }
 
-/// Returns the bytes from `start` to `end` with 20 bytes on both sides, in lower case.
+/// Returns the part of `text` from byte `start` to `end`, with 20 more bytes on both sides, in
+/// lower case.
 fn extract_surroundings(text: &str, start: usize, end: usize) -> String {
     let mut from = start.saturating_sub(20);
     let mut to = (end + 20).min(text.len());
@@ -310,8 +311,8 @@ fn the_checker_sees_words_names_and_code_spans() {
     assert_eq!(prose, ["text // no comment", "comment a comment", "comment b ", "text raw"]);
 }
 
-/// Panics with the number and the first findings if there are any. `what` names the kind of finding
-/// in the plural.
+/// Panics if there are findings, with their number and the first ones in the message. `what` names
+/// the kind of finding in the plural.
 fn assert_no_findings(findings: &[String], what: &str) {
     let listed = findings.iter().take(MAX_LISTED_FINDINGS).cloned().collect::<Vec<_>>().join("\n");
     assert!(findings.is_empty(), "{} {what}:\n{listed}", findings.len());

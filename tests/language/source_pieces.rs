@@ -29,7 +29,8 @@ pub(crate) fn split_source(source: &str) -> Vec<SourcePiece> {
     reader.pieces
 }
 
-/// The state of [`split_source`]: the rest of the source, and the pieces so far.
+/// The state of [`split_source`]: the rest of the source, and the pieces that were split off so
+/// far.
 struct SourceSplitter<'s> {
     rest: &'s str,
     line: usize,
@@ -84,7 +85,7 @@ impl<'s> SourceSplitter<'s> {
         self.advance((open + length + close).min(self.rest.len()));
     }
 
-    /// Records the code since the last piece, if it is not blank.
+    /// Records as a piece the code since the previous comment or literal, if it is not blank.
     fn push_code(&mut self) {
         if !self.code.trim().is_empty() {
             let text = std::mem::take(&mut self.code);

@@ -1,5 +1,5 @@
-//! Untrusted input for the tests of several crates: a corpus that is mutated with a seed, and an
-//! allocator that counts the memory of parsing it.
+//! Generates untrusted input for the tests of several crates, by randomly changing the files of a
+//! corpus. An allocator counts the memory that parsing takes.
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs;
 use std::path::Path;
@@ -65,7 +65,7 @@ pub(crate) fn read_corpus(dir: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Pseudo-random numbers from a seed.
+/// A generator of pseudo-random numbers, which depend only on its seed.
 pub(crate) struct SeededNumbers(pub(crate) u64);
 
 impl SeededNumbers {

@@ -5,7 +5,7 @@ use std::{
     process::{Command, Output},
 };
 
-/// Environment variable with the name of the only test that the process runs.
+/// The environment variable that names the test that a child process runs.
 const ONLY_TEST: &str = "LAUNCH_TEST_ONLY_TEST";
 
 /// Ensures that the test `name` runs alone in its process. Returns `true` if this process runs no

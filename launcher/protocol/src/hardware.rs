@@ -35,7 +35,7 @@ impl CpuTopology {
     }
 }
 
-/// A GPU of a host, with the properties that the GPU driver shows in files such as `/proc` and
+/// A GPU of a host, with the properties that the GPU driver shows in files below `/proc` and
 /// `/sys`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuDevice {

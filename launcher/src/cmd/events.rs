@@ -85,7 +85,8 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
     format!("{}\n", escape_json(converted.as_deref().unwrap_or(line)))
 }
 
-/// Returns 1, the schema of journal lines without a schema number, which earlier releases wrote.
+/// Returns 1, the event schema of journal lines without a schema number. Earlier releases wrote
+/// such lines.
 fn default_schema() -> u8 {
     1
 }

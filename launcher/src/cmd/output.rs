@@ -1,4 +1,4 @@
-//! The output of commands: results, warnings, errors and exit codes.
+//! Prints the results, warnings and errors of commands, and determines their exit codes.
 use crate::report::command_output;
 use diagnostic::{
     Code, Diagnostic,
@@ -18,7 +18,7 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// Returns the exit code of a command. If the command failed, prints its error with
+/// Converts the result of a command to its exit code. If the command failed, prints its error with
 /// [`report_error`].
 pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))

@@ -64,7 +64,7 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job, and the source text in which later mistakes are located.
+/// A loaded job, and its source text, in which mistakes that are found later can be located.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,
@@ -73,7 +73,8 @@ pub(super) struct LoadedJob {
 }
 
 impl LoadedJob {
-    /// Loads the job of a request. Fails with one error that has each mistake as a detail.
+    /// Loads the job that `request` describes. Fails with one error that has each mistake as a
+    /// detail.
     pub(super) fn load(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
         let file = request.source.name();
         match jobspec::load_job(request.source.clone(), &request.set) {
@@ -92,7 +93,8 @@ impl LoadedJob {
         error.into_diagnostic(|mistakes| self.invalid_error(mistakes))
     }
 
-    /// Adds file, line and column to each diagnostic whose subject is a key of the job.
+    /// Adds the place of the mistake (file, line and column) to each diagnostic whose subject is a
+    /// key of the job.
     fn locate(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
         diagnostics.into_iter().map(|diagnostic| self.sources.add_location(diagnostic)).collect()
     }
@@ -160,8 +162,8 @@ pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
     })
 }
 
-/// Returns a host for a plan that is made before the agents run. At that time, only the inventory
-/// of this machine is known, so the inventory of any other host is empty.
+/// Describes the host `target` for a plan that is made before the agents run. At that time, only
+/// the inventory of this machine is known, so the inventory of any other host is empty.
 pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) -> JobHost {
     let inventory = if target.local { local.clone() } else { HostInventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());

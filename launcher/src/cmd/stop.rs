@@ -9,7 +9,8 @@ use diagnostic::{Diagnostic, codes::command};
 use nix::sys::signal::Signal;
 use std::time::{Duration, Instant};
 
-/// The interval at which a command that waits for the end of the controller checks its time limit.
+/// The interval at which `launch stop`, while it waits for the end of a controller, checks its time
+/// limit.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Arguments of `launch stop`.

@@ -18,7 +18,8 @@ const FILE_NAME: &str = "control.json";
 /// The largest size of a file that this module reads, in bytes. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The content of `control.json`: how a controller reaches and adopts the agents of a run.
+/// The content of `control.json`: the key, hosts and addresses with which a later controller
+/// reaches the agents of a run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ControlFile {
     version: u32,
@@ -61,13 +62,13 @@ impl ControlFile {
         Some(JobKey(bytes.filter(|_| digits.len() == 64)?.try_into().ok()?))
     }
 
-    /// Writes the file to a run directory.
+    /// Writes `control.json` to the run directory `run_dir`.
     pub(crate) fn write(&self, run_dir: &Path) -> io::Result<()> {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Reads the file of a run directory. Fails if there is no file, because the workers of the run
-    /// end with their controller (`run.on_controller_loss: stop`).
+    /// Reads `control.json` from the run directory `run_dir`. Fails if there is no file, because
+    /// the workers of the run end with their controller (`run.on_controller_loss: stop`).
     pub(crate) fn read(run_dir: &Path) -> diagnostic::Result<ControlFile> {
         let path = run_dir.join(FILE_NAME);
         let unusable = |error: &(dyn std::error::Error + 'static)| {

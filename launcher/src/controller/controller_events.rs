@@ -28,7 +28,7 @@ impl ControllerEvents {
         unstored.for_each(|event| self.push_unstored(event));
     }
 
-    /// Returns the number of the newest event.
+    /// Returns the number of the newest event that a controller of the run has reported.
     pub(crate) fn newest(&self) -> u64 {
         self.newest
     }
@@ -58,8 +58,8 @@ impl ControllerEvents {
         }
     }
 
-    /// Returns the events that a memo contains: those that the journal has not stored, except for
-    /// events that would make the memo too large.
+    /// Returns the events that the journal has not stored, for a memo. Leaves out events that would
+    /// make the memo too large.
     pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
         let mut free = MAX_EVENT_BYTES;
         let fits = |(_, bytes): &&(UnstoredEvent, usize)| {

@@ -77,8 +77,9 @@ pub(super) struct HostfileWatch {
 }
 
 impl HostfileWatch {
-    /// Starts to watch a hostfile. `hosts` are the hosts of the run. Without a hostfile, the watch
-    /// reports no change. With `reports_first`, the present content counts as a change.
+    /// Starts to watch the hostfile `file` for changes. `hosts` are the hosts of the run. Without a
+    /// hostfile, the watch reports no change. With `reports_first`, the present content counts as a
+    /// change.
     pub(super) fn start(
         file: Option<FilteredHostfile>,
         hosts: &[HostTarget],
@@ -220,8 +221,8 @@ impl HostfileWatch {
     }
 }
 
-/// Joins host names with commas. Lists at most [`MAX_LISTED_NAMES`] names, followed by the number
-/// of the other names.
+/// Joins host names with commas, for a notice. Lists at most [`MAX_LISTED_NAMES`] names, followed
+/// by the number of the other names.
 fn join_names(names: &[String]) -> String {
     match names.len().checked_sub(MAX_LISTED_NAMES) {
         None | Some(0) => names.join(", "),

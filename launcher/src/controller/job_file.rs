@@ -43,8 +43,8 @@ pub(super) struct JobFileWatch {
 }
 
 impl JobFileWatch {
-    /// Starts to watch the job file. Without a job file, the watch reports no change. With
-    /// `reports_first`, the present content counts as a change.
+    /// Starts to watch the job file `file` for changes. Without a job file, the watch reports no
+    /// change. With `reports_first`, the present content counts as a change.
     pub(super) fn start(file: Option<JobFile>, reports_first: bool) -> JobFileWatch {
         let watch = |file: JobFile| {
             let (path, job_file) = (file.path.clone(), file.clone());
@@ -129,7 +129,7 @@ mod tests {
         JobFileWatch { file: Some((file, mpsc::channel(1).1)), reported: BTreeSet::new() }
     }
 
-    /// The content of the job file before it changes.
+    /// The content of the job file in tests, before it changes.
     const JOB: &str = "train: {data: {files: [a]}, steps: 100}\n";
 
     #[test]

@@ -12,8 +12,8 @@ use protocol::control::{HostInventory, HostPlan, RendezvousRequest};
 use std::net::{IpAddr, Ipv4Addr};
 use tokio::sync::mpsc;
 
-/// The inventories that the agents have sent, and the environment variables that the user has set
-/// for all hosts.
+/// The inventories (hardware and environment) of the hosts that agents have sent, and the
+/// environment variables that the user has set for all hosts.
 pub(super) struct HostInventories {
     /// Names and values of variables in the controller's environment, such as `OMP_NUM_THREADS`.
     /// They apply to every host, except those that select visible GPUs, which each host sets
@@ -24,9 +24,9 @@ pub(super) struct HostInventories {
 }
 
 impl HostInventories {
-    /// Creates a list of `hosts` hosts without inventories. `chosen` are names and values of
-    /// variables in the controller's environment, which apply to every host unless they select
-    /// visible GPUs.
+    /// Creates an empty collection for the inventories of `hosts` hosts. `chosen` are names and
+    /// values of variables in the controller's environment, which apply to every host unless they
+    /// select visible GPUs.
     pub(super) fn new(chosen: Vec<(String, String)>, hosts: usize) -> Self {
         HostInventories { chosen, by_host: vec![None; hosts] }
     }
@@ -111,7 +111,7 @@ impl AttemptPreparation {
     }
 }
 
-/// Lists the workers of each host of a plan, in the form of
+/// Groups the workers of a plan by host, for the input
 /// [`ControllerInput::Planned`](super::core::ControllerInput::Planned).
 pub(super) fn list_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =

@@ -12,11 +12,11 @@ pub(super) struct RequeueDecision {
     pub(super) message: String,
 }
 
-/// Decides by the outcome of the run whether the batch job is requeued. Returns `None`, without a
-/// notice for the user, unless a host was lost, the time limit of the batch job was near, or the
-/// batch system preempts the job (`is_preempted`). Decides against a requeue if `max_requeues` is
-/// reached, or if the run completed no step before the time limit. A preempted job is always
-/// requeued.
+/// Decides whether the batch system is asked to queue the batch job again, from the outcome of its
+/// run. Returns `None`, without a notice for the user, unless a host was lost, the time limit of
+/// the batch job was near, or the batch system preempts the job (`is_preempted`). Decides against a
+/// requeue if `max_requeues` is reached, or if the run completed no step before the time limit. A
+/// preempted job is always requeued.
 pub(super) fn decide_requeue(
     job: &BatchJob,
     outcome: &RunOutcome,

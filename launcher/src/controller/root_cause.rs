@@ -27,7 +27,7 @@ pub(crate) struct RootCause {
 }
 
 impl RootCause {
-    /// Creates a root cause without a rank and without diagnostics, with exit code 1.
+    /// Creates a root cause with exit code 1, and without a failed rank and diagnostics.
     pub(crate) fn new(host: HostIndex, reason: FailureReason, message: impl Into<String>) -> Self {
         RootCause {
             host,
@@ -103,8 +103,8 @@ pub(crate) fn build_worker_error_cause(
         .with_diagnostic(diagnostic)
 }
 
-/// Builds the root cause for a worker that ended because a peer failed, in case the failure of the
-/// peer was not observed.
+/// Builds the root cause of an attempt in which a worker ended because a peer failed, but no
+/// failure of the peer was reported.
 pub(crate) fn build_aborted_cause(
     (host, rank): (HostIndex, Rank),
     final_report: Option<(WorkerExit, Diagnostic)>,
@@ -245,7 +245,8 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the failure reason for an attempt that fails because of this end of an agent.
+    /// Returns the reason of the failure of an attempt that fails because the agent has ended in
+    /// this way.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }
@@ -291,7 +292,7 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the error behind the end of the agent, if there is one.
+    /// Returns the error because of which the agent has ended, if there is one.
     pub(crate) fn into_diagnostic(self) -> Option<Diagnostic> {
         match self {
             AgentEnd::NotStarted(error)

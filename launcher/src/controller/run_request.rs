@@ -1,4 +1,5 @@
-//! [`RunRequest`]: a job that is ready to run, and [`RunOptions`], the options of the run.
+//! [`RunRequest`]: a job that is ready to run, with its hosts. [`RunOptions`] are the options of
+//! the run.
 use super::{hostfile::FilteredHostfile, job_file::JobFile};
 use crate::{
     cluster::{BatchJob, HostTarget, Transport},

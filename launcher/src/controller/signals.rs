@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
-/// The streams of the signals that the controller catches, with the meanings of the signals.
+/// Receives the signals that the controller catches, and knows what each of them means.
 pub(super) struct SignalReceiver {
     /// The actions that SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
     actions: SignalActions,
@@ -23,7 +23,7 @@ pub(super) struct SignalReceiver {
     has_time_limit: bool,
 }
 
-/// The meaning of a received signal.
+/// The meaning of a signal for the controller, such as a request to stop the run.
 pub(super) enum SignalEvent {
     /// The signal requests an action of the core, such as to save or to stop.
     Request(ControllerInput),
@@ -34,8 +34,8 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalReceiver {
-    /// Installs the signal handlers. With `has_time_limit`, SIGUSR1 means that the time limit of
-    /// the batch job is near.
+    /// Begins to catch signals. `actions` states what each signal means. With `has_time_limit`,
+    /// SIGUSR1 means that the time limit of the batch job is near.
     pub(super) fn install(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,
@@ -74,7 +74,7 @@ impl SignalReceiver {
     }
 }
 
-/// Returns the event for a signal to which `run.signals` assigns this action.
+/// Returns the meaning of the signal `signal`, to which `run.signals` assigns the action `action`.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::Request(ControllerInput::Save(signal as i32)),

@@ -17,8 +17,8 @@ use std::{
 use streamed_log_files::StreamedLogFiles;
 use tokio::sync::mpsc;
 
-/// The limit of the output that waits for the disk, in bytes. Further lines are dropped and
-/// counted.
+/// The largest amount of console output, in bytes, that may wait for the disk. Further lines are
+/// dropped and counted.
 const MAX_WAITING_BYTES: usize = 32 << 20;
 
 /// Stores the console output of ranks on other hosts. Never blocks.
@@ -49,8 +49,8 @@ impl StreamedLogs {
         })
     }
 
-    /// Begins an attempt. `is_remote` states for each rank whether the rank runs on another machine
-    /// than the controller.
+    /// Prepares for the output of a new attempt. `is_remote` states for each rank whether the rank
+    /// runs on another machine than the controller.
     pub(super) fn begin_attempt(&mut self, is_remote: Vec<bool>) {
         self.is_remote = is_remote;
         self.dropped.clear();
@@ -60,8 +60,9 @@ impl StreamedLogs {
         self.thread.run(0, close);
     }
 
-    /// Stores a line of a rank's output. Ignores ranks on the controller's machine. Drops and
-    /// counts the line if too much output waits for the disk.
+    /// Queues a line of a rank's output, which is then written to the file of the rank. Ignores
+    /// ranks on the controller's machine. Drops and counts the line if too much output waits for
+    /// the disk.
     pub(super) fn append_line(&mut self, rank: Rank, text: &str) {
         if !self.is_remote.get(rank as usize).copied().unwrap_or(false) {
             return;

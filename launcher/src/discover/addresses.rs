@@ -1,4 +1,4 @@
-//! The network addresses of this machine.
+//! Finds the network addresses of this machine.
 use nix::{ifaddrs, net::if_::InterfaceFlags};
 use protocol::control::InterfaceAddress;
 use std::net::IpAddr;

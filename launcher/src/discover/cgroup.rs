@@ -1,5 +1,5 @@
-//! [`read_limits`]: the limits of the control groups of this process. Supports version 2, and
-//! version 1 with the controllers cpu and memory.
+//! [`read_limits`]: reads the limits that Linux control groups impose on this process. Supports
+//! version 2, and version 1 with the controllers cpu and memory.
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -14,8 +14,8 @@ pub(super) struct CgroupLimits {
     pub(super) memory: Option<u64>,
 }
 
-/// Reads the lowest limits of this process's control groups and their parents. The files are read
-/// below `root`. A file that cannot be read imposes no limit.
+/// Reads the limits of this process's control groups and their parents, and returns the lowest
+/// ones. The files are read below `root`. A file that cannot be read imposes no limit.
 pub(super) fn read_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = CgroupLimits::default();
@@ -70,7 +70,7 @@ pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
 }
 
 impl CgroupLimits {
-    /// Lowers each limit to the given value if the value is lower.
+    /// Lowers the limits to `cpus` and `memory` if these are lower.
     fn lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         // Version 1 writes "no limit" as a number near 2^63.
@@ -89,15 +89,17 @@ fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// Reads the limit on CPU time from `cpu.max` of version 2, as a number of CPUs. The file contains
-/// "QUOTA PERIOD" or "max PERIOD", in microseconds. Returns `None` for no limit.
+/// Reads the limit on CPU time from the file `cpu.max` of control groups version 2, as a number of
+/// CPUs. The file contains "QUOTA PERIOD" or "max PERIOD", in microseconds. Returns `None` for no
+/// limit.
 fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
     compute_quota_cpus(quota.parse().ok()?, period.parse().ok()?)
 }
 
-/// Reads the limit on CPU time of version 1, as a number of CPUs; `None` for no limit.
+/// Reads the limit on CPU time from the files of control groups version 1, as a number of CPUs.
+/// Returns `None` for no limit.
 fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
     let quota = read_number(&directory.join("cpu.cfs_quota_us"))?;
     let period = read_number(&directory.join("cpu.cfs_period_us"))?;

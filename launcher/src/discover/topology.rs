@@ -3,11 +3,11 @@ use super::cpu_list::parse_cpu_list;
 use protocol::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The largest number of CPUs in a topology. Further CPUs are ignored.
+/// The largest number of CPUs of a machine that are taken into account. Further CPUs are ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Reads the topology of the CPUs `allowed` from /sys below `root`. A CPU whose files cannot be
-/// read becomes a core of NUMA node 0.
+/// Reads from /sys, below `root`, to which cores and NUMA nodes the CPUs `allowed` belong. A CPU
+/// whose files cannot be read becomes a core of NUMA node 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
@@ -30,7 +30,8 @@ pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_below(Path::new("/"), cpus)
 }
 
-/// Returns what [`find_common_numa_node`] returns, but reads /sys below `root`.
+/// Returns the NUMA node that all of `cpus` belong to, like [`find_common_numa_node`], but reads
+/// /sys below `root`.
 fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());

@@ -19,7 +19,8 @@ use distributed_type::DistributedType;
 use jobspec::Document;
 use std::path::Path;
 
-/// The values of `distributed_type` in a configuration, and what they mean.
+/// The values that `distributed_type` can have in a configuration of Accelerate, each with the kind
+/// of job that it stands for.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("NO", DistributedType::Single),
     ("MULTI_CPU", DistributedType::Cpu),
@@ -29,7 +30,7 @@ const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("MEGATRON_LM", DistributedType::Megatron),
 ];
 
-/// The keys of a configuration that only apply to TPUs.
+/// The keys of Accelerate's configuration that only apply to TPUs.
 const TPU_KEYS: &[&str] = &[
     "downcast_bf16",
     "tpu_name",
@@ -122,8 +123,8 @@ fn take_distributed_type(
     }
 }
 
-/// Converts the hostfile of mpirun (`mpirun_config`), unless `--hostfile` replaces it. Returns
-/// whether the configuration names a hostfile.
+/// Sets `cluster.hosts` to the hostfile of mpirun that `mpirun_config` names, unless `--hostfile`
+/// replaces it. Returns whether the configuration names a hostfile.
 fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
     let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
     let file = mpi.take_text("mpirun_hostfile");
@@ -138,9 +139,9 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     file.is_some()
 }
 
-/// Converts the number of processes, and the hosts and GPUs that run them. `kind` and `cpu` are the
-/// values of `distributed_type` and `use_cpu`. `named` states whether a hostfile of mpirun or
-/// `--hostfile` names the hosts. Returns the number of hosts.
+/// Converts the number of processes, hosts and GPUs in Accelerate's configuration to keys of the
+/// job. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`. `named` states whether
+/// a hostfile of mpirun or `--hostfile` names the hosts. Returns the number of hosts.
 fn set_processes(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -186,7 +187,8 @@ fn set_processes(
     machines as u64
 }
 
-/// Converts `gpu_ids` to `cluster.devices`. `cpu` states whether the job runs on CPUs.
+/// Converts Accelerate's key `gpu_ids` to the job key `cluster.devices`. `cpu` states whether the
+/// job runs on CPUs.
 fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     let Some(ids) = keys.take_text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
@@ -237,8 +239,8 @@ fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, mach
     }
 }
 
-/// Converts the rendezvous port, and adds a note about the rendezvous address, which launch chooses
-/// itself.
+/// Converts the rendezvous port in Accelerate's configuration to `cluster.master_port`, and adds a
+/// note about the rendezvous address, which launch chooses itself.
 fn set_master(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());

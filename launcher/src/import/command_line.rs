@@ -63,8 +63,8 @@ impl CommandLine {
         self.options.insert(0, (name, value));
     }
 
-    /// Removes all remaining options. Returns the name and the last value of each option, in the
-    /// order of the command line.
+    /// Removes and returns all options that were not removed yet. Returns the name and the last
+    /// value of each option, in the order of the command line.
     pub(super) fn take_remaining(&mut self) -> Vec<(&'static str, String)> {
         let mut names: Vec<&'static str> = Vec::new();
         for (name, _) in &self.options {
@@ -185,7 +185,8 @@ impl OptionTable {
         }
     }
 
-    /// Fails if the value of an option is not of the type or not among the choices of the option.
+    /// Fails if `value` has not the type of the option `name`, or is not among the values that the
+    /// option allows.
     pub(super) fn check_value(&self, name: &'static str, value: &str) -> Result<(), CommandLineError> {
         let invalid = |expected: String| {
             let value = value.escape_debug().to_string();

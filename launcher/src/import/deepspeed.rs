@@ -111,8 +111,9 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
     errors
 }
 
-/// Converts the batch sizes. DeepSpeed requires `train_batch_size = micro-batch × accumulation
-/// steps × workers`. A configuration may contain only some of these sizes.
+/// Converts the batch sizes of a DeepSpeed configuration to `train.batch.global` and
+/// `train.batch.micro`. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps ×
+/// workers`. A configuration may contain only some of these sizes.
 fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
     const NAMES: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
@@ -159,14 +160,15 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     }
 }
 
-/// Computes a micro-batch size that the configuration does not contain. The result is the largest
-/// size that divides the global batch and that DeepSpeed's formula allows.
+/// Computes the micro-batch size for a DeepSpeed configuration that does not contain it. The result
+/// is the largest size that divides the global batch and that DeepSpeed's formula allows.
 fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)
 }
 
-/// Converts `fp16` and `bf16` to `train.precision`, and the loss scale of `fp16`.
+/// Converts DeepSpeed's sections `fp16` and `bf16` to `train.precision`, and the loss scale of
+/// `fp16` to `train.loss_scale`.
 fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for (name, word) in [("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")] {
         let Some(mut part) = keys.take_section(name) else { continue };
@@ -196,8 +198,8 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the settings of the dynamic loss scale. A constant loss scale is not supported, so
-/// `loss_scale` is only taken if its value is 0.
+/// Converts DeepSpeed's settings of the dynamic loss scale to keys of `train.loss_scale`. A
+/// constant loss scale is not supported, so `loss_scale` is only taken if its value is 0.
 fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     if part.peek_integer("loss_scale") == Some(0) {
         part.take("loss_scale");
@@ -212,8 +214,8 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts gradient clipping. If the configuration does not contain the key, clipping is turned
-/// off, which is DeepSpeed's default.
+/// Converts DeepSpeed's setting of gradient clipping to `train.clip_norm`. If the configuration
+/// does not contain the key, clipping is turned off, which is DeepSpeed's default.
 fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     const NAME: &str = "gradient_clipping";
     if keys.is_auto(NAME) {

@@ -139,13 +139,13 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// Returns whether the key `key` is present, without taking the key. A key with the value
-    /// `null` counts as absent.
+    /// Returns whether the key `key` is present, and keeps the key. A key with the value `null`
+    /// counts as absent.
     pub(super) fn is_given(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && !matches!(item.value, DocumentValue::Null))
     }
 
-    /// Returns the integer value of `key` without taking the key. Returns `None` if the key is
+    /// Returns the integer value of the key `key`, and keeps the key. Returns `None` if the key is
     /// absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
@@ -169,7 +169,7 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping in place of the absent key `key`. Returns `None` if errors were
+    /// Returns an empty mapping as the value of the absent key `key`. Returns `None` if errors were
     /// recorded, because a key with a wrong value also counts as absent.
     pub(super) fn empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.path(key);
@@ -183,13 +183,13 @@ impl<'d> RemainingKeys<'d> {
         })
     }
 
-    /// Returns the names of the keys that have not been taken yet.
+    /// Returns the names of the keys that were not converted yet.
     pub(super) fn remaining_names(&self) -> Vec<&'d str> {
         self.remaining.iter().map(|(key, _)| *key).collect()
     }
 
-    /// Returns the keys that were not taken, each with its full path and its value for a note. Also
-    /// returns the errors in the values that were taken.
+    /// Returns the keys that were not converted, each with its full path and its value for a note.
+    /// Also returns the errors in the values of converted keys.
     pub(super) fn into_untaken(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
         let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
         (rest.map(|(key, item)| (self.path(key), format_for_note(item))).collect(), self.errors)

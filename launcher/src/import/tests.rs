@@ -30,8 +30,8 @@ fn list_inputs(name: &str, ending: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the file name of a path. Messages use this name, so that they do not depend on the
-/// machine.
+/// Returns the file name of `path`, for messages. Messages use this name, so that they do not
+/// depend on the machine.
 fn display_name(path: &Path) -> String {
     path.file_name().expect("a name").to_string_lossy().into_owned()
 }
@@ -42,7 +42,7 @@ fn parse_document(path: &Path, syntax: DocumentSyntax) -> Document {
     Document::parse(&display_name(path), &text, syntax).expect("a document")
 }
 
-/// Loads an imported job. Panics if the job is rejected.
+/// Loads the job.yaml `text` that an import has returned. Panics if the job is rejected.
 fn load_imported(text: &str) -> JobSpec {
     let source = JobSource::Text { name: "job.yaml".to_owned(), text: text.to_owned() };
     jobspec::load_job(source, &[]).expect("an imported job loads").0
@@ -178,8 +178,8 @@ fn torchrun_arguments_give_the_expected_jobs() {
     }
 }
 
-/// Parses and imports a text that is not a valid configuration. Returns the first error. Panics if
-/// the import succeeds.
+/// Imports `text`, which is not a valid configuration. Returns the first error. Panics if the
+/// import succeeds.
 fn expect_first_error(
     text: &str,
     import: fn(&Document) -> Result<ImportedJob, ImportErrors>,

@@ -70,7 +70,8 @@ pub(crate) fn convert_torchrun_args(
     draft.finish_job("torchrun's arguments")
 }
 
-/// Returns the command that the job runs. Takes `--module`, `--no-python` and `--run-path`.
+/// Returns the command that the job runs: the script and its arguments, with `python` if necessary.
+/// Removes `--module`, `--no-python` and `--run-path`.
 fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
@@ -83,7 +84,7 @@ fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     prefix.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
-/// Fails if the value of an option is one that torchrun also rejects.
+/// Fails if an option has a value that torchrun itself would reject.
 fn check_values(given: &CommandLine) -> Result<(), CommandLineError> {
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
@@ -119,7 +120,8 @@ fn parse_host_range(text: &str) -> Option<(u64, u64)> {
     low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
 }
 
-/// Converts torchrun's `--nnodes` and the hostfile of the import.
+/// Converts torchrun's `--nnodes`, and the hostfile that `launch import` was given, to keys of the
+/// job.
 fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOptions<'_>) {
     if let Some(file) = context.hostfile {
         set_hostfile(draft, "--hostfile", file);
@@ -145,8 +147,8 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
     }
 }
 
-/// Converts `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`), `--virtual-local-rank` and
-/// `--numa-binding`.
+/// Converts torchrun's `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`),
+/// `--virtual-local-rank` and `--numa-binding` to keys of the job.
 fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     const FROM: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
@@ -181,7 +183,7 @@ fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     set_binding(draft, given);
 }
 
-/// Converts `--numa-binding`.
+/// Converts torchrun's `--numa-binding` to a key of the job.
 fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {
@@ -196,7 +198,8 @@ fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     }
 }
 
-/// Converts the options for restarts, shutdown, the rendezvous port and signals.
+/// Converts torchrun's options for restarts, shutdown, the rendezvous port and signals to keys of
+/// the job.
 fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
         draft.set_imported("--max-restarts", "run.restarts", value_text::format_whole_number(&restarts));
@@ -233,7 +236,8 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     }
 }
 
-/// Converts the options for the log directory and for the ranks on the console.
+/// Converts torchrun's options for the log directory, and for the ranks whose output is shown, to
+/// keys of the job.
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));

@@ -21,8 +21,9 @@ pub(super) struct TooFewCpus {
     pub(super) cpus: usize,
 }
 
-/// Assigns CPUs to each worker of a host. `gpu_nodes[i]` is the NUMA node of the GPU of worker `i`;
-/// `None` if unknown or without a GPU. The number of workers is the length of `gpu_nodes`.
+/// Assigns CPUs of a host to each of its workers, as `bind` requests. `gpu_nodes[i]` is the NUMA
+/// node of the GPU of worker `i`; `None` if unknown or without a GPU. The number of workers is the
+/// length of `gpu_nodes`.
 ///
 /// With [`CpuBind::Cores`], shares are equal and disjoint, so that no rank waits for a slower one
 /// or uses another's cores. CPUs that cannot be divided equally stay free. With [`CpuBind::Numa`],
@@ -56,8 +57,8 @@ pub(super) fn assign_cpus(
     }
 }
 
-/// Binds each worker to all cores of its NUMA nodes, which several workers may share. Returns
-/// `None` if a worker would have no cores.
+/// Assigns to each worker all cores of its NUMA nodes. Workers on the same nodes share the cores.
+/// Returns `None` if a worker would have no cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
     let assigned = assign_nodes(&nodes, gpu_nodes);
@@ -71,7 +72,7 @@ fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<V
     (0..gpu_nodes.len()).map(slot).collect()
 }
 
-/// Binds each worker to its own cores, or to single CPUs if there are fewer cores than workers.
+/// Assigns to each worker separate cores, or separate CPUs if there are fewer cores than workers.
 /// Returns `None` if there are fewer CPUs than workers.
 ///
 /// The cores of a worker are on the NUMA node of its GPU. Without GPUs, the cores of a worker are

@@ -12,7 +12,8 @@ fn build_machine(nodes: u32, cores: u32, threads: u32) -> HostInventory {
     build_inventory(CpuTopology { cores: (0..total).map(core).collect() }, None)
 }
 
-/// Returns an inventory with these cores. `quota` is the limit on CPU time, as a number of CPUs.
+/// Returns the inventory of a machine with the cores in `topology`. `quota` is the limit on CPU
+/// time, as a number of CPUs.
 fn build_inventory(topology: CpuTopology, quota: Option<f64>) -> HostInventory {
     let mut cpus: Vec<u32> = topology.cores.iter().flat_map(|c| c.cpus.clone()).collect();
     cpus.sort_unstable();

@@ -150,7 +150,7 @@ impl GpuSelection {
         self.names.len()
     }
 
-    /// Returns the largest number of workers that can have a GPU, or a share of one.
+    /// Returns the largest number of workers on the host that can have a GPU, alone or shared.
     pub(super) fn worker_capacity(&self) -> usize {
         self.gpu_count() * self.workers_per_gpu.max(1) as usize
     }
@@ -267,8 +267,8 @@ mod tests {
     use super::*;
     use protocol::hardware::GpuDevice;
 
-    /// Returns an inventory with one GPU on each of the NUMA nodes `nodes`. `inherited` contains
-    /// the environment variables of the host.
+    /// Returns the inventory of a host with one GPU on each of the NUMA nodes `nodes`. `inherited`
+    /// contains the environment variables of the host.
     fn build_inventory(vendor: GpuVendor, nodes: &[u32], inherited: &[(&str, &str)]) -> HostInventory {
         let gpu = |(i, node): (usize, &u32)| GpuDevice {
             vendor,

@@ -1,4 +1,4 @@
-//! [`key_error`]: creates the errors of a plan.
+//! [`key_error`]: creates errors about keys of the job that are found while workers are planned.
 use diagnostic::{Code, Diagnostic};
 
 /// Creates an error whose subject is the job's key `key`.

@@ -9,7 +9,7 @@ use jobspec::{
 use protocol::control::HostInventory;
 use std::path::Path;
 
-/// The largest number of threads of one worker.
+/// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
 
 /// The values that all workers of an attempt share in their environments.

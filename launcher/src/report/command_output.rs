@@ -30,7 +30,7 @@ pub(crate) fn write_strict(text: &str) -> io::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
 }
 
-/// Converts the error of a closed pipe to `Ok`.
+/// Converts a write error that stdout is a closed pipe to `Ok`.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -50,8 +50,7 @@ pub(crate) fn write_message(text: &str) {
     _ = io::stderr().lock().write_all(filter_colored_text(text).as_bytes());
 }
 
-/// Replaces the last line of a terminal on stderr by a text of this program. An empty text erases
-/// the line.
+/// Replaces the last line of the terminal on stderr by `text`. An empty text erases the line.
 pub(crate) fn redraw_line(text: &str) {
     _ = io::stderr().lock().write_all(format!("\r\x1b[K{}", filter_line(text)).as_bytes());
 }

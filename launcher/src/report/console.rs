@@ -19,7 +19,8 @@ pub(super) struct Console {
 }
 
 impl Console {
-    /// Creates a console. Draws a progress bar if `with_bar` is set and stderr is a terminal.
+    /// Creates a [`Console`] for the stdout and stderr of this process. Draws a progress bar if
+    /// `with_bar` is set and stderr is a terminal.
     pub(super) fn new(with_bar: bool) -> Self {
         let bar = (with_bar && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());

@@ -11,7 +11,8 @@ use std::{
 
 /// The longest time that a line waits for equal lines of other ranks.
 pub(super) const MERGE_WINDOW: Duration = Duration::from_millis(100);
-/// The largest number of waiting lines. If more lines wait, the oldest one is shown immediately.
+/// The largest number of lines that wait for equal lines of other ranks. If more lines wait, the
+/// oldest one is shown immediately.
 const MAX_WAITING: usize = 1024;
 
 /// A line of output, with the ranks that printed the line.
@@ -45,8 +46,9 @@ impl Deduplicator {
         Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
 
-    /// Adds a line that `rank` printed. `now` is the time of arrival, measured from any fixed
-    /// start. Returns the lines to show at `now`, which may include the added line.
+    /// Adds the line `text`, which `rank` printed, to the waiting lines. `now` is the time of
+    /// arrival, measured from any fixed start. Returns the lines to show at `now`, which may
+    /// include the added line.
     pub(super) fn push_line(
         &mut self,
         now: Duration,

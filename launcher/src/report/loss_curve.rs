@@ -1,11 +1,11 @@
 //! [`LossCurve`]: plots the losses of a run in braille characters.
 
-/// The width of the plot in characters. A braille character has 2 × 4 dots.
+/// The width of the plot of a run's losses, in characters. A braille character has 2 × 4 dots.
 const COLUMNS: usize = 60;
-/// The height of the plot in characters.
+/// The height of the plot of a run's losses, in characters.
 const ROWS: usize = 8;
-/// The largest number of stored points. If there are more, neighboring points are averaged in
-/// pairs.
+/// The largest number of losses that are stored for the plot of a run. If there are more,
+/// neighboring points are averaged in pairs.
 const MAX_POINTS: usize = 1 << 16;
 
 /// The losses of all steps of a run. If the run has more than [`MAX_POINTS`] steps, the losses of

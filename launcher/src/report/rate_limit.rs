@@ -18,7 +18,8 @@ pub(super) struct LineRateLimit {
     reported_at: Duration,
 }
 
-/// The decision whether a line is shown, and whether omitted lines are reported.
+/// The decision what to do with a line of output: show it, omit it, or also report how many lines
+/// were omitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineDecision {
     Show,

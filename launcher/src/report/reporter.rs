@@ -20,8 +20,8 @@ use std::{
 const QUEUE_CAPACITY: usize = 1 << 16;
 /// The largest number of lines of workers that wait in the queue of the reporting thread.
 const MAX_QUEUED_LINES: usize = 2048;
-/// The time without accepted output at the end of a run after which the remaining output is
-/// dropped. A pager and a paused terminal accept no output.
+/// How long the end of a run waits while stdout and stderr accept no output. After that, the
+/// remaining output is dropped. A pager and a paused terminal accept no output.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handle of the thread that shows a run to the user. Only [`Reporter::finish`] blocks.
@@ -81,7 +81,8 @@ impl Reporter {
         Ok(Reporter { queue, done, counters, dropped: 0 })
     }
 
-    /// Queues an event for the reporting thread. Drops and counts the event if the queue is full.
+    /// Queues an event of the run, which the reporting thread then shows to the user. Drops and
+    /// counts the event if the queue is full.
     pub(crate) fn show_event(&mut self, event: Event) {
         self.enqueue(ReportItem::Event(event));
     }
@@ -92,8 +93,8 @@ impl Reporter {
         self.enqueue(ReportItem::Context(event));
     }
 
-    /// Queues a line of a worker for the reporting thread. Drops and counts the line if
-    /// [`MAX_QUEUED_LINES`] lines are waiting.
+    /// Queues an output line of a worker, which the reporting thread then shows to the user. Drops
+    /// and counts the line if [`MAX_QUEUED_LINES`] lines are waiting.
     pub(crate) fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.counters.queued_lines.load(Ordering::Relaxed) >= MAX_QUEUED_LINES {
             self.dropped += 1;
@@ -115,8 +116,8 @@ impl Reporter {
         self.enqueue(ReportItem::Message(text));
     }
 
-    /// Adds an item to the queue. If items were dropped, a message with their number precedes the
-    /// item.
+    /// Adds an item to the queue of the reporting thread. If items were dropped, a message with
+    /// their number precedes the item.
     ///
     /// Returns `false` if the queue is full. The item is then dropped and counted.
     fn enqueue(&mut self, item: ReportItem) -> bool {
@@ -133,8 +134,8 @@ impl Reporter {
         sent
     }
 
-    /// Shows the summary of the run. Blocks until all queued items are written, or until stdout and
-    /// stderr have accepted no output for [`STUCK_TIMEOUT`].
+    /// Shows the summary at the end of the run. Blocks until all queued items are written, or until
+    /// stdout and stderr have accepted no output for [`STUCK_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
         self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
         let mut item = ReportItem::Finish(summary);

@@ -25,8 +25,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time without a line about a step. After this time, the next step gets a line, even
-/// if the step is not one of the [`STEP_LINES`]. Applies only without a progress bar.
+/// The longest time during training in which no line about a step is shown. After this time, the
+/// next step gets a line, even if the step is not one of the [`STEP_LINES`]. Applies only without a
+/// progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// The approximate number of lines about steps that are shown during a run without a progress bar.
 const STEP_LINES: u64 = 20;
@@ -88,8 +89,8 @@ impl RunView {
         view
     }
 
-    /// Shows an item on the console. Before an event, a message or the summary, shows all lines
-    /// that wait for equal lines of other ranks.
+    /// Shows an item of the queue, such as an event or an output line, on the console. Before an
+    /// event, a message or the summary, shows all lines that wait for equal lines of other ranks.
     pub(super) fn show_item(&mut self, item: ReportItem) {
         // Lines that arrived before an event must be shown before the event.
         if !matches!(item, ReportItem::Line { .. } | ReportItem::Progress { .. }) {
@@ -154,8 +155,8 @@ impl RunView {
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    /// Writes an output line of a worker, after `prefix`. `stderr` is whether the worker printed
-    /// the line to stderr.
+    /// Writes an output line of a worker to the console, after the text `prefix`. `stderr` is
+    /// whether the worker printed the line to stderr.
     ///
     /// A line that the user's program printed to its stdout is written to stdout, unless stdout
     /// carries JSON events. All other lines, and all lines of the built-in runtime, are written to
@@ -219,7 +220,7 @@ impl RunView {
         }
     }
 
-    /// Stores the values of an event that the progress bar and the final messages display.
+    /// Remembers those values of an event that the progress bar or the final messages will show.
     fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {

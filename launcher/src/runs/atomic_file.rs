@@ -1,5 +1,5 @@
-//! Replaces the files of a run directory in one step, and reads files that no other user can have
-//! written.
+//! Writes files of a run directory such that a crash leaves either the old or the new content.
+//! Reads files only if no other user can have written them.
 use crate::private_files::{PRIVATE_FILE_MODE, open_own_file_without_links};
 use std::{
     fs::{self, File, OpenOptions},
@@ -25,8 +25,8 @@ pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io
     File::open(directory)?.sync_all()
 }
 
-/// Reads a file. Fails if the file is not a regular file of this user, if other users can write it,
-/// or if it is longer than `limit` bytes.
+/// Reads a file that only this user can have written. Fails if the file is not a regular file of
+/// this user, if other users can write it, or if it is longer than `limit` bytes.
 pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_own_file_without_links(path)?.take(limit + 1).read_to_end(&mut bytes)?;

@@ -36,7 +36,8 @@ impl ProcessIdentity {
         Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
-    /// Returns whether the process was started on a machine with the host name of this machine.
+    /// Returns whether the machine on which the process was started has the host name of this
+    /// machine.
     pub(crate) fn is_on_this_host(&self) -> bool {
         self.host == read_host_name()
     }

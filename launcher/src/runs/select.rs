@@ -2,7 +2,7 @@
 use super::registry::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// Which runs a command may select: any run, or active runs only.
+/// The runs among which a command may select: all runs, or active runs only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
     /// Any run, for a command that reads the files of a run. Without a name, the active run is
@@ -49,8 +49,8 @@ pub(crate) enum RunSelectionError<'r> {
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the runs that the command line could mean if several runs match. Returns an empty
-    /// slice for other errors.
+    /// Returns the runs that match the command line, if these are several. Returns an empty slice
+    /// for other errors.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns

@@ -108,10 +108,10 @@ fn a_ddp_script_runs_unchanged_on_four_hosts() {
     assert_nothing_left(&hosts, &HOSTS);
 }
 
-/// A script that records Accelerate's state. `accelerate launch --multi_gpu` (1.15, without a
-/// configuration file) sets variables to the defaults of the library. launch does not set these
-/// variables, because they would hide the user's values; the library must choose the same defaults
-/// without them.
+/// A Python script that writes to a file which ranks, devices and settings Accelerate has found.
+/// `accelerate launch --multi_gpu` (1.15, without a configuration file) sets variables to the
+/// defaults of the library. launch does not set these variables, because they would hide the user's
+/// values; the library must choose the same defaults without them.
 const ACCELERATE_SCRIPT: &str = r#"
 import json, os, sys
 import accelerate, torch
@@ -130,8 +130,8 @@ accelerator.end_training()
 os._exit(0)  # as above
 "#;
 
-/// A script that records DeepSpeed's state. DeepSpeed reads ranks and addresses from the
-/// environment, not from MPI.
+/// A Python script that writes to a file which ranks and addresses DeepSpeed has found. DeepSpeed
+/// reads ranks and addresses from the environment, not from MPI.
 const DEEPSPEED_SCRIPT: &str = r#"
 import json, os, sys
 import deepspeed, torch

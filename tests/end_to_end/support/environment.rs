@@ -50,8 +50,8 @@ pub(crate) fn launch_command(directory: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// Returns whether programs get this variable of the test process: the search path of programs, and
-/// the locale, on which no result may depend.
+/// Returns whether programs that a test starts inherit the environment variable `name`. They
+/// inherit the search path of programs, and the locale, on which no result may depend.
 fn is_inherited(name: &OsStr) -> bool {
     name == "PATH" || name == "LANG" || name.as_encoded_bytes().starts_with(b"LC_")
 }

@@ -8,7 +8,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// The modules that scripts with HF Trainer, Accelerate and DeepSpeed import.
+/// The Python modules that scripts with HF Trainer, Accelerate and DeepSpeed import.
 pub(crate) const TRAINER_MODULES: [&str; 5] = [
     "torch._dynamo",
     "deepspeed.comm.torch",
@@ -26,7 +26,8 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
-    /// Starts a server that has imported `modules`. Panics if Python cannot import them.
+    /// Starts a Python process that imports `modules` and then waits for scripts to run. Panics if
+    /// Python cannot import them.
     pub(crate) fn start(python: &Path, modules: &[&str]) -> ForkServer {
         let directory = create_test_directory();
         let socket = directory.path().join("socket");
@@ -41,7 +42,7 @@ impl ForkServer {
         ForkServer { server, python: python.to_owned(), socket, directory }
     }
 
-    /// Returns the program and arguments that replace `python` to run a script in the server.
+    /// Returns a command line that runs a script in this server. It takes the place of `python`.
     pub(crate) fn client_command(&self) -> [String; 6] {
         let [python, script, socket] =
             [&self.python, Path::new(server_script()), &self.socket].map(|p| p.to_str().unwrap().to_owned());

@@ -95,8 +95,8 @@ impl ResumedJob {
         directory
     }
 
-    /// Runs the job with these settings from the recorded checkpoint, and waits for its end.
-    /// Deletes the job's own checkpoints before.
+    /// Runs the job with the settings `set`, beginning from the recorded checkpoint, and waits for
+    /// its end. Deletes the job's own checkpoints before.
     pub(crate) fn run(&self, set: &[&str]) -> FinishedRun {
         let from = format!("resume.from={}", self.from.display());
         self.job_dir.delete_checkpoints();
@@ -122,8 +122,8 @@ pub(crate) fn parse_numbers(list: &Value) -> Vec<f64> {
 const SMALL_MODEL_SIZES: &str = "vocab_size: 257, hidden_size: 16, intermediate_size: 20, num_attention_heads: 4, num_key_value_heads: 2, \
                      max_position_embeddings: 64, rms_norm_eps: 1e-6";
 
-/// Returns the job that continues a recording of DeepSpeed. `tied` is whether the head is tied to
-/// the embedding.
+/// Returns the text of a job that resumes a recorded run of DeepSpeed. `tied` is whether the head
+/// is tied to the embedding.
 fn format_deepspeed_job(tied: bool) -> String {
     format_job_with_model(&format!(
         "family: llama, vocab_size: 257, hidden_size: 24, intermediate_size: 40, num_hidden_layers: 2, num_attention_heads: 4, \
@@ -131,7 +131,7 @@ fn format_deepspeed_job(tied: bool) -> String {
     ))
 }
 
-/// Returns a job with this content of its `model` section.
+/// Returns the text of a job whose `train.model` section has the content `model`.
 fn format_job_with_model(model: &str) -> String {
     format!(
         "name: tiny

@@ -16,8 +16,8 @@ pub(crate) struct TrainerScript {
 }
 
 impl TrainerScript {
-    /// Creates a directory for a script that trains `steps` steps. `python` is the command that
-    /// runs a script.
+    /// Creates an empty directory in which `script` can run, to train `steps` steps. `python` is
+    /// the command that runs a script.
     pub(crate) fn new(python: &[String], script: &'static str, steps: u32) -> TrainerScript {
         TrainerScript { job_dir: JobDirectory::new(), python: python.to_vec(), script, steps, arguments: &[] }
     }

@@ -15,11 +15,11 @@ use std::{
     time::Duration,
 };
 
-/// How long the worker is suspended in each round.
+/// How long the worker is suspended in each round of suspending and continuing.
 const SUSPENDED: Duration = Duration::from_millis(60);
-/// How long the worker runs in each round.
+/// How long the worker runs in each round of suspending and continuing.
 const RUNNING: Duration = Duration::from_millis(6);
-/// The pause before another search for a worker.
+/// The pause before another search for the process of a worker, if none was found.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Suspends the built-in worker of a host again and again. The workers of the other hosts wait for

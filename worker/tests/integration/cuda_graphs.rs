@@ -43,7 +43,7 @@ fn create_gpt2_spec(dropout: Option<f64>) -> TrainSpec {
     create_train_spec(model, 0, 4, 1, 7)
 }
 
-/// Creates jobs that use the GPU in different ways. Returns name, spec and numbers of ranks of
+/// Creates test jobs that use the GPU in different ways. Returns name, spec and numbers of ranks of
 /// each.
 fn create_training_cases() -> Vec<(&'static str, TrainSpec, &'static [usize])> {
     let mut recomputed = create_llama_train_spec(2, Precision::Bf16);
@@ -115,8 +115,8 @@ fn training_with_graphs_has_the_same_bits_and_fewer_calls() {
     }
 }
 
-/// Asserts that streams wait for a graph as they wait for single calls. Otherwise the losses would
-/// become NaN when a stream lags.
+/// Asserts that streams wait for the work of a CUDA graph, as they wait for single calls. Otherwise
+/// the losses would become NaN when a stream lags.
 fn assert_lagging_streams_keep_losses() {
     let mut offloaded = create_llama_train_spec(3, Precision::Bf16);
     offloaded.zero.offload = Some(OffloadTarget::Cpu);
@@ -176,10 +176,11 @@ fn assert_resume_with_and_without_graphs() {
     }
 }
 
-/// Driver calls that graphs replace.
+/// The functions of the CUDA driver whose calls CUDA graphs replace.
 const REPLACED_CALLS: [&str; 4] =
     ["cuLaunchKernel", "cublasLtMatmul", "cuMemsetD8Async", "cuMemcpyDtoDAsync"];
-/// Driver calls that launch and change graphs, and that allocate and free memory.
+/// The functions of the CUDA driver that launch and change CUDA graphs, and that allocate and free
+/// memory.
 const OTHER_CALLS: [&str; 4] =
     ["cuGraphLaunch", "cuMemAllocAsync", "cuMemFreeAsync", "cuGraphExecKernelNodeSetParams"];
 

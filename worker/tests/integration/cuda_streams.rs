@@ -21,8 +21,8 @@ use worker::zero::collective_queue::CollectiveQueue;
 /// steps.
 const STEPS: u64 = 3;
 
-/// Creates jobs that use streams and collectives in different ways. Returns name, spec and number
-/// of ranks of each.
+/// Creates test jobs that use CUDA streams and collectives in different ways. Returns name, spec
+/// and number of ranks of each.
 fn create_training_cases() -> Vec<(&'static str, TrainSpec, usize)> {
     let mut muon = create_llama_train_spec(1, Precision::Fp32);
     (muon.optimizer.name, muon.optimizer.momentum) = (OptimizerName::Muon, 0.95);

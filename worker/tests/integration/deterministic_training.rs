@@ -64,8 +64,8 @@ fn losses_are_equal_with_sgd_and_without_prefetch() {
     });
 }
 
-/// Compares runs in which some or all gathered parameters stay gathered between micro-batches with
-/// a run of one rank at stage 0.
+/// Checks that losses do not change if gathered parameters stay gathered between micro-batches. The
+/// reference is a run of one rank at stage 0.
 #[test]
 fn retaining_gathered_parameters_does_not_change_losses() {
     for live in [700, u64::MAX] {

@@ -233,7 +233,8 @@ const EXPERT_COUNT: usize = 6;
 /// Number of tokens in the vocabulary of the tiny model.
 const VOCAB_SIZE: usize = 12;
 
-/// Changes embedding and routers so that token `i` prefers expert `preferred_experts[i]`.
+/// Changes the weights of embedding and routers, so that routers select expert
+/// `preferred_experts[i]` for token `i`.
 fn steer_routing(running: &mut RunningTrainer, preferred_experts: &[usize]) {
     let engine = &running.trainer.engine;
     for (u, shard) in engine.shards.iter().enumerate() {
@@ -397,7 +398,8 @@ fn routings_over_shared_memory_have_the_bits_of_one_rank() {
     assert!(got.iter().all(|g| *g == expected));
 }
 
-/// Returns code and key of the error of a placement, or `None` if the placement is valid.
+/// Returns the code and key of the error that `placement` causes for a model, or `None` if the
+/// placement is valid.
 fn find_placement_error(
     model: &Model,
     parallel: u32,

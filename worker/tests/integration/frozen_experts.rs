@@ -49,8 +49,8 @@ fn place_experts(ranks: &[u32]) -> ExpertPlacement {
     ExpertPlacement::Experts((0..).zip(ranks.iter().copied()).collect())
 }
 
-/// Lists world sizes with an expert-parallel size and a placement. In some placements a rank has
-/// only frozen experts.
+/// Lists the test cases: a world size, an expert-parallel size and a placement of experts each. In
+/// some placements a rank has only frozen experts.
 fn list_placements() -> Vec<(usize, u32, ExpertPlacement)> {
     vec![
         (1, 1, ExpertPlacement::Balanced),

@@ -168,8 +168,8 @@ fn freezing_parts_of_gpt2_keeps_the_gradients_of_the_others() {
     }
 }
 
-/// Trains with frozen parts and parameter groups in bf16 and fp16, for several world sizes and
-/// stages and after a resume.
+/// Checks that losses in bf16 and fp16, with frozen parts and parameter groups, do not depend on
+/// world size and stage, also after a resume.
 #[test]
 fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() {
     for precision in [Precision::Bf16, Precision::Fp16] {
@@ -206,8 +206,8 @@ fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() 
     }
 }
 
-/// Changes the optimizer of a `train` section to one that updates whole tensors, with every kind of
-/// state that the optimizer has.
+/// Changes the optimizer of a `train` section to Muon or Adafactor (`name`), with settings for
+/// which it has all of its kinds of states.
 fn set_tensor_optimizer(spec: &mut TrainSpec, name: OptimizerName) {
     (spec.optimizer.name, spec.optimizer.momentum) = (name, 0.95);
     spec.optimizer.beta1 = Some(0.9);
@@ -464,8 +464,8 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     assert_eq!(checkpoint.facts().cursor["late"], serde_json::json!({ FROZEN: 5 }));
 }
 
-/// Returns code and key of the error of building a trainer, or `None` if the trainer can be built.
-/// `change` modifies the spec.
+/// Returns the code and key of the error that a changed `train` section causes when a trainer is
+/// built, or `None` if there is no error. `change` modifies the spec.
 fn find_build_error(change: impl Fn(&mut TrainSpec)) -> Option<(&'static str, String)> {
     let mut spec = create_train_spec(create_odd_sized_model(), 3, 2, 1, 11);
     change(&mut spec);

@@ -16,8 +16,8 @@ fn create_family_spec(family: &str, stage: u8) -> TrainSpec {
     create_train_spec(model, stage, 8, 2, 11)
 }
 
-/// Trains a step, generates tokens, and trains another step. Asserts that the generation does not
-/// change training. Returns the tokens.
+/// Trains one step, generates the tokens that `request` asks for, and trains another step. Asserts
+/// that the generation does not change training. Returns the tokens.
 fn generate_between_steps(spec: &TrainSpec, world: usize, request: &GenerationRequest) -> Vec<u32> {
     let mut by_rank = run_on_ranks(world, |c| {
         let mut running = build_trainer(spec, c, 1).start_fresh();

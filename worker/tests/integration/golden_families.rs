@@ -163,7 +163,7 @@ fn find_error_with(name: &str, key: &str, value: &Value) -> Option<ModelError> {
     find_build_error(name, |config| drop(config.insert(key.into(), value.clone())))
 }
 
-/// The golden model with the config of Llama.
+/// The name of a golden model of the Llama family, whose config tests change.
 const LLAMA: &str = "llama_biases_tied";
 
 /// The name of a golden model, a config key, and a value for the key.
@@ -423,7 +423,8 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
     assert_eq!(*missing, serde_json::json!(["transformer.h.1.ln_2.bias"]));
 }
 
-/// Trains models that job.yaml describes, of the families whose configs differ most from Llama's.
+/// Checks training of models that job.yaml describes, of the families whose configs differ most
+/// from Llama's.
 #[test]
 fn new_models_train_with_the_same_bits_on_every_world_size() {
     for family in ["gpt2", "gemma2", "gemma3_text"] {

@@ -21,8 +21,8 @@ fn create_spec(stage: u8, family: &str) -> TrainSpec {
     spec
 }
 
-/// Interrupts an evaluation and a generation when `rank` has called the check of the stop request
-/// `calls` times. Asserts that every rank ends after the same number of calls.
+/// Interrupts an evaluation and a generation: `rank` reports a stop request when it has been asked
+/// for one `calls` times. Asserts that every rank ends after the same number of calls.
 fn interrupt(running: &mut RunningTrainer, rank: usize, calls: usize) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let is_asked = running.trainer.engine.rank() == rank;

@@ -21,7 +21,8 @@ use worker::{
 /// The directories of the golden cases of LoRA.
 const LORA_CASES: [&str; 7] = ["q_v", "all_linear", "rslora", "one_module", "gemma", "gpt2", "experts"];
 
-/// Returns the directory of a golden model or adapter: `kind` is `families` or `lora`.
+/// Returns the directory of the golden model or adapter `name`. `kind` is `families` for models and
+/// `lora` for adapters.
 fn golden_lora_path(kind: &str, name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(kind).join(name)
 }
@@ -39,7 +40,8 @@ fn create_adapter_spec(rank: u32, dropout: f64) -> LoraSpec {
     }
 }
 
-/// Creates the `train.lora` section for the adapters of a directory.
+/// Creates the `train.lora` section of a job that trains the existing adapters in the directory
+/// `adapter`.
 fn create_pretrained_adapter_spec(adapter: PathBuf) -> LoraSpec {
     LoraSpec { from: Some(adapter), dropout: None, ..create_adapter_spec(1, 0.0) }
 }
@@ -195,7 +197,8 @@ fn lora_losses_have_the_same_bits_for_every_expert_parallel_size() {
     }
 }
 
-/// Trains new adapters of pretrained weights in 16 bits, for several world sizes and stages.
+/// Checks that training new adapters of pretrained weights in 16 bits gives the same bits for
+/// several world sizes and stages.
 #[test]
 fn sixteen_bit_lora_training_has_the_same_bits_on_every_world_size_and_stage() {
     for (name, precision) in

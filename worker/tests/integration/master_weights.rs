@@ -9,9 +9,9 @@ use protocol::preflight::Preflight;
 use std::{collections::BTreeMap, path::Path};
 use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 
-/// Number of steps before the checkpoint.
+/// The number of steps that each run trains before it saves a checkpoint.
 const STEPS_BEFORE_SAVE: u64 = 3;
-/// Number of steps after the resume.
+/// The number of steps that each run trains after it resumes from a checkpoint.
 const STEPS_AFTER_RESUME: u64 = 2;
 
 /// Creates the `train` section of a bf16 run without master weights.

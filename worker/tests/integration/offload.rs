@@ -31,7 +31,7 @@ fn losses_with_optimizer_states_in_files_have_the_same_bits() {
     assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none(), "files are left");
 }
 
-/// Trains with fp32 master weights in memory and optimizer states in files.
+/// Checks bf16 training with fp32 master weights in memory and optimizer states in files.
 #[test]
 fn bf16_losses_with_optimizer_states_in_files_have_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();

@@ -14,13 +14,15 @@ use worker::train::{running_trainer::RunningTrainer, step::RankStepReport};
 /// Rounding errors are random, and a gradient that is the small difference of large terms can have
 /// any error.
 const MAX_TENSOR_RATIO: f64 = 5.0;
-/// The largest accepted geometric mean of the error ratios of one case.
+/// The largest accepted geometric mean, over the tensors of one golden case, of the ratio of
+/// launch's error to PyTorch's error.
 const MAX_CASE_RATIO: f64 = 1.25;
-/// The largest accepted geometric mean of the error ratios of all cases.
+/// The largest accepted geometric mean, over the tensors of all golden cases, of the ratio of
+/// launch's error to PyTorch's error.
 const MAX_TOTAL_RATIO: f64 = 1.05;
-/// Tensors with too few elements for a comparison within one case. Their errors are summed over the
-/// cases without experts: a router near a tie may select another expert because of a rounding, and
-/// then ten steps are not comparable.
+/// The tensors that have too few elements to compare their errors within one golden case. Their
+/// errors are summed over the cases without experts: a router near a tie may select another expert
+/// because of a rounding, and then ten steps are not comparable.
 const SMALL_TENSORS: [&str; 3] = ["loss", "losses", "grad_norms"];
 /// The largest accepted ratio of √Σ error² of launch to that of PyTorch, for a small tensor.
 const MAX_SMALL_TENSOR_RATIO: f64 = 1.1;

@@ -1,4 +1,4 @@
-//! Keeps docs/job.md and docs/job.schema.json equal to the declarations of the keys.
+//! Checks that docs/job.md and docs/job.schema.json agree with the declarations of the keys.
 //!
 //! `LAUNCH_UPDATE_DOCS=1 cargo test -p jobspec --test integration docs` rewrites both files.
 use jobspec::{JobSource, KEYS, KeyDefault, build_schema, load_job, update_reference};

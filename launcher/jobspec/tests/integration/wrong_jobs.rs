@@ -1,5 +1,5 @@
-//! Compares the errors of wrong jobs with stored texts. The job is `wrong/NAME.yaml`, and the
-//! expected text `wrong/NAME.txt`.
+//! Compares the error messages for wrong job files with stored texts. The job is `wrong/NAME.yaml`,
+//! and the expected text `wrong/NAME.txt`.
 //!
 //! `UPDATE_EXPECTED=1 cargo test -p jobspec --test integration wrong_jobs` rewrites the expected
 //! texts. A line `#! path=value` in a job is a `--set` argument.

@@ -46,7 +46,8 @@ impl HostInventory {
         self.cpus.is_empty()
     }
 
-    /// Removes from the inventory of a host what an agent must not report to the controller.
+    /// Removes from the inventory all environment variables except those that select devices,
+    /// because an agent reports no others to the controller.
     pub fn into_report(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name));
         self

@@ -195,8 +195,8 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
     Ok(SlurmNodeGroup { het, nodes: nodes.collect() })
 }
 
-/// Returns the requested number of GPUs per node. If none was requested, returns the number of GPUs
-/// on the node that runs the batch script.
+/// Returns the number of GPUs per node that the Slurm job has requested. If none was requested,
+/// returns the number of GPUs on the node that runs the batch script.
 fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
     let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| parse_gpu_count(&text));
     requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))

@@ -3,8 +3,8 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-/// Reads the allocation from the recorded environment `name`, after changing variables. A change to
-/// `None` removes the variable.
+/// Reads the Slurm allocation from the environment recorded under `name`, with the variables in
+/// `changes` changed. A change to `None` removes the variable.
 fn read_recorded(
     name: &str,
     changes: &[(&str, Option<&str>)],
@@ -22,8 +22,8 @@ fn read_recorded(
     read_allocation(&|name| vars.get(name).cloned())
 }
 
-/// For each node: the number of its group in a heterogeneous job, its name, and its numbers of
-/// tasks, CPUs and GPUs.
+/// The properties of each node that tests compare: the number of its group in a heterogeneous job,
+/// its name, and its numbers of tasks, CPUs and GPUs.
 type NodeSummaries = Vec<(Option<u32>, String, Option<u32>, u32, Option<u32>)>;
 
 fn summarize_nodes(allocation: &SlurmAllocation) -> NodeSummaries {

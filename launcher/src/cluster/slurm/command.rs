@@ -116,8 +116,8 @@ fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diag
         .with_field("output", stderr)
 }
 
-/// Returns the output of a command of Slurm. Fails if the command could not be started, or if its
-/// exit status is not 0.
+/// Converts the result of running the Slurm command `command` to its output. Fails if the command
+/// could not be started, or if its exit status is not 0.
 pub(super) fn check_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {
@@ -127,7 +127,7 @@ pub(super) fn check_output(command: &str, output: io::Result<Output>) -> diagnos
     }
 }
 
-/// Joins the lines of a text with ` | `, without white space at both ends.
+/// Joins the lines of a text with ` | `, after removing the white space at both ends of the text.
 fn join_lines(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
 }

@@ -28,8 +28,8 @@ impl OpenHandshakes {
         OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }
 
-    /// Makes a place for a connection from `peer`. If another connection was closed for this
-    /// purpose, returns its address.
+    /// Makes a place for a new connection from `peer`, if necessary by closing another one. If
+    /// another connection was closed for this purpose, returns its address.
     pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count(peer) >= MAX_PER_ADDRESS {
@@ -44,7 +44,7 @@ impl OpenHandshakes {
         Some(address)
     }
 
-    /// Adds a connection from `peer`.
+    /// Adds a connection from `peer`, which `task` serves.
     pub(super) fn add(&mut self, peer: IpAddr, task: AbortHandle) {
         self.connections.push_back((peer, task));
     }

@@ -1,5 +1,5 @@
-//! The command line of `srun`, the executable that srun starts on the nodes, and the parsing of
-//! srun's output.
+//! Builds the command line of `srun`, chooses the executable that srun starts on the nodes, and
+//! parses srun's output.
 use super::allocation::expand_node_list;
 use diagnostic::{
     Code, Diagnostic,
@@ -71,8 +71,8 @@ fn draw_copy_path(job: u64) -> diagnostic::Result<String> {
     Ok(format!("/tmp/launch-{job}-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// Environment variables that set options of srun. The transport removes them from the environment
-/// of srun.
+/// Environment variables by which Slurm or a user could change options of srun. The transport
+/// removes them from the environment of srun.
 ///
 /// Slurm or a batch script sets these variables for the steps of the script. In the step of the
 /// agents, the variables could request one GPU or one CPU, or another placement than one task on

@@ -21,14 +21,15 @@ use tokio::{
 
 /// How many of the last output lines of srun and its agents are kept for error messages.
 const TAIL_LINES: usize = 5;
-/// The length of the longest output line that is kept whole, in bytes. A longer line is split into
-/// several lines.
+/// The length of the longest line of srun's output that is not split, in bytes. A longer line is
+/// split into several lines.
 const MAX_LINE_BYTES: u64 = 4 << 10;
 /// The number of bytes of srun's output that may wait until the controller reads them. Once the
 /// buffer is full, no more output of srun is read.
 const OUTPUT_BUFFER_BYTES: usize = 16 << 10;
 
-/// The number of warnings that may wait to be added to the output. Further ones are dropped.
+/// The largest number of warnings that may wait until they are added to srun's output. Further ones
+/// are dropped.
 const WARNING_CAPACITY: usize = 16;
 
 /// A running `srun`, whose tasks are agents. All connections to these agents share the value.
@@ -46,9 +47,10 @@ pub(super) struct SlurmStep {
 }
 
 impl SlurmStep {
-    /// Starts srun without the environment variables `hidden`, and passes the invitation to its
-    /// tasks. Returns the step and a stream with the output of srun and of the agents. The
-    /// controller must reap srun and then call [`Self::set_exit_status`].
+    /// Starts srun without the environment variables `hidden`. Passes `invitation`, with which
+    /// agents find the controller, to the agents that srun starts. Returns the step and a stream
+    /// with the output of srun and of the agents. The controller must reap srun and then call
+    /// [`Self::set_exit_status`].
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
@@ -57,8 +59,8 @@ impl SlurmStep {
         Self::spawn_srun(arguments, invitation, hidden).map_err(|error| build_start_error("srun", &error))
     }
 
-    /// Starts srun in a separate process group, writes the invitation to srun's standard input, and
-    /// starts the task that forwards srun's output.
+    /// Starts srun in a separate process group. Writes the invitation, with which the agents find
+    /// the controller, to srun's standard input, and starts the task that forwards srun's output.
     fn spawn_srun(
         arguments: &[String],
         invitation: &Invitation,
@@ -122,19 +124,20 @@ impl SlurmStep {
         self.exit_status.subscribe()
     }
 
-    /// Joins the last lines of output, at most [`TAIL_LINES`], with ` | `.
+    /// Joins the last lines of srun's output, at most [`TAIL_LINES`], with ` | `, for an error
+    /// message.
     pub(super) fn join_output_tail(&self) -> String {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Adds a warning to the output. Never blocks.
+    /// Adds the warning `text` to the output of srun that the controller reads. Never blocks.
     pub(super) fn print_warning(&self, text: String) {
         // If many warnings wait, the reader does not read.
         _ = self.warnings.try_send(text);
     }
 
-    /// Returns whether the task of this node has ended with an error, according to srun.
+    /// Returns whether srun has reported that its task on the node `node` ended with an error.
     pub(super) fn has_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }

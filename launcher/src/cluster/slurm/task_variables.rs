@@ -1,10 +1,11 @@
-//! [`is_task_variable`]: the environment variables that describe one task of a Slurm step.
+//! [`is_task_variable`]: recognizes the environment variables that describe one task of a Slurm
+//! step.
 //!
 //! An agent is a task of a step, and its workers inherit its environment. Libraries that find these
 //! variables would take all workers of a host for the same task: JAX and Lightning read the rank
 //! from `SLURM_PROCID`, and MPI connects to the process manager of the step (`PMI_*`, `PMIX_*`).
 
-/// The variables that describe the task, and the tasks of its step.
+/// The environment variables that describe one task of a Slurm step, and the tasks of this step.
 const TASK_VARIABLES: &[&str] = &[
     "SLURM_DISTRIBUTION",
     "SLURM_GTIDS",

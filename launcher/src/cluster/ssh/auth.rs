@@ -13,7 +13,7 @@ use std::{
 /// The largest number of keys that are offered to one server. Further keys are skipped, because
 /// OpenSSH's server disconnects after six rejected keys.
 const MAX_OFFERED_KEYS: usize = 5;
-/// The number of bytes that are read from a key file. The rest of a longer file is ignored.
+/// The largest number of bytes that are read from a key file. The rest of a longer file is ignored.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
 /// Logs in to an SSH server as the user of `target`: first with keys of the SSH agent, then with
@@ -104,7 +104,7 @@ impl LoginAttempts {
         self.results.push(result);
     }
 
-    /// Builds the error for a login for which no key was accepted.
+    /// Builds the error that the server of `target` accepted none of the keys.
     fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");

@@ -150,8 +150,9 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Appends the lines of the files that match the patterns of an `Include` line in the file
-    /// `from`. Relative patterns refer to `/etc/ssh` for files there, and otherwise to `~/.ssh`.
+    /// Reads the files that match the patterns of an `Include` line in the file `from`, and appends
+    /// their lines. Relative patterns refer to `/etc/ssh` for files there, and otherwise to
+    /// `~/.ssh`.
     fn include_files(
         &mut self,
         patterns: &[String],
@@ -214,9 +215,9 @@ impl SshHostSettings {
         settings
     }
 
-    /// Applies the values of a keyword to these settings. Ignores keywords that an earlier line has
-    /// set, except for `IdentityFile`, whose values add up. Of `ProxyJump` and `ProxyCommand`, only
-    /// the first one applies.
+    /// Sets the setting that a line with the keyword `keyword` and the values `values` determines.
+    /// Ignores keywords that an earlier line has set, except for `IdentityFile`, whose values add
+    /// up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
     fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());

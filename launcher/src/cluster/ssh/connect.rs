@@ -22,7 +22,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The stack size of a connection's thread, in bytes. There may be thousands of threads.
+/// The stack size of the thread that handles one SSH connection, in bytes. There may be thousands
+/// of threads.
 pub(super) const THREAD_STACK_BYTES: usize = 512 << 10;
 /// The SSH key exchange methods that launch offers to servers, in order of preference. Elliptic
 /// curves are the cheapest.
@@ -241,7 +242,7 @@ impl From<ssh2::Error> for SshHandshakeFailure {
 }
 
 impl SshHandshakeFailure {
-    /// Converts the failure into a diagnostic that names the host.
+    /// Converts the failure into a diagnostic that contains the name of the host.
     fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
         let name = &target.name;
         let (code, message) = match &self {

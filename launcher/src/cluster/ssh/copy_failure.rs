@@ -13,7 +13,7 @@ pub(super) struct ExecutableCopyFailure {
 }
 
 impl ExecutableCopyFailure {
-    /// Creates a failure whose remedy is known.
+    /// Creates the reason of a failure, with `help` as the advice for the user.
     fn new(code: Code, message: &str, help: &str) -> Self {
         ExecutableCopyFailure { code, message: message.to_owned(), help: Some(help.to_owned()) }
     }
@@ -74,7 +74,8 @@ fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
     Some(ExecutableCopyFailure::new(code, message, &help))
 }
 
-/// Classifies a failure of a step that writes to the cache directory. `stderr` is in lower case.
+/// Determines why the step `step`, which writes to the cache directory of the host, has failed.
+/// `stderr` is in lower case.
 fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
     let has = |part: &str| stderr.contains(part);
     let (message, remedy) = match step {
@@ -90,7 +91,8 @@ fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
     ExecutableCopyFailure::new(host::EXECUTABLE_CACHE_UNWRITABLE, message, &help)
 }
 
-/// Classifies a failed test run of the copied executable. `stderr` is in lower case.
+/// Determines why a test run of the executable on the host, after it was copied, has failed.
+/// `stderr` is in lower case.
 fn classify_run_failure(exit_code: &str, stderr: &str) -> ExecutableCopyFailure {
     let has = |part: &str| stderr.contains(part);
     match exit_code {

@@ -170,8 +170,8 @@ impl EntryHosts {
     }
 }
 
-/// Reads a file as text. Replaces bytes that are not UTF-8. Fails if the file is longer than
-/// [`MAX_FILE_BYTES`].
+/// Reads a known_hosts file as text. Replaces bytes that are not UTF-8. Fails if the file is longer
+/// than [`MAX_FILE_BYTES`].
 fn read_bounded_file(file: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     fs::File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
@@ -287,9 +287,9 @@ mod tests {
     use proptest::prelude::*;
     use std::process::Command;
 
-    /// A public key, as base64.
+    /// The base64 text of a public key, for tests.
     const KEY: &str = "AAAAC3NzaC1lZDI1NTE5AAAAIJPC4rTkdsUoUBOmBSpBrbmL5b3DTuBGzlTjUe2cWeVY";
-    /// A public key that differs from [`KEY`], as base64.
+    /// The base64 text of a public key that differs from [`KEY`], for tests.
     const OTHER: &str = "AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA";
 
     /// Writes a known_hosts file with this text and reads it, together with a file that does not
@@ -339,8 +339,8 @@ mod tests {
         assert_eq!(known_hosts.list_key_types("e"), ["ssh-rsa"]);
     }
 
-    /// Looks up hosts in a file whose names `ssh-keygen -H` has hashed. Skipped if `ssh-keygen` is
-    /// not installed.
+    /// Checks that hosts are found in a known_hosts file whose names `ssh-keygen -H` has hashed.
+    /// Skipped if `ssh-keygen` is not installed.
     #[test]
     fn hashed_names_of_ssh_keygen_match_their_hosts() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -72,7 +72,7 @@ struct RelayBuffer {
 }
 
 impl RelayBuffer {
-    /// Returns the bytes that were not written yet.
+    /// Returns the bytes of the buffer that were not written to the other side yet.
     fn unwritten(&self) -> &[u8] {
         &self.bytes[self.written..]
     }
@@ -160,8 +160,8 @@ impl ChannelRelay<'_> {
         }
     }
 
-    /// Reads from and writes to the local sockets without blocking. Returns whether any bytes
-    /// moved.
+    /// Reads available input of the remote process from the local sockets, and writes its output to
+    /// them, without blocking. Returns whether any bytes moved.
     fn relay_local_sockets(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.input == RelayInputState::Open && self.to_host.is_empty() {

@@ -14,8 +14,8 @@ use jobspec::JobSpec;
 use protocol::probe::HostInspection;
 use std::collections::BTreeSet;
 
-/// The largest clock skew without a warning, in seconds. With a larger skew, the times in the logs
-/// of several hosts are hard to compare.
+/// The largest clock skew of a host for which `launch check` does not warn, in seconds. With a
+/// larger skew, the times in the logs of several hosts are hard to compare.
 const MAX_CLOCK_SKEW_S: f64 = 1.0;
 /// The limit of open files below which `launch check` warns.
 const MIN_OPEN_FILES: u64 = 4096;
@@ -28,8 +28,9 @@ const MIN_SHM_BYTES: u64 = 1 << 30;
 /// need disk space.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
-/// Evaluates the probe results of all hosts. `hosts` are the hosts of the job, in the order of
-/// `probes`, and `preflight` states how the provider of the hosts is checked.
+/// Converts the probe results of all hosts to the report of `launch check`. `hosts` are the hosts
+/// of the job, in the order of `probes`, and `preflight` states how the provider of the hosts is
+/// checked.
 pub(super) fn evaluate_probes(
     job: &JobSpec,
     hosts: &[HostTarget],
@@ -82,7 +83,8 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
     checks
 }
 
-/// Checks the inspection of one host: directories, architecture, version, GPUs and limits.
+/// Checks what the agent of one host has found: directories, architecture, version, GPUs and
+/// limits.
 ///
 /// Architecture, version and GPUs are compared with those of `first`, the first host that answered.
 /// `slots` is the number of slots that the hostfile declares for the host.

@@ -1,4 +1,4 @@
-//! [`check_gpus`]: the checks of `launch check` that concern the GPUs of a host.
+//! [`check_gpus`]: performs the checks of `launch check` that concern the GPUs of a host.
 use super::check_report::CheckResult;
 use diagnostic::{Diagnostic, codes::host as codes, quantity::format_bytes};
 use protocol::probe::{GpuReport, HostInspection, LibraryReport};

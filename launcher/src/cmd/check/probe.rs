@@ -22,7 +22,7 @@ use tokio::{
     time::timeout,
 };
 
-/// The time that a running agent has to answer an inspection request.
+/// How long `launch check` waits for an agent's answer to an inspection request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
@@ -118,7 +118,8 @@ struct ProbeSession {
     connection: Option<AgentConnection>,
 }
 
-/// The message queues of a control connection to an agent.
+/// The control connection to an agent, as two queues: of messages to the agent and of messages from
+/// it.
 struct AgentConnection {
     outbox: Outbox<ToAgent>,
     inbox: mpsc::Receiver<((), Result<Option<FromAgent>, FrameError>)>,
@@ -288,7 +289,8 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// Returns the listeners of the hosts to which host `index` connects.
+/// Selects the hosts to which host `index` connects as a test, and returns where their agents
+/// listen.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
 /// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`. Omits hosts that have no listener.
@@ -301,8 +303,9 @@ fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<Pe
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Requests that an agent connect to its peers and search its directories for the nonce files of
-/// all hosts. Stores the answer, or the error if the request fails, in the session's probe result.
+/// Requests that an agent connect to the agents `peers`, and search its directories for the files
+/// that the agents of all hosts have written. Stores the answer, or the error if the request fails,
+/// in the session's probe result.
 async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,

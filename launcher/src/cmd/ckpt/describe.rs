@@ -9,9 +9,10 @@ use diagnostic::terminal_text::filter_line;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
-/// Limit on the number of settings in the table of optimizer groups.
+/// The largest number of settings that the table of optimizer groups shows. Further settings are
+/// left out.
 const SETTINGS_MAX: usize = 32;
-/// Limit on the length of a setting in the table of optimizer groups, in characters.
+/// The length, in characters, to which a setting in the table of optimizer groups is truncated.
 const CELL_CHARS_MAX: usize = 60;
 
 /// Describes a checkpoint of launch as a JSON object with the properties, shards and tensors.
@@ -198,8 +199,8 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     value
 }
 
-/// Adds up sizes. Returns the largest `u64` if the sum is larger, because sparse files may have any
-/// size.
+/// Adds up sizes in bytes. Returns the largest `u64` if the sum is larger, because sparse files may
+/// have any size.
 fn sum_sizes(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
@@ -222,8 +223,9 @@ fn format_ties(ties: &[TiedWeight]) -> String {
     )
 }
 
-/// Summarizes the tensors of each role. Returns the name of each role that occurs, with a text of
-/// the number of tensors, the number of elements and the dtypes.
+/// Summarizes the tensors of a checkpoint by role, such as weight or moment. Returns the name of
+/// each role that occurs, with a text of the number of tensors, the number of elements and the
+/// dtypes.
 fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     for role in TensorRole::ALL {

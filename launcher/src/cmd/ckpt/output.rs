@@ -1,4 +1,4 @@
-//! The output of `launch ckpt`: JSON, messages and progress.
+//! Writes the output of `launch ckpt`: JSON, messages and progress.
 use crate::report::command_output;
 use diagnostic::quantity::format_bytes;
 use diagnostic::terminal_text::filter_line;
@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The shortest time between two drawings of a progress line.
+/// The shortest time between two updates of the progress line on the terminal.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Writes a message and a line end to stderr, with control characters in the message replaced.

@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 /// the beginning, an empty text replaces the placeholder.
 const RESUME_PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the directory that a program resumes from.
+/// Finds and prepares the checkpoint directory that a program resumes from (`resume.from`), and
+/// adds it to `plan`.
 ///
 /// Adds the path to the environment of each planned worker, replaces `{resume}` in each worker's
 /// command, and adds notes to the warnings of the plan. Leaves plans of built-in training

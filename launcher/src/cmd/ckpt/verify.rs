@@ -8,7 +8,7 @@ use diagnostic::terminal_text::filter_line;
 use protocol::exit;
 use std::path::PathBuf;
 
-/// Limit on the number of files without checksums that a message names.
+/// The largest number of files without checksums that a message names.
 const NAMES_MAX: usize = 4;
 
 /// Arguments of `launch ckpt verify`.

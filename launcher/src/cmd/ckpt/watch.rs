@@ -55,7 +55,7 @@ pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     code
 }
 
-/// Returns the error of a command whose event loop cannot be started.
+/// Returns the error that the event loop of `launch ckpt watch` cannot be started.
 fn event_loop_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop")
         .with_category(Category::Failed)

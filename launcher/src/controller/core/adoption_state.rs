@@ -1,4 +1,5 @@
-//! [`Adoption`]: the state of a takeover, and [`AdoptedRun`], its result.
+//! [`Adoption`]: the state of taking over a run from a lost controller. [`AdoptedRun`] is the
+//! result.
 use super::{
     host_state::HostIndex,
     run_memo::{MemoPhase, StoredMemo},
@@ -48,7 +49,7 @@ pub(super) struct ReplayedReport {
 }
 
 impl ReplayedReport {
-    /// Returns the time since the report in milliseconds.
+    /// Returns the time from the report until `now`, in milliseconds.
     pub(super) fn age_ms(&self, now: Duration) -> u64 {
         u64::try_from(to_time_ms(now).saturating_sub(self.at)).unwrap_or(0)
     }
@@ -85,7 +86,8 @@ impl Adoption {
         })
     }
 
-    /// Returns whether every host has answered completely or cannot be reached.
+    /// Returns whether all hosts have answered the request to obey this controller, except for
+    /// hosts that cannot be reached.
     pub(super) fn is_complete(&self) -> bool {
         self.hosts.iter().all(|answer| {
             !matches!(answer, HostAnswer::Awaited | HostAnswer::Adopted { is_complete: false, .. })

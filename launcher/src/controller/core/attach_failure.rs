@@ -2,7 +2,7 @@
 use super::host_state::HostIndex;
 use protocol::control::ControllerToken;
 
-/// Why a run is not taken over.
+/// The reason why a controller does not take over a run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AttachFailure {
     /// An agent obeys another controller, which is alive.

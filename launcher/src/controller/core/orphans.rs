@@ -3,7 +3,8 @@
 use super::{AgentEnd, ControllerAction, ControllerCore, HostIndex, host_state::OrphanedAttempt};
 use std::time::Duration;
 
-/// The interval at which a lost agent is asked to end while the next attempt waits for it.
+/// The interval at which a lost agent is asked again to end, while the next attempt waits for its
+/// end.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the end of a run waits for the answer of a lost agent that was asked to end.
 const EVICTION_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -39,7 +40,8 @@ impl ControllerCore {
         self.awaited_evictions.values().max().copied()
     }
 
-    /// Processes the proof that a lost agent has ended. The next attempt need not wait for it.
+    /// Records that the lost agent of host `id` has ended, which its answer proves. The next
+    /// attempt need not wait for it.
     pub(super) fn handle_eviction(&mut self, id: HostIndex) {
         self.awaited_evictions.remove(&id);
         if self.orphans.as_ref().is_some_and(|orphans| orphans.host == id) {

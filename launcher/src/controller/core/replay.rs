@@ -1,5 +1,5 @@
-//! Replays what happened before a takeover: the events of the lost controllers that the journal
-//! lacks, and the reports that the agents have repeated.
+//! Replays, in a controller that has taken over a run, what happened before. These are events of
+//! the lost controllers that the journal lacks, and reports that the agents have repeated.
 //!
 //! The journal gets all earlier events first, in the order in which they happened. The reports
 //! about the ends of workers follow, because they make this controller report events.

@@ -1,4 +1,5 @@
-//! Continues the attempt of a run that was taken over: its hosts, workers, reports and orders.
+//! Continues the present attempt of a run that was taken over. Restores its hosts and workers,
+//! processes repeated reports, and repeats the last order.
 use super::{
     ABORT_GRACE, AgentEnd, AttemptState, ControllerAction, ControllerCore, HostIndex, WorkerState,
     adoption_state::{AdoptedRun, ReplayedReport},
@@ -131,8 +132,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the hosts and workers of the attempt, in their state after the start of the
-    /// workers.
+    /// Restores the state of the present attempt's hosts and workers, as it was after the workers
+    /// had started.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));
@@ -186,8 +187,9 @@ impl ControllerCore {
         self.kill_workers(now, "the controller was lost while the attempt started", grace, false);
     }
 
-    /// Processes the loss of the hosts whose agents were not adopted. Their losses precede all
-    /// other failures, because the loss of a host makes other workers fail.
+    /// Processes the loss of the hosts whose agents do not obey this controller, because they could
+    /// not be reached. Their losses precede all other failures, because the loss of a host makes
+    /// other workers fail.
     fn handle_hosts_lost_before(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
         for (id, end) in lost {
             let host = &mut self.hosts[id];

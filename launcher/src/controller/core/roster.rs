@@ -8,8 +8,8 @@ use diagnostic::quantity::format_count;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Applies a changed list of hosts. `added` are the new hosts. `listed` states for each known
-    /// host whether the new list contains it.
+    /// Applies a change of the list of hosts (hostfile) while the job runs. `added` are the new
+    /// hosts. `listed` states for each known host whether the new list contains it.
     pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
             let host = &mut self.hosts[id];
@@ -57,10 +57,10 @@ impl ControllerCore {
         }
     }
 
-    /// Releases hosts that the hostfile no longer lists, in descending order of their indices, as
-    /// long as `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the drain
-    /// begins only when all workers of the attempt have started. Reports each unlisted host that
-    /// must stay in use.
+    /// Ends the use of hosts that the hostfile no longer lists, beginning with the highest index,
+    /// as long as `run.min_hosts` usable hosts remain. Hosts with workers are drained first; the
+    /// drain begins only when all workers of the attempt have started. Reports each unlisted host
+    /// that must stay in use.
     pub(super) fn release_unlisted_hosts(&mut self, now: Duration) {
         if self.unlisted == 0 {
             return;
@@ -120,7 +120,8 @@ impl ControllerCore {
         }
     }
 
-    /// Excludes a host that has no process of the job, and releases its agent.
+    /// Excludes a host on which no process of the job runs from later attempts, and makes its agent
+    /// end.
     fn release_host(&mut self, id: HostIndex) {
         self.unlisted -= 1;
         let host = &mut self.hosts[id];

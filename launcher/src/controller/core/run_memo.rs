@@ -1,4 +1,4 @@
-//! [`RunMemo`]: the part of a run's state that only the controller knows, and [`StoredMemo`], the
+//! [`RunMemo`]: the part of a run's state that only the controller knows. [`StoredMemo`] is the
 //! form in which agents keep it for a later controller.
 use super::{host_state::HostIndex, stop_request::StopRequest};
 use crate::controller::{
@@ -10,7 +10,8 @@ use protocol::{control::ControllerToken, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
 
-/// The phase of an attempt that follows from the controller's last order to its workers.
+/// The phase of an attempt, such as running or stopping, as the last order of the controller to the
+/// workers determines it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum MemoPhase {
     /// No worker of the attempt was started.
@@ -72,7 +73,8 @@ pub(crate) struct UnstoredEvent {
     pub(crate) event: Event,
 }
 
-/// A memo as agents keep it, with the events of the controller that the journal had not stored.
+/// The form in which agents keep a [`RunMemo`]: also with the controller's events that the journal
+/// had not stored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

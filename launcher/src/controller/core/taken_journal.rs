@@ -1,4 +1,4 @@
-//! [`TakenJournal`]: the journal of a run that another controller continues.
+//! [`TakenJournal`]: the journal of a run that a controller has taken over from a lost one.
 use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;

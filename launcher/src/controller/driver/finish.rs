@@ -17,7 +17,8 @@ use std::time::Duration;
 /// How long the controller of a preempted batch job waits, after the grace time of the job, for the
 /// batch system to end it.
 const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
-/// How long the end of a run waits for the streamed logs, whose disk may stall.
+/// How long the controller waits at the end of a run until the console output of other hosts is
+/// written to files.
 const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl ControllerDriver {

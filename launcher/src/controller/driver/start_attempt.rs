@@ -73,8 +73,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Continues with a planned attempt: reports new warnings, and lets the core bind the
-    /// rendezvous.
+    /// Continues the start of an attempt once its plan is made. Reports new warnings of the plan,
+    /// and informs the core, which then requests the rendezvous.
     pub(super) fn finish_planning(&mut self, planned: PlanningAttempt) {
         let PlanningAttempt { attempt, hosts, plan } = planned;
         let plan = match plan {
@@ -108,8 +108,8 @@ impl ControllerDriver {
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Sends each agent the plan of its workers, completed by the secrets and by the address of the
-    /// rendezvous. `port` is the port of the rendezvous.
+    /// Sends each agent the plan of its workers, after adding the secrets and the address of the
+    /// rendezvous, and so starts the workers. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
         self.plan = preparation.plan;

@@ -13,11 +13,11 @@ pub(super) trait AppendFile: Send {
     /// Appends some of `bytes` and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
-    /// Waits until the content is on the disk.
+    /// Waits until the content of the file is on the disk (fsync).
     fn sync(&mut self) -> io::Result<()>;
 
-    /// Opens the file again, and truncates the file to `length` bytes. Returns the new length,
-    /// which is shorter if the file has lost bytes.
+    /// Opens the file again after an error, and truncates it to `length` bytes. Returns the new
+    /// length, which is shorter if the file has lost bytes.
     fn reopen(&mut self, length: u64) -> io::Result<u64>;
 }
 
@@ -87,7 +87,7 @@ impl DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
 
-    /// Appends bytes. Blocks until the file system accepts them.
+    /// Appends `bytes` to the file. Blocks until the file system accepts them.
     pub(super) fn append(&mut self, bytes: &[u8], report: ErrorReporter<'_>) {
         let written = self.unsynced.len();
         self.unsynced.extend_from_slice(bytes);

@@ -4,9 +4,9 @@ use crate::controller::{report_id::ReportId, tensorboard};
 use protocol::event::{Event, EventSchema};
 use std::{collections::BTreeMap, io, path::Path};
 
-/// The name of the file with all events.
+/// The name of the file of a run directory that contains all events of the run.
 pub(super) const EVENTS_FILE: &str = "events.jsonl";
-/// The name of the file with the metrics.
+/// The name of the file of a run directory that contains the metrics of steps and evaluations.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
 /// The open files of a journal: events, metrics and, if requested, TensorBoard's event file. Only
@@ -57,8 +57,8 @@ impl JournalFiles {
         self.unsynced.extend(report);
     }
 
-    /// Blocks until all files are on the disk. Returns the newest report of each stream that has
-    /// reached the disk by this call.
+    /// Blocks until everything that was appended to the files of the journal is on the disk.
+    /// Returns the newest report of each stream that has reached the disk by this call.
     pub(super) fn sync(&mut self, on_error: &mut dyn FnMut(&io::Error)) -> Vec<ReportId> {
         self.events.sync(on_error);
         self.metrics.sync(on_error);
@@ -69,7 +69,7 @@ impl JournalFiles {
     }
 }
 
-/// Formats an event as a line of the file of events.
+/// Formats an event as a line of `events.jsonl`.
 fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> String {
     // An event has no value that JSON cannot represent.
     let mut line = event.to_json_at(EventSchema::V2, time).unwrap_or_default();
@@ -82,7 +82,7 @@ fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> St
     line
 }
 
-/// Formats an event as a line of the file of metrics. Returns `None` for an event without metrics.
+/// Formats an event as a line of `metrics.jsonl`. Returns `None` for an event without metrics.
 pub(super) fn format_metrics_line(event: &Event, time: f64) -> Option<String> {
     let has_metrics = matches!(
         event,

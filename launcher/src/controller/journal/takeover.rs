@@ -66,7 +66,8 @@ impl JournalSummary {
         Ok(summary)
     }
 
-    /// Returns whether the journal contains a report.
+    /// Returns whether the journal contains the report with the number `seq` of the stream
+    /// `stream`.
     pub(crate) fn contains(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }
@@ -91,7 +92,8 @@ impl JournalSummary {
         Some(timed)
     }
 
-    /// Adds an event to the summary. The event must follow the events that were added before.
+    /// Updates the summary by an event that follows in the journal. The event must follow the
+    /// events that were added before.
     pub(crate) fn add_event(&mut self, event: &Event, report: Option<ReportId>) {
         self.newest.extend(report);
         match event {
@@ -173,7 +175,7 @@ fn for_each_line(path: &Path, mut handle: impl FnMut(&str) -> io::Result<()>) ->
     Ok(())
 }
 
-/// A new file that is to replace a file of the run directory.
+/// A new file that is written completely before it replaces a file of the run directory.
 struct ReplacementFile {
     file: BufWriter<File>,
     temporary: PathBuf,
@@ -181,7 +183,7 @@ struct ReplacementFile {
 }
 
 impl ReplacementFile {
-    /// Creates the replacement of the file `name`.
+    /// Creates an empty file that is to replace the file `name` in `directory`.
     fn create(directory: &Path, name: &str) -> io::Result<ReplacementFile> {
         let temporary = directory.join(format!(".{name}.takeover"));
         // A controller that was lost during its takeover may have left a file.

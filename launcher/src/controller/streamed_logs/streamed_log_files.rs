@@ -8,8 +8,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of files that stay open during an attempt. The file of each further rank is
-/// opened again for every line.
+/// The largest number of files of streamed output that stay open during an attempt. The file of
+/// each further rank is opened again for every line.
 const MAX_OPEN_FILES: usize = 256;
 
 /// The files in which the controller stores the console output of the ranks on other hosts.
@@ -43,13 +43,13 @@ impl StreamedLogFiles {
         StreamedLogFiles { directory: logs, max_size, files: HashMap::new() }
     }
 
-    /// Closes the files of an attempt.
+    /// Closes all open files, at the end of an attempt.
     pub(super) fn close(&mut self) {
         self.files.clear();
     }
 
-    /// Stores a line of a rank's output. Returns a warning if the file cannot be written, once per
-    /// rank and attempt. Blocks while the disk stalls.
+    /// Appends a line of a rank's output to the file of the rank. Returns a warning if the file
+    /// cannot be written, once per rank and attempt. Blocks while the disk stalls.
     pub(super) fn append_line(&mut self, rank: Rank, text: &str) -> Option<String> {
         if !self.files.contains_key(&rank) {
             let opened = self.open_log(rank);

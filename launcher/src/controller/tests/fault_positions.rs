@@ -8,8 +8,8 @@ use std::time::Duration;
 
 /// The simulated time at which the fault is injected.
 const FAULT_TIME: Duration = Duration::from_secs(4);
-/// The grace period of simulated programs. A program that ignores SIGTERM runs until the end of the
-/// grace period.
+/// The grace period of simulated programs: the time between the request to end and SIGKILL. A
+/// program that ignores SIGTERM runs until the end of the grace period.
 const GRACE_PERIOD: Duration = Duration::from_secs(3);
 
 #[test]

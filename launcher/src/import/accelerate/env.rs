@@ -6,9 +6,9 @@ use crate::import::{
 };
 use std::path::Path;
 
-/// A rule for the conversion of a key to an environment variable. The fields are: the name of the
-/// variable, the key, the value that the variable gets if the key is absent (`None` to leave it
-/// unset), and whether the value is converted to lower case.
+/// A rule by which a key of Accelerate's configuration becomes an environment variable. The fields
+/// are: the name of the variable, the key, the value that the variable gets if the key is absent
+/// (`None` to leave it unset), and whether the value is converted to lower case.
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
 /// The rules that convert keys of `dynamo_config` to environment variables.
@@ -101,8 +101,8 @@ const SEQUENCE: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The keys of `megatron_lm_config` that have default values, with these values. Each becomes a
-/// variable with the prefix `MEGATRON_LM_`.
+/// The keys of Accelerate's section `megatron_lm_config` that have default values, with these
+/// values. Each becomes a variable with the prefix `MEGATRON_LM_`.
 const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
@@ -115,7 +115,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("pp_degree", "1"),
     ("gradient_clipping", "1.0"),
 ];
-/// The keys of `megatron_lm_config` that have no default values.
+/// The keys of Accelerate's section `megatron_lm_config` that have no default values.
 const MEGATRON: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
@@ -136,8 +136,8 @@ const MEGATRON: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// The keys of `fp8_config` that become environment variables. Each has the end of the variable's
-/// name, the names that the key may have, and the default value.
+/// The keys of Accelerate's section `fp8_config` that become environment variables. Each has the
+/// end of the variable's name, the names that the key may have, and the default value.
 const FP8: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -212,8 +212,8 @@ pub(super) fn set_environment(
     named
 }
 
-/// Removes a section that does not apply to this job from `keys`. Adds a note with the reason if
-/// the section is not empty.
+/// Removes the section `section`, which does not apply to this job, from `keys`. Adds a note with
+/// the reason if the section is not empty.
 fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
@@ -280,7 +280,7 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each key of the section `part` that has not been taken. Moves the errors of
+/// Adds a note for each key of the section `part` that was not converted. Moves the errors of
 /// `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_untaken();
@@ -406,8 +406,8 @@ fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, p
     named
 }
 
-/// Converts the hostfile and the host filters of `deepspeed_config`. Returns whether the section
-/// names a hostfile.
+/// Converts the hostfile and the host filters in Accelerate's section `deepspeed_config` to keys of
+/// the job. Returns whether the section names a hostfile.
 fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bool {
     let launcher = part.take_text("deepspeed_multinode_launcher");
     let file = part.take_text("deepspeed_hostfile");

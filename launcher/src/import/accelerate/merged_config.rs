@@ -12,7 +12,8 @@ pub(super) struct MergedConfig {
 }
 
 impl MergedConfig {
-    /// Creates a copy of a configuration, or an empty configuration.
+    /// Creates a configuration into which options can be merged: a copy of `config`, or an empty
+    /// one.
     pub(super) fn new(config: Option<&Document>) -> Result<MergedConfig, ImportErrors> {
         let document = match config {
             Some(document) => document.clone(),
@@ -27,12 +28,14 @@ impl MergedConfig {
         &self.document
     }
 
-    /// Returns the keys and values of the outermost mapping. An invalid configuration has none.
+    /// Returns the keys and values of the configuration's outermost mapping. An invalid
+    /// configuration has none.
     fn entries(&mut self) -> Option<&mut Vec<(String, DocumentItem)>> {
         if let DocumentValue::Map(entries) = &mut self.document.root.value { Some(entries) } else { None }
     }
 
-    /// Returns the value of a key of the outermost mapping; `None` if it is absent or `null`.
+    /// Returns the value of the key `key` of the configuration's outermost mapping; `None` if it is
+    /// absent or `null`.
     pub(super) fn value(&self, key: &str) -> Option<&DocumentItem> {
         let DocumentValue::Map(entries) = &self.document.root.value else { return None };
         let (_, item) = entries.iter().find(|(name, _)| name == key)?;
@@ -95,7 +98,8 @@ impl MergedConfig {
         Ok(())
     }
 
-    /// Converts the text of an option to the value that Accelerate's parser makes of it.
+    /// Converts `value`, the text of the option `name`, to the value that Accelerate's command line
+    /// parser would return.
     fn convert_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
         let item = |value, text: String| DocumentItem::with_position_of(&self.document.root, value, text);
         let text = |text: String| item(DocumentValue::Text, text);

@@ -28,7 +28,7 @@ const DEFAULT_HOSTFILE: &str = "/job/hostfile";
 const THIS_MACHINE: &str = "localhost";
 /// The variables that DeepSpeed passes to workers on several hosts, as patterns of `run.pass_env`.
 const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL*"];
-/// The variable that selects DeepSpeed's accelerator.
+/// The environment variable that selects the kind of device that DeepSpeed uses.
 const ACCELERATOR: &str = "DS_ACCELERATOR";
 
 /// The options of `deepspeed` that have no counterpart in a job, each with what launch does if the
@@ -160,7 +160,7 @@ impl DeepSpeedCommand {
     }
 }
 
-/// Returns the value of an option of type integer; -1 if the option was not given.
+/// Returns the value of the integer option `name`, or -1 if the option was not given.
 fn read_number(given: &CommandLine, name: &str) -> i64 {
     given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
 }
@@ -352,7 +352,8 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
     }
 }
 
-/// Converts the port of the rendezvous and the directory of logs.
+/// Converts DeepSpeed's options for the port of the rendezvous and for the directory of logs to
+/// keys of the job.
 fn set_master_and_logs(draft: &mut JobDraft, given: &mut CommandLine) {
     let address = given.take_last_value("master_addr").unwrap_or_default();
     if !["", "127.0.0.1", THIS_MACHINE].contains(&address.as_str()) {

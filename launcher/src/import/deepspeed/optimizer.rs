@@ -1,4 +1,4 @@
-//! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration.
+//! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration to keys of a job.
 //!
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
 use super::unsupported_keys::AUTO;
@@ -48,8 +48,8 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     Some(rate)
 }
 
-/// Converts the hyper-parameters of Adam, or of AdamW if `decoupled` is true. Returns the learning
-/// rate.
+/// Converts DeepSpeed's hyper-parameters of Adam, or of AdamW if `decoupled` is true, to keys of
+/// the job. Returns the learning rate.
 fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "adamw");
     let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -82,7 +82,8 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
     rate
 }
 
-/// Converts the decay rates of the moments (`betas`).
+/// Converts DeepSpeed's `betas`, the decay rates of the optimizer's moments, to
+/// `train.optimizer.betas`.
 fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     const FROM: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
@@ -107,7 +108,7 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     draft.set_imported(FROM, "train.optimizer.betas", given);
 }
 
-/// Converts the hyper-parameters of SGD. Returns the learning rate.
+/// Converts DeepSpeed's hyper-parameters of SGD to keys of the job. Returns the learning rate.
 fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     draft.set_imported("optimizer.type", "train.optimizer.name", "sgd");
     let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -181,8 +182,8 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     }
 }
 
-/// Converts a schedule with a linear warm-up, after which the learning rate has the shape `shape`.
-/// `rate` is the learning rate of the optimizer.
+/// Converts a schedule of DeepSpeed with a linear warm-up to keys of `train.schedule`. After the
+/// warm-up, the learning rate has the shape `shape`. `rate` is the learning rate of the optimizer.
 fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
     draft.set_imported("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
@@ -243,7 +244,7 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     }
 }
 
-/// Rounds to twelve significant digits, so that the rounding error of a multiplication does not
+/// Rounds `x` to twelve significant digits, so that the rounding error of a multiplication does not
 /// appear in the job.
 fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)

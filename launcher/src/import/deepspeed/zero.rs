@@ -1,10 +1,11 @@
-//! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration.
+//! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration, to keys of a job.
 use super::unsupported_keys::UNSUPPORTED_ZERO_KEYS;
 use crate::import::{draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
 use jobspec::DocumentValue;
 
-/// Converts the ZeRO stage, the offloading and the gathering of 16-bit weights. Sets stage 0 if the
-/// configuration has no section `zero_optimization`.
+/// Converts DeepSpeed's ZeRO stage, and its settings for offloading and for gathering 16-bit
+/// weights, to keys of the job. Sets stage 0 if the configuration has no section
+/// `zero_optimization`.
 pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("zero_optimization") else {
         return draft.set_imported("zero_optimization", "train.zero.stage", "0");
@@ -35,7 +36,8 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the key that requests the gathering of 16-bit weights. The key has three names.
+/// Converts DeepSpeed's key that requests the gathering of 16-bit weights at each save. The key has
+/// three names.
 fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
@@ -49,7 +51,8 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts the offloading of optimizer states to files. Adds notes about all other offloading.
+/// Converts DeepSpeed's setting to offload optimizer states to files to `train.zero.offload`. Adds
+/// notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     const OFFLOAD: &str = "train.zero.offload";
     const INSTEAD: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \

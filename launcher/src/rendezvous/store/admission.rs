@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The reason why a connection is admitted.
+/// The reason why the rendezvous store accepts a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AdmittedBy {
     /// The client is on this machine, and its socket belongs to this user or to root.
@@ -29,7 +29,7 @@ impl fmt::Display for AdmittedBy {
     }
 }
 
-/// The reason why a connection is rejected.
+/// The reason why the rendezvous store rejects a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum AdmissionError {
     #[error("its process belongs to another user (uid {uid})")]
@@ -51,7 +51,8 @@ pub(super) struct Admission {
 }
 
 impl Admission {
-    /// Creates the policy for clients of this user and at the `allowed` addresses.
+    /// Creates a policy that admits clients of this user on this machine, and clients at the
+    /// `allowed` addresses.
     pub(super) fn new(allowed: HashSet<IpAddr>) -> Self {
         let diagnostics = SocketDiagnostics::open().ok();
         Admission { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }

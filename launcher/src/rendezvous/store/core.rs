@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client.
 pub(super) type ClientId = u64;
-/// Bytes that count for each value, each item of a queue, and each key that a client waits for, in
-/// addition to the bytes of keys and values.
+/// The number of bytes by which each value, each item of a queue, and each key that a client waits
+/// for counts for the limit of the store, in addition to their contents.
 const ENTRY_BYTES: usize = 128;
 /// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
 const READY: u8 = 0;
@@ -54,8 +54,8 @@ impl RendezvousStore {
         self.bytes
     }
 
-    /// Executes a request and appends the replies to `out`. After an error the caller must close
-    /// the client's connection.
+    /// Executes a request of the client `client`, and appends the replies to this and other clients
+    /// to `out`. After an error the caller must close the client's connection.
     pub(super) fn handle_request(
         &mut self,
         client: ClientId,
@@ -152,8 +152,9 @@ impl RendezvousStore {
         Ok(self.values.keys().cloned().collect())
     }
 
-    /// Sets the value of a key. Wakes the clients for which no further key is missing, by appending
-    /// their replies to `out`. Fails if the value or the store becomes too large.
+    /// Sets the value of the key `key` to `value`. Wakes the clients for which no further key is
+    /// missing, by appending their replies to `out`. Fails if the value or the store becomes too
+    /// large.
     fn set_value(
         &mut self,
         key: StoreKey,
@@ -203,8 +204,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Subtracts `before` from the number of bytes in use and adds `after`. Fails, without a
-    /// change, if the result exceeds [`MAX_TOTAL`].
+    /// Updates the number of bytes in use when an entry of `before` bytes is replaced by one of
+    /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_TOTAL`].
     fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_TOTAL {
@@ -287,8 +288,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes the first item of a queue. Returns the reply, which holds the previous length of the
-    /// queue and the item. The reply for an empty queue is 0.
+    /// Removes the first item of the queue of the key `key`. Returns the reply, which holds the
+    /// previous length of the queue and the item. The reply for an empty queue is 0.
     fn pop_item(&mut self, key: &[u8]) -> StoreReply {
         let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
         let length = count_items(queue);
@@ -306,7 +307,7 @@ impl RendezvousStore {
 
     // ---- waiting ----
 
-    /// Begins a client's wait until all of `keys` exist. If no key is missing, appends the reply to
+    /// Makes a client wait until all of `keys` exist. If no key is missing, appends the reply to
     /// `out` immediately and begins no wait. Fails if the client waits already, or if the store is
     /// full.
     fn begin_wait(
@@ -339,8 +340,8 @@ impl RendezvousStore {
         }
     }
 
-    /// If no key that a client waits for is missing, ends the wait and appends the reply to `out`.
-    /// Returns whether the wait ended.
+    /// Ends the wait of a client if no key that it waits for is missing, and appends the reply to
+    /// `out`. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -350,10 +351,10 @@ impl RendezvousStore {
         ready
     }
 
-    /// Counts a client's arrival at the barrier that `key` names, in the value of the key. The
-    /// client waits until `world` clients have arrived. The last of them wakes the others, by
-    /// appending all replies to `out`, and later arrivals do not wait. Fails if the client waits
-    /// already, the value is not a number, or the store is full.
+    /// Records that a client has arrived at the barrier `key`. The value of the key is the number
+    /// of arrivals. The client waits until `world` clients have arrived. The last of them wakes the
+    /// others, by appending all replies to `out`, and later arrivals do not wait. Fails if the
+    /// client waits already, the value is not a number, or the store is full.
     fn enter_barrier(
         &mut self,
         client: ClientId,
@@ -379,13 +380,14 @@ impl RendezvousStore {
     }
 }
 
-/// Returns the number of bytes that count for a key with its value, or for an item of a queue.
+/// Returns the number of bytes by which a key with its value, or an item of a queue, counts for the
+/// limit of the store.
 fn compute_entry_bytes(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + ENTRY_BYTES
 }
 
-/// Returns the number of bytes that count for a wait for these keys. The store holds each key
-/// twice: by client and by key.
+/// Returns the number of bytes by which a wait for `keys` counts for the limit of the store. The
+/// store holds each key twice: by client and by key.
 fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_BYTES).sum()
 }

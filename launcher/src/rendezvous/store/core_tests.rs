@@ -15,8 +15,8 @@ fn send_request(store: &mut RendezvousStore, client: ClientId, request: StoreReq
     out
 }
 
-/// Executes a request of client 1 and returns the only reply. Panics if the store sends another
-/// number of replies.
+/// Executes a request of client 1, to which the store must send exactly one reply, and returns the
+/// reply. Panics if the store sends another number of replies.
 fn request_reply(store: &mut RendezvousStore, request: StoreRequest) -> StoreReply {
     let mut replies = send_request(store, 1, request);
     assert_eq!(replies.len(), 1, "{replies:?}");

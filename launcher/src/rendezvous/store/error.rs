@@ -1,4 +1,5 @@
-//! [`StoreClientError`]: why the rendezvous store closes the connection of a client.
+//! [`StoreClientError`]: the reasons for which the rendezvous store closes the connection of a
+//! client.
 use super::limits::{MAX_MESSAGE, MAX_TOTAL, MAX_VALUE};
 
 /// A reason for which the rendezvous store closes the connection of a client.
@@ -33,7 +34,7 @@ pub(crate) enum StoreClientError {
     BuffersFull,
 }
 
-/// The length fields of a request that have limits.
+/// The kinds of lengths in a request to the rendezvous store that are compared with a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestLengthField {
     Key,

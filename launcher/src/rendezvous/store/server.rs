@@ -1,5 +1,5 @@
-//! [`StoreServer`]: the sockets of the rendezvous store. The server has a separate thread and
-//! runtime, so that thousands of clients and the controller do not delay each other.
+//! [`StoreServer`]: the network server of the rendezvous store. The server has a separate thread
+//! and runtime, so that thousands of clients and the controller do not delay each other.
 //!
 //! Connections of other users of this machine, and from hosts that do not belong to the job, are
 //! closed. Addresses are never resolved to names.
@@ -32,13 +32,13 @@ use tokio::{
     task::LocalSet,
 };
 
-/// The largest number of simultaneous connections. Further connections are closed with a warning. A
-/// rank has one or two connections.
+/// The largest number of simultaneous connections to the rendezvous store. Further connections are
+/// closed with a warning. A rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
 /// The number of file descriptors that the process needs in addition to those for the connections
 /// of clients.
 const OTHER_FILES: u64 = 64;
-/// The size of one read from a client's socket, in bytes.
+/// The largest number of bytes that one read from a client's socket returns.
 const READ_CHUNK_BYTES: usize = 64 << 10;
 /// Once the waiting replies to a client exceed this many bytes, they are written before more of its
 /// requests are executed.
@@ -46,7 +46,8 @@ const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// How long a client may take from its connection to its handshake. After this time, the server
 /// closes the connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause after accept has failed because file descriptors have run out.
+/// How long the server waits before it accepts connections again, after file descriptors have run
+/// out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A running rendezvous store. Dropping the server closes every connection and frees the port.
@@ -70,7 +71,8 @@ impl StoreServer {
         Self::start_with_timeout(address, port, allowed, messages, HANDSHAKE_TIMEOUT)
     }
 
-    /// Starts a server that closes connections without a handshake after `handshake_timeout`.
+    /// Starts a store as [`StoreServer::start`] does. Connections on which no handshake arrives are
+    /// closed after `handshake_timeout`.
     fn start_with_timeout(
         address: IpAddr,
         port: u16,
@@ -176,7 +178,7 @@ struct ServerState {
     handshake_timeout: Duration,
 }
 
-/// Replies that the task of a client has not written yet.
+/// The replies to one client that are not written to its socket yet.
 #[derive(Default)]
 struct ReplyBuffer {
     bytes: RefCell<Vec<u8>>,
@@ -393,8 +395,9 @@ impl ClientConnection {
         }
     }
 
-    /// Executes a request and puts each reply into the reply buffer of its client. Fails if the
-    /// first request is not the handshake, or if the store rejects the request.
+    /// Executes a request of this client. Puts each reply, which may be for other clients, into the
+    /// reply buffer of its client. Fails if the first request is not the handshake, or if the store
+    /// rejects the request.
     fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
         match request {
             StoreRequest::Validate => self.validated = true,

@@ -1,4 +1,4 @@
-//! Tests of the store's server over sockets.
+//! Tests of the rendezvous store's server, with clients that connect over TCP.
 use super::{super::wire::tests::encode_request, *};
 use std::net::Ipv4Addr;
 use std::{
@@ -6,7 +6,8 @@ use std::{
     net::TcpStream as Socket,
 };
 
-/// The time limit of a read from a socket. Every operation of the server takes much less time.
+/// The time limit of a read from a socket in these tests. Every operation of the server takes much
+/// less time.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Starts a server on any free port of the loopback address. The receiver gets the server's

@@ -72,7 +72,8 @@ pub(crate) struct SocketDiagnostics {
 }
 
 impl SocketDiagnostics {
-    /// Opens the connection. Fails if the kernel or the container does not support sock_diag.
+    /// Opens a connection to the kernel for requests to sock_diag. Fails if the kernel or the
+    /// container does not support sock_diag.
     pub(crate) fn open() -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC;
         let socket =
@@ -128,7 +129,7 @@ fn encode_request(sequence: u32, peer: SocketAddr, local: SocketAddr) -> Vec<u8>
     request
 }
 
-/// Encodes an address in the 16 bytes that a request has for it.
+/// Encodes an IP address as the 16 bytes of the address field of a sock_diag request.
 fn encode_address(ip: IpAddr) -> [u8; 16] {
     match ip {
         IpAddr::V6(v6) => v6.octets(),
@@ -140,7 +141,7 @@ fn encode_address(ip: IpAddr) -> [u8; 16] {
     }
 }
 
-/// Parses the answer to the request with this sequence number.
+/// Parses the kernel's answer to the sock_diag request with the sequence number `sequence`.
 pub(crate) fn parse_answer(bytes: &[u8], sequence: u32) -> Result<SocketAnswer, SocketAnswerError> {
     let word = |at: usize| {
         let word = bytes.get(at..at + 4).and_then(|word| word.first_chunk::<4>());

@@ -6,12 +6,12 @@ use super::{
 };
 use std::collections::BTreeMap;
 
-/// The number of clients that take turns in the input.
+/// The number of clients whose requests the untrusted input contains.
 const CLIENTS: u8 = 4;
 
-/// Serves the requests that several clients send in turn, then disconnects all clients. Each turn
-/// is one byte that selects the client, one byte with a length, and that many bytes of requests.
-/// Returns the first error of a client.
+/// Executes the requests in `bytes`, an untrusted input in which several clients take turns, on a
+/// new store. Then disconnects all clients. Each turn is one byte that selects the client, one byte
+/// with a length, and that many bytes of requests. Returns the first error of a client.
 pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClientError> {
     let mut store = RendezvousStore::default();
     let mut clients: BTreeMap<ClientId, Vec<u8>> = BTreeMap::new();

@@ -12,9 +12,9 @@ use super::{
 /// The number that a client of torch 2.4 or later sends in its first request, the handshake.
 const MAGIC: u32 = 0x3C85_F7CE;
 
-/// A key, in the bytes that the client sent.
+/// A key of the rendezvous store: any sequence of bytes.
 pub(super) type StoreKey = Vec<u8>;
-/// A value, in the bytes that the client sent.
+/// A value in the rendezvous store: any sequence of bytes.
 pub(super) type StoreValue = Vec<u8>;
 
 /// A request of a client of the rendezvous store.
@@ -107,7 +107,7 @@ struct RequestParser<'b> {
 }
 
 impl RequestParser<'_> {
-    /// Parses one request, beginning with the byte of its operation.
+    /// Parses one request, whose first byte is the operation.
     fn parse_request(&mut self) -> Result<StoreRequest, RequestParseStop> {
         Ok(match self.read_array::<1>()?[0] {
             0 => self.read_magic()?,
@@ -228,7 +228,7 @@ impl RequestParser<'_> {
     }
 }
 
-/// Encodes a reply and appends the bytes to `out`.
+/// Encodes `reply` in the format that torch's client expects, and appends the bytes to `out`.
 pub(super) fn encode_reply(reply: &StoreReply, out: &mut Vec<u8>) {
     let bytes = |out: &mut Vec<u8>, bytes: &[u8]| {
         out.extend((bytes.len() as u64).to_le_bytes());

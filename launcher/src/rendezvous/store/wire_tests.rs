@@ -1,4 +1,4 @@
-//! Tests of parsing requests and encoding replies.
+//! Tests of parsing requests to the rendezvous store, and of encoding replies.
 use super::*;
 use proptest::prelude::*;
 

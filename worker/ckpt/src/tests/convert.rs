@@ -143,7 +143,7 @@ fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     }
 }
 
-/// Returns the names of the weights of each parameter group, with the update count of each weight.
+/// Returns, for each parameter group, the names and update counts of its weights.
 fn read_updates_by_group(source: &dyn TensorSource) -> Vec<Vec<(String, Option<f64>)>> {
     let (state, passthrough) = (source.training_state(), source.read_passthrough().expect("known"));
     let native = state.groups.iter().map(|g| ParamGroup::from_info(g, &state.steps));
@@ -438,8 +438,9 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
     assert!(!open_source(&weights).has_only_weights());
 }
 
-/// A source of one weight and its Adam moments. Every element is 1.5, so that even a large source
-/// needs no memory. The fields are the description of the weight and the path of the source.
+/// A source of a conversion that contains one weight and its Adam moments. Every element is 1.5, so
+/// that even a large source needs no memory. The fields are the description of the weight and the
+/// path of the source.
 struct ConstantSource(TensorInfo, PathBuf);
 
 impl TensorSource for ConstantSource {

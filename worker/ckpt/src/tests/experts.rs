@@ -9,9 +9,9 @@ use crate::open::open_checkpoint;
 use crate::tensor::TensorRole;
 use std::path::{Path, PathBuf};
 
-/// The golden checkpoints of mixtures. The fields are the directory, the names of the matrices
-/// gate, up and down, and the module with the experts of a layer. The last field has the numbers of
-/// layers, experts, and rows of gate.
+/// The golden checkpoints of mixtures of experts. The fields are the directory, the names of the
+/// matrices gate, up and down, and the module with the experts of a layer. The last field has the
+/// numbers of layers, experts, and rows of gate.
 const MIXTURES: [(&str, [&str; 3], &str, [usize; 3]); 2] = [
     ("trainer_mixtral", ["w1", "w3", "w2"], "block_sparse_moe", [2, 3, 20]),
     ("trainer_qwen3_moe", ["gate_proj", "up_proj", "down_proj"], "mlp", [1, 4, 12]),
@@ -41,9 +41,9 @@ fn read_raw_states(path: &Path) -> (ExternalCheckpoint, Vec<(u64, Vec<u64>)>) {
     (builder.finish().expect("whole"), shapes)
 }
 
-/// Compares the states of each expert with slices of the fused states. In the fused tensor
-/// `gate_up`, the rows of gate precede the rows of up, since transformers computes both as
-/// `linear(x, gate_up[e]).chunk(2)`.
+/// Checks that the optimizer states of each expert are the right slices of the fused states of all
+/// experts. In the fused tensor `gate_up`, the rows of gate precede the rows of up, since
+/// transformers computes both as `linear(x, gate_up[e]).chunk(2)`.
 #[test]
 fn fused_optimizer_states_are_split_by_expert() {
     for (name, [gate, up, down], module, [layers, experts, width]) in MIXTURES {

@@ -55,8 +55,8 @@ pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: Ten
     Ok(out)
 }
 
-/// Reads the expected BLAKE3 hashes of the F32 tensors of the golden checkpoint `name`, by
-/// `role/name`.
+/// Reads the expected BLAKE3 hashes of those tensors of the golden checkpoint `name` that have the
+/// dtype F32. The keys have the form `role/name`.
 pub(super) fn read_reference_hashes(name: &str) -> BTreeMap<String, String> {
     let text = fs::read(golden_path(name).join("reference.json")).expect("there");
     let tensors: BTreeMap<String, Value> = serde_json::from_slice(&text).expect("JSON");

@@ -57,7 +57,8 @@ struct ByteFlip {
     mask: u8,
 }
 
-/// The number of flips after which a read fails, gives other data with a remark, or is unaffected.
+/// Counts the effects of flipped bytes: reads that fail, that give other data with a notice, and
+/// that are unaffected.
 #[derive(Default)]
 struct FlipCounts {
     rejected: AtomicUsize,
@@ -77,8 +78,8 @@ fn is_rng_file(path: &Path) -> bool {
     name.starts_with("rng_state") || name.starts_with("random_states")
 }
 
-/// Lists flips of every byte in files with a checksum, once for each mask. In RNG state files,
-/// lists only flips of every 97th byte.
+/// Lists the flips to test: of every byte in files with a checksum, once for each mask. In RNG
+/// state files, lists only flips of every 97th byte.
 fn list_flips(root: &Path) -> Vec<ByteFlip> {
     let mut flips = Vec::new();
     for (file, (path, bytes)) in
@@ -107,8 +108,9 @@ fn select_random_flips(root: &Path, count: usize) -> Vec<ByteFlip> {
     flips
 }
 
-/// Makes, checks and reverts each flip. Uses one thread per core, each with a copy of the
-/// checkpoint. Panics if a flip gives wrong data without an error or a notice.
+/// Flips each byte in `flips` in turn, checks that reads notice the flip, and reverts the flip.
+/// Uses one thread per core, each with a copy of the checkpoint. Panics if a flip gives wrong data
+/// without an error or a notice.
 fn check_each_flip(checkpoint: &Path, flips: &[ByteFlip]) {
     let sound = read_contents(&open_external(checkpoint).expect("whole")).expect("sound");
     let (count, next) = (FlipCounts::default(), AtomicUsize::new(0));
@@ -190,8 +192,8 @@ fn flipped_bytes_of_trainer_and_fsdp_checkpoints_are_detected() {
     }
 }
 
-/// Checks 400 random flips per checkpoint. These checkpoints have many files, and each flip takes
-/// long because all files are opened.
+/// Checks that 400 randomly selected flips of bytes per checkpoint are detected. These checkpoints
+/// have many files, and each flip takes long because all files are opened.
 #[test]
 fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
     for name in ["universal", "dcp"] {
@@ -199,8 +201,9 @@ fn flipped_bytes_of_universal_and_distributed_checkpoints_are_detected() {
     }
 }
 
-/// Checks a flip of every byte by every mask, for about a million opened checkpoints. The
-/// environment variable `CKPT_FLIP_KINDS` selects tiny checkpoints by name, separated by commas.
+/// Checks that a flip of every byte by every mask is detected, which opens about a million
+/// checkpoints. The environment variable `CKPT_FLIP_KINDS` selects tiny checkpoints by name,
+/// separated by commas.
 #[test]
 #[ignore = "takes many minutes"]
 fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
@@ -216,8 +219,8 @@ fn every_flipped_byte_of_every_tiny_checkpoint_is_detected() {
     }
 }
 
-/// Checks 200 random flips per checkpoint. Half of the flips are in the first or last 600 bytes of
-/// a file, which describe the structure of the file.
+/// Checks that 200 randomly selected flips of bytes per checkpoint are detected. Half of the flips
+/// are in the first or last 600 bytes of a file, which describe the structure of the file.
 #[test]
 fn flipped_bytes_of_larger_checkpoints_are_detected() {
     for name in ["fsdp2_sharded", "z0"] {

@@ -27,8 +27,8 @@ fn encode_manifest_text(manifest: &Value) -> String {
     format!("{{\"blake3\":\"{}\",{}", "0".repeat(64), &rest[1..])
 }
 
-/// Saves a checkpoint of two ranks. Returns the temporary directory, the path of the checkpoint,
-/// and the manifest as JSON.
+/// Saves a checkpoint of two ranks to a temporary directory, and reads its manifest. Returns the
+/// temporary directory, the path of the checkpoint, and the manifest as JSON.
 fn save_and_read_manifest() -> (TempDir, PathBuf, Value) {
     let dir = make_memory_dir();
     let path = save_checkpoint(dir.path(), &make_facts(1, 2, WEIGHTS)).expect("saved").path;
@@ -198,8 +198,8 @@ fn paths_without_a_checkpoint_are_diagnosed() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
-    /// Changes random characters of a manifest and writes the matching hash. Opening, verifying and
-    /// reading the checkpoint may fail, but must not panic.
+    /// Checks that no random change of characters of a manifest, with a matching hash, causes a
+    /// panic. Opening, verifying and reading the checkpoint may fail, but must not panic.
     #[test]
     fn random_changes_of_a_manifest_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), "[0-9a-f\\[\\]{},:\"-]"), 1..4)) {
         thread_local!(static SAVED: (TempDir, PathBuf, Value) = save_and_read_manifest());

@@ -7,9 +7,9 @@ use crate::save::host_local::{
 };
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 
-/// Makes two hosts with a checkpoint directory each, and the facts of a save of step 10 with two
-/// ranks per host. Returns the temporary directory, the checkpoint directories, the hosts and the
-/// facts.
+/// Makes two hosts with a checkpoint directory each, and the description (facts) of a save of step
+/// 10 with two ranks per host. Returns the temporary directory, the checkpoint directories, the
+/// hosts and the facts.
 fn make_two_hosts() -> (TempDir, [PathBuf; 2], Vec<StorageHost>, RunFacts) {
     let dir = make_memory_dir();
     let roots = ["a", "b"].map(|n| dir.path().join(n));

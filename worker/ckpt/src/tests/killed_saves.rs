@@ -23,7 +23,8 @@ fn make_new_facts(scenario: &str) -> RunFacts {
     }
 }
 
-/// Runs the save or gather of the scenario in `root`. Called in the child process that is killed.
+/// Performs the save or gather that `scenario` names, in the checkpoint directory `root`. Called in
+/// the child process that is killed.
 fn run_scenario(scenario: &str, root: &Path) -> Result<()> {
     if scenario == "gather" {
         let source = Checkpoint::open(&root.join("step-00000010"))?;
@@ -50,10 +51,11 @@ fn child_process_of_a_killed_save() {
     std::fs::write(dir.join("points"), fault_points::list_passed_points().join("\n")).expect("written");
 }
 
-/// Runs the scenario once per fault point, in a child process that is killed at this point. Each
-/// run uses a new copy of the directory that `prepare` fills. `check(root)` checks the remaining
-/// files, and returns whether the new state is visible. Once the new state is visible, it must be
-/// visible for every later point.
+/// Checks what a kill at each fault point of `scenario` leaves. Runs the scenario once per fault
+/// point, in a child process that is killed at this point. Each run uses a new copy of the
+/// directory that `prepare` fills. `check(root)` checks the remaining files, and returns whether
+/// the new state is visible. Once the new state is visible, it must be visible for every later
+/// point.
 fn kill_at_every_point(scenario: &str, prepare: impl Fn(&Path), check: impl Fn(&Path) -> bool) {
     let template = make_memory_dir();
     prepare(&template.path().join("root"));

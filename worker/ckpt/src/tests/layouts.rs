@@ -236,7 +236,7 @@ fn a_universal_checkpoint_of_10_000_files_takes_a_few_reads_per_file() {
     }
 }
 
-/// Opens a checkpoint whose weights exist, but whose DeepSpeed tag directory was not copied.
+/// Checks a checkpoint whose weights exist, but whose DeepSpeed tag directory is missing.
 /// Verification must report damage, and every conversion must fail.
 #[test]
 fn a_missing_tag_directory_that_latest_names_is_damage() {

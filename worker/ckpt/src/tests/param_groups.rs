@@ -31,7 +31,7 @@ fn convert_to(source: &dyn TensorSource, out: &Path, options: &ConvertOptions) -
     convert_checkpoint(source, out, options, |_, _| {})
 }
 
-/// Returns the names of the weights and the weight decay of each parameter group.
+/// Returns, for each parameter group, the names of its weights and its weight decay.
 fn read_groups_and_decay(source: &dyn TensorSource) -> Vec<(Vec<String>, f64)> {
     let decay = |g: &ParamGroupInfo| g.hyper["weight_decay"].as_f64().expect("a number");
     source.training_state().groups.iter().map(|g| (g.names.clone(), decay(g))).collect()
@@ -148,8 +148,9 @@ fn an_assignment_to_a_missing_group_or_of_a_grouped_weight_is_rejected() {
     assert!(matches!(expect_convert_error(&why), ConvertError::GroupNotAssignable { .. }), "{why}");
 }
 
-/// Converts a model of an unknown family, whose order of parameters is unknown. The conversion to
-/// ZeRO must fail, since ZeRO stores parameters by position. The universal format stores names.
+/// Checks conversions of a model of an unknown family, whose order of parameters is unknown. The
+/// conversion to ZeRO must fail, since ZeRO stores parameters by position. The universal format
+/// stores names.
 #[test]
 fn an_unknown_parameter_order_is_an_error_for_zero_and_not_for_universal() {
     let (dir, root) = copy_tiny_checkpoint(HYBRID_CHECKPOINT);

@@ -29,8 +29,8 @@ fn convert_golden(target: ConvertTarget) -> (TempDir, PathBuf) {
     (dir, out)
 }
 
-/// Verifies `path`. Asserts that there is exactly one problem, of the file `name`, and returns its
-/// text.
+/// Asserts that a verification of `path` finds exactly one problem, in the file `name`. Returns the
+/// text of the problem.
 fn expect_problem(path: &Path, name: &str) -> String {
     let report = verify_checkpoints(path).expect("a checkpoint");
     let problems: Vec<&Damage> = report.all_problems().map(|(_, problem)| problem).collect();

@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 /// after the piece, and the rank.
 type PieceEnd = (u64, u32);
 
-/// A case of the test: tensors, their division into pieces, and the ranges to read.
+/// A random test case: tensors, their division into pieces, and the ranges to read.
 #[derive(Clone, Debug)]
 struct RoundtripCase {
     world: u32,
@@ -93,8 +93,8 @@ proptest! {
     }
 }
 
-/// Saves to a real disk, with several windows per file and odd sizes, and reads ranges that cross
-/// blocks, windows and shards.
+/// Checks reads of ranges that cross blocks, windows and shards. The checkpoint is saved to a real
+/// disk, with several windows per file and odd sizes.
 #[test]
 fn ranges_across_blocks_windows_and_shards_are_read() {
     let dir = tempfile::tempdir().expect("a directory");

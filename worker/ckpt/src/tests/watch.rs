@@ -34,8 +34,8 @@ impl TestWatch {
     }
 }
 
-/// Returns the names and steps of the reported directories. Panics if a directory isn't reported as
-/// a complete checkpoint without missing parts.
+/// Returns the names and steps of the directories in the reports `s`. Panics if a directory isn't
+/// reported as a complete checkpoint without missing parts.
 fn expect_complete(s: &[DirectoryReport]) -> Vec<(String, Option<u64>)> {
     let name_and_step = |s: &DirectoryReport| match &s.status {
         DirectoryStatus::Complete { step, missing } if missing.is_empty() => {

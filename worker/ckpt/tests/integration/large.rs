@@ -8,10 +8,10 @@ use std::path::Path;
 
 /// Number of elements of the rank's weights, which take more than 4 GiB in FP32.
 const ELEMENTS: u64 = (1 << 30) + (32 << 20);
-/// Limit on the peak resident memory of the child process, in KiB.
+/// The largest peak resident memory that the child process may have, in KiB.
 const MEMORY_MAX_KB: u64 = 128 << 10;
-/// Environment variable with the directory of the checkpoint. Only the child process has this
-/// variable.
+/// The environment variable by which the test passes the directory of the checkpoint to its child
+/// process. Only the child process has this variable.
 const CHILD_VARIABLE: &str = "CKPT_LARGE_CHILD";
 
 /// Opens the DeepSpeed checkpoint in `dir`. Panics if `dir` has a native checkpoint, or no

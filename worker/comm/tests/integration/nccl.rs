@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A timeout that no test reaches.
+/// A timeout for operations of NCCL that no test reaches.
 const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 // The faults of libnccl.cpp.
@@ -99,7 +99,7 @@ fn to_address<T>(x: &mut [T]) -> u64 {
     x.as_mut_ptr() as u64
 }
 
-/// Computes the i-th test value that `rank` sends.
+/// Computes element `i` of the test data that the rank `rank` sends.
 fn compute_value(rank: usize, i: usize) -> f32 {
     (rank * 100 + i) as f32
 }

@@ -1,6 +1,6 @@
-//! The emulated GPU: a CUDA driver, compiler, cuBLASLt and cuDNN as shared libraries. They are
-//! built from the sources in this directory and from the kernels' own sources, and opened in place
-//! of NVIDIA's.
+//! Builds the emulated GPU: shared libraries in place of the CUDA driver, the compiler, cuBLASLt
+//! and cuDNN, which run kernels on the CPU. They are built from the sources in this directory and
+//! from the kernels' own sources, and opened in place of NVIDIA's.
 use std::{
     fmt::Write as _,
     fs,
@@ -35,7 +35,7 @@ pub(crate) fn library_directory() -> &'static Path {
     })
 }
 
-/// Returns the directory of the libraries whose driver runs the kernels as compiled C++, and builds
+/// Returns the directory of the emulated libraries that run the kernels as compiled C++. Builds
 /// them first if needed.
 #[allow(dead_code, reason = "some test files do not use it")]
 fn cpp_library_directory() -> &'static Path {
@@ -59,9 +59,10 @@ fn cpp_library_directory() -> &'static Path {
     })
 }
 
-/// Returns the directory of the libraries that use NVIDIA's own NVRTC. Their driver interprets the
-/// PTX that NVRTC generates for the kernels. Returns `None` if NVRTC is not installed
-/// (`scripts/setup-tests` installs it). Panics in that case if `LAUNCH_TEST_REQUIRE=all`.
+/// Returns the directory of the emulated libraries that run the kernels as PTX, compiled by
+/// NVIDIA's own NVRTC. Their driver interprets the PTX that NVRTC generates for the kernels.
+/// Returns `None` if NVRTC is not installed (`scripts/setup-tests` installs it). Panics in that
+/// case if `LAUNCH_TEST_REQUIRE=all`.
 #[allow(dead_code, reason = "some test files do not use it")]
 pub(crate) fn ptx_library_directory() -> Option<PathBuf> {
     let nvrtc = nvrtc_directory()?;

@@ -37,7 +37,7 @@ fn every_op_matches_the_cpu() {
     assert!(fp8.max_errors.f32 < 1e-5, "{fp8:?}");
 }
 
-/// Converts a GPU buffer to `f32` and copies it to the host.
+/// Converts the elements of a GPU buffer to `f32`, and copies them to the host.
 fn download_as_f32(from: View) -> Vec<f32> {
     let mut wide = open_shared_gpu().zeroed(Dtype::F32, from.len());
     open_shared_gpu().cast(wide.view_mut(), from);

@@ -63,7 +63,7 @@ impl<'a> StepBuffers<'a> {
 
 const STEPS: u32 = 6;
 
-/// Returns the tokens of a step. They differ from step to step.
+/// Returns the tokens, the host input, of test step `step`. They differ from step to step.
 fn step_tokens(step: u32) -> [u32; 8] {
     std::array::from_fn(|i| (i as u32 * 5 + step * 3) % 8)
 }
@@ -139,8 +139,8 @@ fn check_that_graphs_replace_calls_and_keep_the_bits(expected: &[Vec<u32>; 2]) {
     );
 }
 
-/// Asserts that recorded calls are issued before their memory is freed, and before their results
-/// are read.
+/// Asserts that GPU calls that are only recorded so far are issued before their memory is freed,
+/// and before their results are read.
 fn check_that_recorded_calls_precede_frees_and_reads() {
     let cuda = open_gpu();
     cuda.set_graphs_enabled(true);
@@ -162,7 +162,8 @@ fn check_that_recorded_calls_precede_frees_and_reads() {
     }
 }
 
-/// Asserts that recorded calls still use the smaller block when scratch memory grows.
+/// Asserts that recorded calls still use the old, smaller block of scratch memory when a larger
+/// block replaces it.
 fn check_that_growing_scratch_memory_keeps_results() {
     // Streams lag behind the host, so that a block that is freed too early would be reused.
     // SAFETY: no other thread runs.
@@ -186,7 +187,7 @@ fn check_that_growing_scratch_memory_keeps_results() {
     assert_eq!(with_graphs, expected);
 }
 
-/// Asserts that batches that occur only once are not captured.
+/// Asserts that batches of calls that occur only once are not captured as CUDA graphs.
 fn check_that_unique_batches_make_no_graph() {
     let cuda = open_gpu();
     cuda.set_graphs_enabled(true);
@@ -201,7 +202,8 @@ fn check_that_unique_batches_make_no_graph() {
     assert_eq!((call_count("cuGraphInstantiate"), cuda.graph_stats().cached_graphs), (graphs_before, 0));
 }
 
-/// Asserts that batches that differ in one argument share one graph, which is updated.
+/// Asserts that batches of calls that differ in one argument share one CUDA graph, which is
+/// updated.
 fn check_that_changed_arguments_update_a_graph() {
     let expected = run_steps(&open_gpu(), true);
     let cuda = open_gpu();
@@ -214,8 +216,8 @@ fn check_that_changed_arguments_update_a_graph() {
     assert!(call_count("cuLaunchKernel") - launches < 30, "{}", call_count("cuLaunchKernel") - launches);
 }
 
-/// Asserts that batches that occur exactly twice never exceed the maximum number of cached graphs,
-/// and that no more graphs are captured after some graphs were evicted unused.
+/// Asserts that the number of cached CUDA graphs is limited if batches of calls occur exactly
+/// twice. After graphs were evicted unused, no more graphs are captured.
 fn check_that_the_number_of_graphs_is_limited() {
     let cuda = open_gpu();
     cuda.set_graphs_enabled(true);
@@ -272,8 +274,8 @@ fn check_that_failing_graphs_keep_the_results(expected: &[Vec<u32>; 2]) {
     }
 }
 
-/// Asserts that the autotuner keeps graphs on only if they are faster, and does not try them if
-/// calls are long.
+/// Asserts that autotuning keeps using CUDA graphs only if they are faster, and does not try graphs
+/// if calls take long.
 fn check_that_autotuning_keeps_graphs_only_if_faster() {
     let measured = |enabled, step_seconds_with| BackendNotice::GraphsMeasured {
         enabled,

@@ -22,7 +22,7 @@ fn library_paths() -> LibrarySearchPaths {
     }
 }
 
-/// Opens the emulated GPU with this attention backend.
+/// Opens the emulated GPU such that `backend` selects the kernels of attention.
 fn open_gpu_with(backend: AttentionBackend) -> Cuda {
     let cuda = Cuda::open(&library_paths(), 0, None).expect("the emulated GPU");
     cuda.set_attention_backend(backend, &library_paths()).expect("the emulated cuDNN");
@@ -75,7 +75,8 @@ impl AttentionCase {
         }
     }
 
-    /// Runs the forward and the backward pass. Returns the output and the gradient of qkv.
+    /// Runs the forward and the backward pass of attention on the GPU. Returns the output and the
+    /// gradient of qkv.
     fn run(&mut self, cuda: &Cuda) -> [Vec<f32>; 2] {
         let AttentionCase { shape, starts, qkv, o, lse, d_o, dqkv } = self;
         cuda.attention_forward(o.view_mut(), lse.view_mut(), qkv.view(), starts, *shape);

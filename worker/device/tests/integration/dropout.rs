@@ -38,7 +38,7 @@ fn compute_dropout_factors(
     factors
 }
 
-/// Creates attention dropout whose first sequence has the number `first`.
+/// Creates the settings of dropout in attention, for sequences that are numbered from `first`.
 fn make_dropout(probability: f64, first: u64) -> AttentionDropout {
     AttentionDropout { key: [3, 5], probability, first_sequence: first }
 }

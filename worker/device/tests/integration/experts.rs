@@ -9,7 +9,8 @@ use device::ops::{
     GroupedMatmulOps, MatmulOps, RouterBackwardInputs, RouterOps, RouterShape, RowGroup, RowOps, WriteMode,
 };
 
-/// Returns the probabilities of each row, and the log-sum-exp of each row's logits.
+/// Computes the softmax of each row of `logits`, in f64. Returns the probabilities, and the
+/// log-sum-exp of each row.
 fn compute_softmax(logits: &[f64], experts: usize) -> (Vec<f64>, Vec<f64>) {
     let lse = |row: &[f64]| row.iter().map(|x| x.exp()).sum::<f64>().ln();
     let lse: Vec<f64> = logits.chunks(experts).map(lse).collect();
@@ -53,7 +54,7 @@ fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     r
 }
 
-/// Returns the shapes with which the router is tested.
+/// Returns the shapes (numbers of tokens, experts and so on) with which tests run the router.
 fn list_router_shapes() -> impl Iterator<Item = RouterShape> {
     let sizes = [(1, 1, 1), (5, 3, 1), (40, 8, 2), (33, 6, 3), (7, 130, 8), (4, 5, 5)];
     sizes.into_iter().flat_map(|(m, experts, per_token)| {
@@ -160,8 +161,8 @@ fn row_ops_match_their_definitions() {
     }
 }
 
-/// Returns groups of the given numbers of rows, with a gap of one row after the second group. Their
-/// matrices are stored in reverse order, with gaps of three elements.
+/// Creates row groups for a grouped matmul, with the numbers of rows `sizes` and a gap of one row
+/// after the second group. Their matrices are stored in reverse order, with gaps of three elements.
 fn make_row_groups(sizes: &[usize], matrix: usize) -> Vec<RowGroup> {
     let mut at = 0;
     let group = |(i, &n): (usize, &usize)| {

@@ -5,7 +5,7 @@ use crate::reference::TestRng;
 use device::ops::{Fp8Operand, Fp8Ops, MatmulOps, VectorOps, WriteMode};
 use device::{Buf, Cpu, Dtype, Fp8Format};
 
-/// Both fp8 formats.
+/// Both formats of fp8 numbers, which every test checks.
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4M3, Fp8Format::E5M2];
 
 /// Rounds a matrix to fp8 with the power-of-two scale that docs/numerics.md defines, and returns

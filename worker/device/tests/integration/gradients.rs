@@ -247,7 +247,8 @@ fn rope_and_its_gradient_match_the_definition() {
     }
 }
 
-/// Asserts that both passes of attention match the definition on every instruction set.
+/// Asserts that the forward and the backward pass of attention match the definition on every
+/// instruction set.
 fn assert_attention_matches(r: &mut TestRng, shape: AttentionShape, starts: &[u32]) {
     let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
     let width = (heads + 2 * kv_heads) * head_dim;

@@ -19,7 +19,7 @@ struct TestRun<'a> {
 }
 
 impl TestRun<'_> {
-    /// Creates a buffer of the values, each rounded to 16 bits.
+    /// Creates a buffer of the values `x`, each rounded to 16 bits.
     fn make_buf(&self, x: &[f32]) -> Buf {
         let mut half = Buf::zeroed_as(self.dtype, x.len());
         self.cpu.cast(half.view_mut(), x.into());
@@ -33,7 +33,8 @@ impl TestRun<'_> {
         wide
     }
 
-    /// Returns the bits of an output in the 16-bit type. An output in `f32` is rounded.
+    /// Returns the bits of the op's output `x`, as numbers of the 16-bit type of the test. An
+    /// output in `f32` is rounded.
     fn to_half_bits(&self, x: &Buf) -> Vec<u16> {
         let mut half = Buf::zeroed_as(self.dtype, x.len());
         self.cpu.cast(half.view_mut(), x.view());

@@ -8,8 +8,8 @@ use device::ops::{
     AdamWHyperparams, LionHyperparams, NORM_BLOCK_LEN, OptimizerOps, SgdHyperparams, VectorOps,
 };
 
-/// Updates one element as torch.optim.AdamW (single tensor) does, rounded to f32 where torch
-/// rounds.
+/// Computes the update of one element by torch.optim.AdamW (single tensor), rounded to f32 where
+/// torch rounds.
 fn update_as_torch_adamw(p: &mut f32, g: f32, m: &mut f32, v: &mut f32, h: &AdamWHyperparams) {
     let g = g * h.grad_scale;
     *p *= (1.0 - h.lr * h.weight_decay) as f32;

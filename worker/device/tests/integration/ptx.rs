@@ -18,7 +18,8 @@ fn every_compiled_op_matches_the_cpu() {
     assert!(rows.iter().all(|row| row.failure.is_none() && row.cases >= 2), "{rows:#?}");
 }
 
-/// Beginning of a kernel of 64 threads with 64 words of shared memory.
+/// The PTX text with which every test kernel begins. The kernel has 64 threads and 64 words of
+/// shared memory.
 ///
 /// - `%r0`: index of the thread.
 /// - `%r1`: address of the thread's word in shared memory.
@@ -185,8 +186,8 @@ fn results_do_not_depend_on_alignment() {
     }
 }
 
-/// Runs the ops of a layer and returns the contents of every buffer. Views begin `shift` elements
-/// into the buffers.
+/// Runs the ops of a transformer layer on the GPU, and returns the contents of every buffer. Views
+/// begin `shift` elements into the buffers.
 fn run_layer_ops(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>> {
     let mut buffers = create_layer_buffers(cuda, m, d, shift);
     let [mut rstd, mut stats, mut dw, mut db] = [m, 2 * m, d, d].map(|len| cuda.zeroed(Dtype::F32, len));
@@ -244,8 +245,8 @@ fn run_layer_ops(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Vec<f32>>
     shifted.chain([dw.view(), db.view()]).map(|view| copy_to_host_as_f32(cuda, view)).collect()
 }
 
-/// Creates the buffers of a layer's ops on the GPU. The elements after the first `shift` are
-/// pseudo-random numbers, which do not depend on `shift`.
+/// Creates on the GPU the buffers that the ops of a transformer layer use. The elements after the
+/// first `shift` are pseudo-random numbers, which do not depend on `shift`.
 fn create_layer_buffers(cuda: &Cuda, m: usize, d: usize, shift: usize) -> Vec<Buf> {
     let mut random = 0u32;
     let lens = [m * d, m * d, m * d, d, d, m * d, m * d, 2 * m * d, m * d, 2 * m * d, m * d, m * d];

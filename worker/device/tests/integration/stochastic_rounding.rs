@@ -53,8 +53,8 @@ fn each_element_uses_the_random_word_of_its_number() {
     }
 }
 
-/// Checks that over n draws, the mean equals the value within five standard errors, and the
-/// variance is that of a choice between two numbers.
+/// Checks that the mean of many stochastic roundings of a value equals the value within five
+/// standard errors. Their variance must be that of a choice between two numbers.
 #[test]
 fn rounding_is_unbiased() {
     let n = 20_000u64;

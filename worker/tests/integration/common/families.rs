@@ -1,5 +1,5 @@
-//! The golden cases of all model families, whose directories `save_pretrained` of transformers
-//! wrote (tests/golden/families/README.md).
+//! Loads the golden cases of all model families. `save_pretrained` of transformers wrote their
+//! directories (tests/golden/families/README.md).
 use super::{
     golden::{GoldenCase, parse_golden_case, read_json},
     *,

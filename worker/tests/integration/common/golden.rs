@@ -139,9 +139,9 @@ pub(crate) fn visit_params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f
     }
 }
 
-/// Asserts that runs compute the expected values of `case`: loss and logits, gradients, and the
-/// losses, gradient norms and parameters of ten steps. `make` starts a run at step 0 with the
-/// golden weights.
+/// Asserts that runs of launch compute the values of `case`, which PyTorch computed: loss and
+/// logits, gradients, and the losses, gradient norms and parameters of ten steps. `make` starts a
+/// run at step 0 with the golden weights.
 pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -> RunningTrainer) {
     let mut running = make(case);
     let outcome = running.trainer.accumulate_gradients(case, 0, RankStepReport::default()).unwrap();

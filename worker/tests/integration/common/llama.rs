@@ -1,4 +1,4 @@
-//! The golden cases of the Llama family (tests/golden/llama/README.md).
+//! Loads the golden cases of the Llama family (tests/golden/llama/README.md).
 use super::{
     golden::{GoldenCase, parse_golden_case, read_json},
     *,

@@ -81,7 +81,7 @@ impl Simulation {
         }
     }
 
-    /// Closes a connection. Both ends notice, unless the host is disconnected.
+    /// Breaks a connection. Both ends notice after a delay, unless the host is disconnected.
     pub(super) fn break_connection(&mut self, id: ConnectionId) {
         let host = self.connections[id].host;
         if !std::mem::replace(&mut self.connections[id].is_open, false) {

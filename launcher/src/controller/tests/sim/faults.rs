@@ -112,7 +112,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Returns the newest controller that runs.
+    /// Returns the most recently started controller that still runs.
     fn find_live_controller(&self) -> Option<ControllerIndex> {
         self.controllers.iter().rposition(|controller| controller.state == ControllerState::Alive)
     }
@@ -128,8 +128,8 @@ impl Simulation {
         changes
     }
 
-    /// Ends the worker of this rank in the newest attempt in which the rank runs. Returns `false`
-    /// if no worker of the rank runs, or if its host is frozen.
+    /// Ends the worker of the rank `rank` in the most recent attempt that still has a worker of
+    /// this rank. Returns `false` if no worker of the rank runs, or if its host is frozen.
     fn end_newest_worker(&mut self, rank: Rank, status: ExitStatus) -> Result<bool, String> {
         let newest = self
             .list_running_workers()

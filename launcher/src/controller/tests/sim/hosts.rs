@@ -1,5 +1,5 @@
-//! Simulated hosts: the cores of their agents, and the workers that these agents start, signal and
-//! supervise.
+//! Simulates hosts. The state machines of the agents are real, and the workers that they start and
+//! supervise are simulated.
 use super::{ConnectionId, HostIndex, SimEvent, SimRequest, Simulation};
 use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, GroupSignal};
 use diagnostic::{Diagnostic, codes::run};
@@ -26,7 +26,7 @@ pub(super) struct WorkerMessage {
     message: FromWorker,
 }
 
-/// A simulated agent: the real core of an agent, with a simulated control connection.
+/// A simulated agent: the real state machine of an agent, with a simulated control connection.
 pub(super) struct SimAgent {
     pub(super) number: u32,
     pub(super) core: AgentCore,
@@ -63,8 +63,8 @@ impl Simulation {
         self.hosts[host].agents.iter_mut().find(|a| a.number == number)
     }
 
-    /// Gives the core of an agent an input and executes the resulting actions. Does nothing if the
-    /// agent has ended. Fails if an invariant is violated.
+    /// Passes an input to the state machine of an agent, and executes the actions that it requests.
+    /// Does nothing if the agent has ended. Fails if an invariant is violated.
     pub(super) fn feed_agent(
         &mut self,
         host: HostIndex,
@@ -97,8 +97,9 @@ impl Simulation {
         }
     }
 
-    /// Executes an action of an agent's core. Returns the input that the core receives immediately
-    /// as a result, or `None` if there is none. Fails if an invariant is violated.
+    /// Executes an action that the state machine of an agent has requested. Returns the input that
+    /// the core receives immediately as a result, or `None` if there is none. Fails if an invariant
+    /// is violated.
     fn execute_action(
         &mut self,
         host: HostIndex,
@@ -224,7 +225,8 @@ impl Simulation {
         Ok(Some(AgentInput::Spawned { rank, pid }))
     }
 
-    /// Schedules the messages of a built-in worker that works until `done`.
+    /// Schedules the messages that a built-in worker sends until the simulated time `done`, when it
+    /// finishes.
     fn schedule_worker_messages(
         &mut self,
         (host, number): (HostIndex, u32),

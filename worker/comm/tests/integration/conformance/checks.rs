@@ -19,7 +19,7 @@ impl fmt::Display for CheckFailure {
     }
 }
 
-/// Creates the failure of `check`.
+/// Creates the failure that the check `check` has found a wrong result.
 pub(crate) fn make_failure(check: &str, detail: impl Into<String>) -> CheckFailure {
     CheckFailure { check: check.to_owned(), detail: detail.into() }
 }
@@ -61,15 +61,16 @@ impl Rng {
     }
 }
 
-/// Computes the i-th value of test tensor `id` on `rank`. Magnitudes differ strongly, so that
-/// another order of a sum gives other bits.
+/// Computes element `i` of the test tensor with the number `id` on the rank `rank`. Magnitudes
+/// differ strongly, so that another order of a sum gives other bits.
 fn compute_value(id: u64, rank: usize, i: usize) -> f32 {
     let h = Rng(id ^ (rank as u64) << 40 ^ (i as u64) << 8).next_u64();
     let scale = [1.0, 1e-5, 1e5, -1e5][(h & 3) as usize];
     (1.0 + (h >> 40) as f32 / (1u64 << 24) as f32) * scale
 }
 
-/// Creates test tensor `id` of `rank`, with `len` values from [`compute_value`].
+/// Creates the test tensor with the number `id` of the rank `rank`, with `len` values from
+/// [`compute_value`].
 fn make_tensor(id: u64, rank: usize, len: usize) -> Buf {
     Buf::from_slice(&(0..len).map(|i| compute_value(id, rank, i)).collect::<Vec<_>>())
 }

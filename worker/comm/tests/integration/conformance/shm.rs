@@ -93,7 +93,8 @@ impl ProcessGroup {
     }
 }
 
-/// Returns the timeouts and the staging size of a test case.
+/// Returns the limits of the shared memory transport, such as timeouts and staging size, for the
+/// test case `case`.
 fn select_limits(case: &str) -> ShmLimits {
     let staging = if case.starts_with("small") { 4096 } else { ShmLimits::default().staging_bytes };
     let join = if case == "absent" { Duration::from_millis(300) } else { Duration::from_secs(50) };
@@ -201,8 +202,8 @@ fn raise_in_rank_1(comm: &ShmComm, signal: Signal) -> Result<(), CommError> {
     })
 }
 
-/// Runs several collectives of different kinds. Rank 1 prints a line before the last one, so that
-/// the parent can act then.
+/// Runs several collectives of different kinds, one after the other. Rank 1 prints a line before
+/// the last one, so that the parent can act then.
 fn run_mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;
@@ -214,8 +215,8 @@ fn run_mixed_collectives(comm: &ShmComm) -> Result<(), CommError> {
     comm.barrier()
 }
 
-/// Stops rank 1 during a collective. Rank 0 aborts the group when its standard input has a line,
-/// and every rank must report that abort.
+/// Checks that a group with a stopped rank can be aborted. Rank 1 stops during a collective. Rank 0
+/// aborts the group when its standard input has a line, and every rank must report that abort.
 fn check_stopped_rank_1(comm: &ShmComm, rank: usize) -> Result<(), CheckFailure> {
     std::thread::scope(|s| {
         if rank == 0 {

@@ -22,7 +22,7 @@ use std::{
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Returns the default limits, but with timeouts that no test reaches.
+/// Returns the default limits of the network transport, but with timeouts that no test reaches.
 pub(crate) fn make_tcp_limits() -> TcpLimits {
     let shm = Shm {
         join_timeout: Duration::from_secs(50),
@@ -32,8 +32,8 @@ pub(crate) fn make_tcp_limits() -> TcpLimits {
     TcpLimits { shm, ..TcpLimits::default() }
 }
 
-/// Returns limits with the smallest staging memory, so that collectives need many rounds, and with
-/// timeouts that no test reaches.
+/// Returns limits of the network transport with the smallest staging memory, so that collectives
+/// need many rounds. No test reaches their timeouts.
 fn make_small_limits() -> TcpLimits {
     let mut small = make_tcp_limits();
     small.shm.staging_bytes = 4096;

@@ -157,7 +157,7 @@ fn run_case(case: &str, comm: &TcpComm) -> std::result::Result<(), CheckFailure>
     }
 }
 
-/// Runs several collectives of different kinds.
+/// Runs several collectives of different kinds, one after the other.
 fn run_mixed_collectives(comm: &TcpComm) -> Result<()> {
     let mut x = Buf::zeroed(70_000);
     comm.all_reduce(x.view_mut())?;

@@ -69,8 +69,9 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Asserts that each difference is at most `tolerance` × the largest magnitude in `want`, or
-/// `tolerance` × 1e-3 if that is larger. `what` names the values in failures.
+/// Asserts that the values `got` are close to `want`. Each difference is at most `tolerance` times
+/// the largest magnitude in `want`, or `tolerance` × 1e-3 if that is larger. `what` names the
+/// values in failures.
 #[track_caller]
 pub(crate) fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
