@@ -43,7 +43,7 @@ pub(crate) enum WatchTarget {
     Tree(PathBuf),
 }
 
-/// A path that the operating system watches, or that is polled.
+/// A path whose changes are noticed, either by the operating system (inotify) or by polling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct WatchedPath {
     path: PathBuf,

@@ -50,7 +50,7 @@ while True:
                 pass
 ";
 
-/// Returns whether this process can start programs as the other user. Otherwise skips the test.
+/// Returns whether this process can start programs as the other user. If not, the test is skipped.
 fn can_become_other_user(test: &str) -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {

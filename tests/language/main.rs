@@ -349,7 +349,8 @@ fn read_text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Lists the files with one of these extensions by path from the root, except golden data.
+/// Lists the paths, from the repository root, of the files that have one of `extensions`. Leaves
+/// out golden data.
 fn list_product_files(extensions: &[&str]) -> Vec<String> {
     let is_wanted = |file: &str| {
         let extension = Path::new(file).extension().and_then(|e| e.to_str()).unwrap_or("");

@@ -44,7 +44,8 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The number of names that a socket may have, so that other users cannot take all of them.
+/// The number of names from which an agent chooses one for its socket. There are several, so that
+/// another user cannot easily take all of them.
 const NAME_COUNT: u32 = 16;
 /// The largest number of connections that prove at the same time that they have the key of the run.
 /// Further connections wait.

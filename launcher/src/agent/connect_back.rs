@@ -15,8 +15,8 @@ use diagnostic::{Diagnostic, codes::host};
 use std::{fs, io, net::SocketAddr, time::Duration};
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// The delay between the starts of connection attempts to two addresses of the controller
-/// (RFC 8305).
+/// How long an agent waits after it has begun to connect to one address of the controller, before
+/// it also tries the next address (RFC 8305).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

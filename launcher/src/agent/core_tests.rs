@@ -36,10 +36,10 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
     }
 }
 
-/// The lease of the controller in [`make_terms`].
+/// The time of silence after which the agents of these tests count their controller as lost.
 const CONTROLLER_LEASE: Duration = Duration::from_secs(60);
 
-/// Returns the terms of the first controller of a run.
+/// Returns, for tests, the terms on which an agent obeys the first controller of a run.
 fn make_terms(on_controller_loss: ControllerLossAction) -> SupervisionTerms {
     SupervisionTerms {
         run: "run".into(),

@@ -139,14 +139,14 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// Returns whether the key `key` is present, and keeps the key. A key with the value `null`
-    /// counts as absent.
+    /// Returns whether the key `key` is present. The key remains in the mapping. A key with the
+    /// value `null` counts as absent.
     pub(super) fn is_given(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && !matches!(item.value, DocumentValue::Null))
     }
 
-    /// Returns the integer value of the key `key`, and keeps the key. Returns `None` if the key is
-    /// absent or its value is not an integer.
+    /// Returns the integer value of the key `key`. The key remains in the mapping. Returns `None`
+    /// if the key is absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }

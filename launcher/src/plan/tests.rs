@@ -52,7 +52,7 @@ fn expect_plan(job: &JobSpec, inventory: &HostInventory) -> Plan {
     plan_local(job, inventory).expect("a plan")
 }
 
-/// Returns the key of the job that a diagnostic is about; empty if there is none.
+/// Returns the job key that is the subject of `diagnostic`, or an empty text if there is none.
 fn subject_key(diagnostic: &Diagnostic) -> &str {
     diagnostic.subject().unwrap_or_default()
 }

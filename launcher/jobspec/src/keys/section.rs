@@ -26,7 +26,7 @@ pub(crate) trait Section: Sized {
     /// values of the other keys.
     fn fill_defaults(&mut self, unset: &UnsetKeys, values: &JobValues);
 
-    /// Appends the values of the section's keys in YAML to `values`.
+    /// Appends to `values` the YAML texts of the values of the section's keys.
     fn print(&self, values: &mut JobValues);
 }
 
@@ -91,7 +91,8 @@ pub(crate) trait Entry<S> {
     /// Computes the defaults of the keys within the value, if the value is a section.
     fn fill_inner(&self, _value: &mut Self::Value, _unset: &UnsetKeys, _values: &JobValues) {}
 
-    /// Appends the values of the field's keys in YAML to `values`. `owner` is the section.
+    /// Appends to `values` the YAML texts of the values of the field's keys. `owner` is the
+    /// section.
     fn print(&self, context: FieldContext, owner: &S, value: &Self::Value, values: &mut JobValues);
 }
 

@@ -1,4 +1,5 @@
-//! [`ReportLog`]: the messages of an agent that no controller may miss.
+//! [`ReportLog`]: keeps the messages of an agent that no controller may miss, so that they can be
+//! repeated for a later controller.
 use jobspec::ids::Rank;
 use protocol::{control::FromAgent, frame::encode_frame};
 use std::{collections::VecDeque, time::Duration};

@@ -104,7 +104,7 @@ impl LoginAttempts {
         self.results.push(result);
     }
 
-    /// Builds the error that the server of `target` accepted none of the keys.
+    /// Builds the error that the server of `target` did not accept any of the keys.
     fn into_diagnostic(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");

@@ -216,7 +216,8 @@ pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
 /// Appends a host's key to a known_hosts file. Creates the file and its directory if they do not
 /// exist.
 pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
-    /// Serializes the appends of the threads that connect to several hosts.
+    /// A lock under which threads that connect to different hosts append keys to known_hosts files,
+    /// one after the other.
     static APPEND: Mutex<()> = Mutex::new(());
     let _guard = APPEND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(directory) = file.parent() {

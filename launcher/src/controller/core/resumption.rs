@@ -132,8 +132,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the state of the present attempt's hosts and workers, as it was after the workers
-    /// had started.
+    /// Restores the hosts and workers of the present attempt, in the state that they had right
+    /// after the workers had started.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));

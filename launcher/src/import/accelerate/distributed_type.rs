@@ -1,6 +1,6 @@
 //! [`DistributedType`]: the kind of job that a configuration of Accelerate describes.
 
-/// The kind of job that a configuration describes: its key `distributed_type`.
+/// The kind of job that a configuration of Accelerate describes by its key `distributed_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DistributedType {
     Single,

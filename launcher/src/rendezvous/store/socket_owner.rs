@@ -35,7 +35,7 @@ const LONGEST_ANSWER: usize = 8 << 10;
 /// kernel normally answers at once.
 const ANSWER_TIMEOUT_S: i64 = 1;
 
-/// The owner of a socket on this machine.
+/// The user who owns a socket on this machine, and the socket's inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketOwner {
     /// The user id. Meaningless if `inode` is 0.

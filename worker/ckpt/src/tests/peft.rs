@@ -1,5 +1,5 @@
-//! Tests adapter configurations. Supported settings are parsed, and errors name unsupported
-//! settings.
+//! Tests reading the configurations of LoRA adapters (adapter_config.json of PEFT). Supported
+//! settings are parsed, and errors name unsupported settings.
 use super::format_error;
 use crate::error::AdapterConfigError;
 use crate::layout::peft::{AdapterConfig, open_adapters};

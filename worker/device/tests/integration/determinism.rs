@@ -167,7 +167,7 @@ fn assert_same_attention_bits(seed: u64, shape: AttentionShape) {
     });
 }
 
-/// The inputs of ops over `m` rows of `d` elements.
+/// Random inputs with which tests run ops that process `m` rows of `d` elements.
 struct RowInputs {
     m: usize,
     d: usize,
