@@ -1,4 +1,5 @@
-//! Records when the lines of a log were written, for `launch logs --since`.
+//! Records at which times a log grew to which sizes, so that `launch logs --since` can find the
+//! lines from a given time.
 //!
 //! `rank-0.log.times` next to `rank-0.log` holds pairs of little-endian u64: milliseconds since
 //! 1970, and the size of the log in bytes at that time. At most one pair is written per second, and

@@ -1,4 +1,5 @@
-//! `train.optimizer.groups`, and [`ValueType`]s for patterns and decay rates.
+//! Declares the keys of an item of `train.optimizer.groups`, and [`ValueType`]s for patterns and
+//! decay rates.
 use crate::keys::{
     collections::{list_of, pair_of},
     info::{Condition, Rule},

@@ -241,7 +241,8 @@ const DEEPSPEED_KEYS: [&str; 15] = [
     "deepspeed_moe_layer_cls_names",
 ];
 
-/// The sections of a configuration, each with the prefix of the options that belong to it.
+/// The sections of Accelerate's configuration, each with the prefix of the names of the options
+/// that belong to it.
 pub(super) const SECTIONS: [(&str, &str); 5] = [
     ("fsdp_config", "fsdp_"),
     ("megatron_lm_config", "megatron_lm_"),
