@@ -18,7 +18,7 @@ pub(crate) struct ModuleGraph {
     pub(crate) unresolved_paths: Vec<String>,
 }
 
-/// The use of an item of another crate.
+/// A place in the code of a crate that uses an item of another crate.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ExternalUse {
     /// The path of the source file.

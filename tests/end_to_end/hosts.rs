@@ -319,7 +319,8 @@ fn assert_all_succeeded(ended: &[EndedWorker]) {
     assert!(ended.iter().all(|e| e.exit_code == Some(0)), "{ends:?}");
 }
 
-/// Returns the error of rank 0. Panics unless all ranks ended with the exit reason `exit`.
+/// Returns the error that rank 0 has reported. Panics unless all ranks ended with the exit reason
+/// `exit`.
 #[track_caller]
 fn expect_common_error(ended: &[EndedWorker], exit: WorkerExit) -> &Diagnostic {
     let ends: Vec<_> = ended.iter().map(|e| e.final_report.as_ref().expect("a final report")).collect();

@@ -5,7 +5,7 @@ use crate::support::{self, JobDirectory, environment::isolated_command};
 use serde_json::Value;
 use std::{fs, path::Path};
 
-/// The number of tokens of a sample.
+/// The number of tokens of each training sample of the test's jobs.
 const SEQ_LEN: usize = 64;
 /// The number of samples on which the job evaluates the model.
 const EVAL_SAMPLES: usize = 8;

@@ -93,7 +93,8 @@ impl MarkedJob {
         command
     }
 
-    /// Runs the job to its end. Panics if a process of the job remains.
+    /// Runs `launch job.yaml ARGS…` with this job until the job ends. Panics if a process of the
+    /// job remains.
     fn run(&self, args: &[&str]) -> EndedJob {
         self.run_command(self.launch_command(args))
     }
@@ -191,7 +192,7 @@ impl EndedJob {
         self.status.code().unwrap_or_else(|| panic!("{:?}\n{}", self.status, self.stderr))
     }
 
-    /// Parses each line of stdout as an event.
+    /// Parses each line of the controller's stdout as a JSON event.
     fn parse_events(&self) -> Vec<Value> {
         self.stdout
             .lines()
@@ -199,7 +200,8 @@ impl EndedJob {
             .collect()
     }
 
-    /// Returns the only event of this name. Panics if there is no such event, or several.
+    /// Returns the only event with the name `name` on the controller's stdout. Panics if there is
+    /// no such event, or several.
     fn expect_one_event(&self, name: &str) -> Value {
         let mut found: Vec<_> = self.parse_events().into_iter().filter(|e| e["event"] == name).collect();
         assert_eq!(found.len(), 1, "{name}: {}", self.stdout);
@@ -239,7 +241,7 @@ impl RunningJob<'_> {
         }
     }
 
-    /// Sends a signal to the controller.
+    /// Sends `signal` to the controller of the job.
     fn send_signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }

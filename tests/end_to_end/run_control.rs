@@ -24,7 +24,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 struct ControlledJob(JobDirectory);
 
 impl ControlledJob {
-    /// Creates a directory with this job file.
+    /// Creates a directory with a job file of the content `job`.
     fn new(job: &str) -> ControlledJob {
         let job_dir = JobDirectory::new();
         fs::write(job_dir.path("job.yaml"), job).unwrap();

@@ -4,11 +4,11 @@ use crate::support::{self, JobDirectory, fork_server::ForkServer};
 use serde_json::Value;
 use std::fs;
 
-/// The number of tokens of a sample.
+/// The number of tokens of each training sample of the test's job.
 const SEQ_LEN: usize = 64;
 /// The number of samples on which the job evaluates the model.
 const EVAL_SAMPLES: usize = 12;
-/// The number of training steps.
+/// The number of training steps of the test's job.
 const STEPS: u64 = 30;
 /// The modules that the scripts import, and those that transformers imports when it creates the
 /// first model.

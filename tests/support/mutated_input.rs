@@ -36,7 +36,8 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 pub(crate) struct MemoryMeter(usize);
 
 impl MemoryMeter {
-    /// Starts a measurement. Only one measurement at a time is valid, because the peak is global.
+    /// Starts to measure how much the memory in use grows. Only one measurement at a time is valid,
+    /// because the peak is global.
     pub(crate) fn start() -> MemoryMeter {
         let used = USED_BYTES.load(Ordering::Relaxed);
         PEAK_BYTES.store(used, Ordering::Relaxed);

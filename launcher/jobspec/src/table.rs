@@ -41,7 +41,7 @@ pub struct DeprecatedName {
 }
 
 impl DeprecatedName {
-    /// Returns the previous path of the key, e.g. `run.grace`.
+    /// Returns the path that the key had before it was renamed, e.g. `run.grace`.
     pub fn old_path(&self) -> String {
         join_key_path(self.section, self.old)
     }

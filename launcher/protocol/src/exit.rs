@@ -1,9 +1,9 @@
 //! Exit codes of `launch` (docs/cli.md lists them), and [`WorkerExit`].
 use serde::{Deserialize, Serialize};
 
-/// The exit code of a run that succeeded.
+/// The exit code of `launch` for a run that succeeded.
 pub const DONE: u8 = 0;
-/// The exit code of a run that failed. The root cause was reported.
+/// The exit code of `launch` for a run that failed. The root cause was reported.
 pub const FAILED: u8 = 1;
 /// The exit code for a command line or a job file that is not valid.
 pub const USAGE: u8 = 2;

@@ -11,7 +11,7 @@ const MAX_RECORD_BYTES: usize = 8 << 10;
 /// The largest number of records that one call of [`KernelLog::read_new_records`] reads.
 const MAX_RECORDS: usize = 10_000;
 
-/// The kernel log, open for reading.
+/// The open file of the kernel log, from which new records are read.
 #[derive(Debug)]
 pub(super) struct KernelLog(File);
 

@@ -102,12 +102,12 @@ pub(crate) struct OutputPump {
     show: Arc<AtomicBool>,
 }
 
-/// The command to a pump thread to continue copying output.
+/// The command to the thread of an [`OutputPump`] to continue copying output.
 const COMMAND_CONTINUE: u8 = 0;
-/// The command to a pump thread to copy the remaining output in the pipes and to report the last
-/// lines.
+/// The command to the thread of an [`OutputPump`] to copy the remaining output in the pipes and to
+/// report the last lines.
 const COMMAND_DRAIN: u8 = 1;
-/// The command to a pump thread to end.
+/// The command to the thread of an [`OutputPump`] to end.
 const COMMAND_QUIT: u8 = 2;
 
 impl OutputPump {

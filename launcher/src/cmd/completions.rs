@@ -25,7 +25,7 @@ mod tests {
     use clap_complete::Shell;
     use std::process::Command;
 
-    /// Renders the completion script of a shell.
+    /// Generates the script that completes the command line of `launch` in the shell `shell`.
     fn render_script(shell: Shell) -> String {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Cli::command(), "launch", &mut script);

@@ -134,7 +134,8 @@ fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCo
     nodes
 }
 
-/// Assigns NUMA nodes to each worker. Two workers have either the same nodes or no node in common.
+/// Chooses the NUMA nodes whose CPUs each worker gets. Two workers have either the same nodes or no
+/// node in common.
 ///
 /// A worker gets the node of its GPU. Workers without a known GPU node get equal shares of the
 /// nodes without a GPU, where each share consists of neighbouring nodes. If every node has a GPU,

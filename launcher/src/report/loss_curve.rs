@@ -16,7 +16,7 @@ pub(super) struct LossCurve {
 }
 
 impl LossCurve {
-    /// Adds the loss of a step. Ignores NaN and infinite losses.
+    /// Adds the loss of step `step` to the plot. Ignores NaN and infinite losses.
     pub(super) fn push_loss(&mut self, step: u64, loss: f64) {
         if loss.is_finite() {
             self.points.push((step, loss));

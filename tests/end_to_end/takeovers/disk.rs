@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The size of the disk, in bytes.
+/// The size of the file system that stands for a disk, in bytes.
 const DISK_BYTES: u64 = 64 << 20;
 
 /// An ext4 file system in a file, mounted on a directory. Dropping the value unmounts it.

@@ -184,7 +184,7 @@ const REPLACED_CALLS: [&str; 4] =
 const OTHER_CALLS: [&str; 4] =
     ["cuGraphLaunch", "cuMemAllocAsync", "cuMemFreeAsync", "cuGraphExecKernelNodeSetParams"];
 
-/// The numbers of driver calls of one step.
+/// The numbers of calls of CUDA driver functions in one training step.
 struct CallsPerStep {
     /// Calls of [`REPLACED_CALLS`].
     replaceable: i64,

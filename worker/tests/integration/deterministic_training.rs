@@ -3,7 +3,7 @@
 use crate::common::*;
 use jobspec::{Precision, RecomputeMode, TrainSpec};
 
-/// Number of steps of each compared run.
+/// The number of training steps of each run whose losses are compared.
 const STEPS: u64 = 4;
 
 /// Asserts that losses have the same bits for every world size and stage. `change` modifies the

@@ -8,7 +8,7 @@ use crate::common::{
 use jobspec::*;
 use serde_json::json;
 
-/// Number of steps of each compared run.
+/// The number of training steps of each run whose losses are compared.
 const STEPS: u64 = 3;
 
 /// Creates the `train.model` section of a new GPT-2 model.

@@ -15,7 +15,7 @@ use worker::{
     train::{running_trainer::RunningTrainer, step::RankStepReport},
 };
 
-/// The directories of the golden cases.
+/// The directory names of the golden cases in tests/golden/tuned, which PyTorch computed.
 const TUNED_CASES: [&str; 10] = [
     "frozen_prefix",
     "frozen_tied",
@@ -34,7 +34,8 @@ fn parse_strings(v: &Value) -> Vec<String> {
     v.as_array().unwrap().iter().map(|t| t.as_str().unwrap().to_owned()).collect()
 }
 
-/// Parses a parameter group of a golden case.
+/// Converts a parameter group in the JSON description of a golden case to an item of
+/// `train.optimizer.groups`.
 fn parse_param_group(v: &Value) -> ParamGroupSpec {
     let betas = v["betas"].as_array().map(|b| (b[0].as_f64().unwrap(), b[1].as_f64().unwrap()));
     ParamGroupSpec {
@@ -47,7 +48,7 @@ fn parse_param_group(v: &Value) -> ParamGroupSpec {
     }
 }
 
-/// Reads the golden case `name`.
+/// Reads the golden case `name` in tests/golden/tuned.
 fn load_tuned_case(name: &str) -> GoldenCase {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/tuned").join(name);
     let about = read_json(&dir.join("case.json"));

@@ -28,7 +28,7 @@ fn create_spec_with_masters(stage: u8) -> TrainSpec {
     TrainSpec { master_weights: true, ..create_spec_without_masters(stage) }
 }
 
-/// Replaces the optimizer of a `train` section.
+/// Returns the `train` section `spec` with the optimizer `name`.
 fn set_optimizer(mut spec: TrainSpec, name: OptimizerName) -> TrainSpec {
     spec.optimizer.name = name;
     spec.optimizer.momentum = if name == OptimizerName::Adamw { 0.0 } else { 0.9 };

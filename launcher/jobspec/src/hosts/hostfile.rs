@@ -85,9 +85,10 @@ impl HostfileParser {
         Ok(())
     }
 
-    /// Adds a host that line `line` names. If an earlier line named the host, and neither line
-    /// states the slots, the host gets one more slot, as in Open MPI. `at` is the byte offset of
-    /// the host in the line, and becomes the position of an error.
+    /// Adds `host`, which line `line` of the hostfile names, to the hosts of the file. If an
+    /// earlier line named the host, and neither line states the slots, the host gets one more slot,
+    /// as in Open MPI. `at` is the byte offset of the host in the line, and becomes the position of
+    /// an error.
     fn add_host(
         &mut self,
         host: HostAddress,
@@ -168,8 +169,8 @@ impl HostfileLineOptions {
     }
 }
 
-/// Sets `option` to `value`. Fails if the option was set before. The error contains `key`, the name
-/// of the option, and `at`, its byte offset in the line.
+/// Sets `option`, an option of a hostfile line, to `value`. Fails if the option was set before. The
+/// error contains `key`, the name of the option, and `at`, its byte offset in the line.
 fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),

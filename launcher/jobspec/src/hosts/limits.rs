@@ -1,12 +1,12 @@
 //! Limits on the host lists, hostfiles and filters that users write.
 
-/// The largest number of hosts of a job.
+/// The largest number of hosts of a job. Lists of more hosts are rejected.
 pub const MAX_HOSTS: usize = 16_384;
 /// The longest name of a host or user, in bytes. DNS allows 253 bytes.
 pub const MAX_NAME: usize = 255;
-/// The largest slot number in a filter. Slots are numbered from 0.
+/// The largest slot number that a filter of hosts may contain. Slots are numbered from 0.
 pub(super) const MAX_SLOT: u32 = 1023;
-/// The largest number of slots of a host.
+/// The largest number of slots (places of workers) that a hostfile or filter may give a host.
 pub(super) const MAX_SLOTS: u32 = 1024;
 /// The largest number of digits of a number in the brackets of a host name, such as `n[01-03]`.
 pub(super) const MAX_DIGITS: usize = 9;

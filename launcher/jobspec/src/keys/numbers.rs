@@ -11,7 +11,7 @@ use std::{fmt::Display, ops::RangeInclusive};
 
 /// An unsigned integer type that the value of a key can have.
 pub(crate) trait Integer: TryFrom<u64> + Display + Copy + 'static {
-    /// The largest value of the type.
+    /// The largest value of the integer type.
     const LARGEST: u64;
 }
 

@@ -68,7 +68,7 @@ pub(crate) fn first_paragraph(doc: &str) -> String {
 
 /// The declaration of one field of the section `S`: usually one key or one inner section.
 pub(crate) trait Entry<S> {
-    /// The type of the field.
+    /// The Rust type of the field that the entry declares.
     type Value;
 
     /// Appends the keys of the field to the table of keys.

@@ -93,7 +93,7 @@ impl JobValues {
         lines
     }
 
-    /// Formats the values as a job.yaml.
+    /// Formats the values of all keys as the text of a job.yaml.
     pub(crate) fn to_yaml(&self) -> String {
         let (mut yaml, mut open) = (String::new(), Vec::<&str>::new());
         for (path, value) in &self.values {

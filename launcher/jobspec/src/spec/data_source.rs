@@ -80,7 +80,7 @@ impl RecordFormat {
         }
     }
 
-    /// Returns the default of the key `loss_on`.
+    /// Returns the default of the key `loss_on`, which depends on the format of the records.
     fn default_loss_targets(self) -> LossTargets {
         match self {
             RecordFormat::Text => LossTargets::All,
@@ -100,7 +100,7 @@ choices! {
     }
 }
 
-/// The largest number of sources in a mixture.
+/// The largest number of data sources in `train.data.mixture`. A larger mixture is rejected.
 const MAX_SOURCES: usize = 64;
 /// The path of the key that lists the files of a single data source.
 const FILES: &str = "train.data.files";
@@ -218,8 +218,8 @@ fn mixture() -> ValueType<Vec<DataSource>> {
 /// The phrase by which error messages describe a source of a mixture.
 const SOURCE: &str = "a mapping with `files`";
 
-/// Reads `train.data.mixture`. The sources are sorted by name, because the order of a mapping has
-/// no meaning.
+/// Reads the value of `train.data.mixture`, a mapping of names to data sources. The sources are
+/// sorted by name, because the order of a mapping has no meaning.
 fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
     let what = "a mapping of names to sources such as `{files: [\"a/*.jsonl\"], weight: 2}`";
     let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(what, node)) };

@@ -116,8 +116,8 @@ impl<'t> YamlTreeBuilder<'t> {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
 
-    /// Adds one event of the parser to the tree. Fails if the event is not supported or exceeds a
-    /// limit.
+    /// Adds what one event of the YAML parser describes, such as a scalar or the start of a list,
+    /// to the tree. Fails if the event is not supported or exceeds a limit.
     fn add_event(&mut self, event: Event<'_>, at: YamlSpan) -> Result<(), ValueError> {
         let span = self.to_span(at);
         match event {

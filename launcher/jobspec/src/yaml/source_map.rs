@@ -39,7 +39,7 @@ pub struct SourceMap {
 }
 
 impl SourceMap {
-    /// The index of the job file's text in the map.
+    /// The index of the job file's text among the texts of a [`SourceMap`].
     pub(crate) const JOB: u32 = 0;
 
     /// Creates a map with the text of the job file, and without keys. `name` is the name of the

@@ -32,8 +32,9 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
     Err(Diagnostic::error(slurm::SLURM_COMMAND_FAILED, message).with_subject("sbatch"))
 }
 
-/// Runs `scontrol requeue JOB`. Slurm ends the remaining processes of the job, including this one,
-/// and queues the job again under the same id.
+/// Requests from Slurm, by `scontrol requeue JOB`, that the batch job `job` be queued again. Slurm
+/// ends the remaining processes of the job, including this one, and queues the job again under the
+/// same id.
 pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job).stdin(Stdio::null()).output();
     check_output("scontrol requeue", output).map(drop)

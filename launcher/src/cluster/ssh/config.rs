@@ -9,7 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The deepest permitted nesting of `Include`. A deeper `Include` is an error.
+/// The deepest permitted nesting of `Include` lines in SSH configuration files. A deeper `Include`
+/// is an error.
 const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The size of the largest configuration file, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -172,8 +173,8 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Returns the settings of a host. `Host` patterns are matched with `host`, the host's name in
-    /// the job.
+    /// Returns the settings that the SSH configuration contains for the host `host`. `Host`
+    /// patterns are matched with `host`, the host's name in the job.
     pub(super) fn find_settings(&self, host: &str) -> SshHostSettings {
         let mut settings = SshHostSettings::default();
         // Whether the current `Host` matches, for each level of `Include`.

@@ -44,7 +44,8 @@ pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHost
     Ok(known_hosts)
 }
 
-/// Reads the stamp of a file. Returns `None` if the file does not exist.
+/// Reads the device, inode, size and change time of a file. Returns `None` if the file does not
+/// exist.
 fn read_file_stamp(file: &Path) -> FileStamp {
     let metadata = fs::metadata(file).ok()?;
     Some((metadata.dev(), metadata.ino(), metadata.size(), metadata.ctime(), metadata.ctime_nsec()))
@@ -138,8 +139,8 @@ impl KnownHosts {
         types
     }
 
-    /// Looks up the key that a host presents. `name` is the host's name in known_hosts, and `key`
-    /// the base64 of the key's wire format.
+    /// Looks up in known_hosts whether the host `name` may present the key `key`. `name` is the
+    /// host's name in known_hosts, and `key` the base64 of the key's wire format.
     pub(super) fn check_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;

@@ -64,7 +64,8 @@ impl ControllerDriver {
         exit_code
     }
 
-    /// Finds the preemption of the batch job. Reports an error of the batch system to the user.
+    /// Asks the batch system whether it is preempting the batch job of this run. Reports an error
+    /// of the batch system to the user.
     fn find_preemption(&mut self) -> Option<Preemption> {
         cluster::find_preemption().unwrap_or_else(|error| {
             self.report

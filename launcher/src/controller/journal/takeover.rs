@@ -56,7 +56,7 @@ struct LineOrigin {
 }
 
 impl JournalSummary {
-    /// Reads the journal in a run directory. Blocks.
+    /// Reads the journal in a run directory, and summarizes it. Blocks.
     pub(crate) fn read(run_dir: &Path) -> io::Result<JournalSummary> {
         let mut summary = JournalSummary::default();
         for_each_line(&run_dir.join(EVENTS_FILE), |line| {

@@ -194,7 +194,7 @@ pub(super) fn expect_convert_error(error: &CkptError) -> &ConvertError {
     }
 }
 
-/// Returns the path of a golden checkpoint.
+/// Returns the path of the golden checkpoint `name`, which another program has saved.
 pub(super) fn golden_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }

@@ -31,7 +31,7 @@ fn compute_expert_weights(logits: &[f64], chosen: &[u32], shape: RouterShape) ->
     .collect()
 }
 
-/// Outputs of the router's forward pass.
+/// The outputs of the forward pass of a router, which selects the experts of each token.
 struct RouterOutput {
     probs: Vec<f32>,
     weights: Vec<f32>,
@@ -39,8 +39,8 @@ struct RouterOutput {
     chosen: Vec<u32>,
 }
 
-/// Runs the router's forward pass. The output buffers first contain arbitrary values, which the
-/// router must overwrite.
+/// Runs the forward pass of a router on `logits`. The output buffers first contain arbitrary
+/// values, which the router must overwrite.
 fn run_router(cpu: &Cpu, logits: &[f32], s: RouterShape) -> RouterOutput {
     let mut r = RouterOutput {
         probs: vec![7.0; s.m * s.experts],
