@@ -2,10 +2,14 @@
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
+mod accept;
 mod batch_job;
 mod host_list;
 mod host_target;
+mod join;
 mod local;
+mod open_handshakes;
+mod pending_agent;
 mod provider;
 mod slurm;
 mod ssh;
@@ -14,10 +18,11 @@ mod transport;
 pub(crate) use batch_job::{BatchJob, Preemption, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
+pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
 pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, Transport,
+    AgentArrival, AgentHandle, AgentOutput, AgentProcess, ConnectionStage, RemoteConnection, Transport,
 };
 
 use diagnostic::{Diagnostic, codes::run};
@@ -26,11 +31,21 @@ use std::time::Duration;
 
 /// The providers, in the order in which launch offers a job to them. The last one accepts every
 /// job.
-static PROVIDERS: &[&dyn Cluster] = &[&ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
+static PROVIDERS: &[&dyn Cluster] =
+    &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
 /// Finds the provider of the hosts of a job.
 pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
     select_cluster(PROVIDERS, job)
+}
+
+/// Finds out from the environment variables of this process whether another launcher has started
+/// it as one node of several. Returns `None` if not. Fails if the variables contradict each other.
+pub(crate) fn find_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
+    let get = |name: &str| std::env::var(name).ok();
+    let read_file = |path: &str| std::fs::read_to_string(path).ok();
+    let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_scheduler_facts(&get));
+    join::find_node_environment(&join::HostFacts { get: &get, read_file: &read_file, host: &host, scheduler })
 }
 
 /// Returns the first of `providers` that accepts a job.

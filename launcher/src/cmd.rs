@@ -12,6 +12,8 @@ pub(crate) mod gpu_check;
 pub(crate) mod import;
 pub(crate) mod logs;
 pub(crate) mod man;
+pub(crate) mod manifest;
+pub(crate) mod node_role;
 pub(crate) mod option_value;
 pub(crate) mod output;
 pub(crate) mod plan;
@@ -51,6 +53,8 @@ pub(crate) enum LaunchCommand {
     Ckpt(ckpt::CkptArgs),
     /// Submit a job to Slurm
     Sbatch(sbatch::SbatchArgs),
+    /// Print Kubernetes objects or a batch script that run a job
+    Manifest(manifest::ManifestArgs),
     /// Convert the settings of Accelerate, DeepSpeed or torchrun to a job.yaml
     Import(import::ImportArgs),
     /// Run a script as torchrun does, with the options of torchrun
@@ -107,6 +111,7 @@ impl LaunchCommand {
             LaunchCommand::Attach(args) => attach::run(args, context),
             LaunchCommand::Ckpt(args) => ckpt::run(args, context),
             LaunchCommand::Sbatch(args) => sbatch::run(args, context),
+            LaunchCommand::Manifest(args) => manifest::run(args, context),
             LaunchCommand::Import(args) => import::run(args, context),
             LaunchCommand::Torchrun(args) => drop_in::run(OtherLauncher::Torchrun, args, context),
             LaunchCommand::Accelerate(args) => drop_in::run(OtherLauncher::Accelerate, args, context),

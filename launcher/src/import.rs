@@ -21,7 +21,7 @@ pub(crate) use deepspeed::{
     convert_deepspeed_config,
     drop_in::{DeepSpeedCommand, DeepSpeedFiles},
 };
-pub(crate) use draft::{ImportNote, ImportedJob};
+pub(crate) use draft::{ImportNote, ImportedJob, ImportedNodes};
 pub(crate) use drop_in::DropInContext;
 pub(crate) use import_options::ImportOptions;
 pub(crate) use torchrun::{convert_torchrun_args, drop_in::convert_torchrun_command};

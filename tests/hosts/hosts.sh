@@ -28,6 +28,7 @@ SCRATCH_MB=${HOSTS_SCRATCH_MB:-64}       # size of the private /scratch
 DISK_MB=${HOSTS_DISK_MB:-1024}           # size of the private writable layer
 SHM_MB=${HOSTS_SHM_MB:-1024}
 BIND=${HOSTS_BIND:-}                     # a further shared directory (bind mount, writable)
+SSHD=${HOSTS_SSHD:-yes}                  # no: hosts without sshd
 SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/bin:/usr/bin:/bin'
 BR=br$ID
 SELF=$(readlink -f "$0")
@@ -74,7 +75,7 @@ init() { # init H: mounts the root file system of host H, and starts its sshd
   cp "/shared/.boot/$h/"ssh_host_ed25519_key* /etc/ssh/; chmod 600 /etc/ssh/ssh_host_ed25519_key
   exec chroot . /bin/bash -c '
     cd /; unset OLDPWD
-    /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log && echo ok > /shared/.boot/'"$h"'/ready
+    { [ '"$SSHD"' = no ] || /usr/sbin/sshd -f /etc/ssh/sshd_config -E /var/log/sshd.log; } && echo ok > /shared/.boot/'"$h"'/ready
     trap : TERM INT
     while :; do sleep 86400 & wait; done' hostinit </dev/null >/dev/null 2>&1
 }
@@ -102,7 +103,7 @@ boot() { # boot H: starts the namespaces of a host, whose network namespace exis
     # a separate session without inherited descriptors, so that the host keeps no process of the caller alive
     exec setsid nsenter --net="/run/netns/$ID-$h" unshare --mount --uts --ipc --pid --fork \
       env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
-      HOSTS_ID="$ID" HOSTS_DIR="$DIR" HOSTS_SHM_MB="$SHM_MB" HOSTS_BIND="$BIND" \
+      HOSTS_ID="$ID" HOSTS_DIR="$DIR" HOSTS_SHM_MB="$SHM_MB" HOSTS_BIND="$BIND" HOSTS_SSHD="$SSHD" \
       bash "$SELF" __init "$h" </dev/null >"$D/init.log" 2>&1 9>&- ) &
   echo $! > "$D/outer"
 }

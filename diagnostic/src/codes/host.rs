@@ -105,6 +105,56 @@ codes! {
         cause: "Another program connected, the builds of launch differ, or an agent of an earlier start connected.",
         remedy: "Install the same build of launch on every node.",
     }
+    JOIN_NODES_INVALID: Usage = "join-nodes-invalid" {
+        summary: "The number of this node, or the number of nodes, is missing or does not fit the job.",
+        cause: "An option or an environment variable is missing, or the values contradict each other.",
+        remedy: "Start launch once on each node, with `--nodes N --node-rank K` and K from 0 to N - 1.",
+    }
+    JOIN_RENDEZVOUS_INVALID: Usage = "join-rendezvous-invalid" {
+        summary: "The address at which the nodes of a job meet is missing or not valid.",
+        cause: "The environment of this process describes one node of several, but not the address of node 0.",
+        remedy: "Name the host of node 0 on every node: `--rendezvous HOST:PORT`.",
+    }
+    JOIN_KEY_MISSING: Usage = "join-key-missing" {
+        summary: "The nodes of a job have no key with which they recognize each other.",
+        cause: "This process is one node of several, and neither `--key-file` nor `--insecure` was given.",
+        remedy: "Give every node a file with the same key: `--key-file FILE`, or set `LAUNCH_KEY_FILE`.",
+    }
+    JOIN_KEY_INVALID: Usage = "join-key-invalid" {
+        summary: "The file with the key of the nodes is not usable.",
+        cause: "The file is missing or too short, or every user of the machine can read it.",
+        remedy: "Create the file with `openssl rand -hex 32 > FILE` and `chmod 600 FILE`, and copy it to every node.",
+    }
+    JOIN_OPTION_UNSUPPORTED: Usage = "join-option-unsupported" {
+        summary: "An option or key cannot be used in a job whose nodes join.",
+        cause: "Node 0 cannot start launch on the other nodes.",
+        remedy: "Remove the option, or name the hosts in `cluster.hosts`.",
+    }
+    JOIN_STARTED_PER_WORKER: Usage = "join-started-per-worker" {
+        summary: "launch was started several times on a node, once for each worker.",
+        cause: "mpirun, torchrun or another launcher started launch once for each process.",
+        remedy: "Start launch once on each node, for example with `mpirun --map-by ppr:1:node`.",
+    }
+    JOIN_ADDRESS_IN_USE: Cluster = "join-address-in-use" {
+        summary: "Node 0 cannot listen at the rendezvous address.",
+        cause: "Another job or program uses the port, or the address does not belong to the machine.",
+        remedy: "Choose another port in `--rendezvous`, on every node.",
+    }
+    JOIN_TIMEOUT: Cluster = "join-timeout" {
+        summary: "The nodes of a job did not meet in time.",
+        cause: "A node was not started, or it does not reach node 0.",
+        remedy: "Start every node; check the address and the firewall. `cluster.join.timeout` is the limit.",
+    }
+    JOIN_REJECTED: Cluster = "join-rejected" {
+        summary: "Node 0 does not accept another node.",
+        cause: "The keys differ, the node has the number of another node, or it belongs to another job.",
+        remedy: "Start every node with the same job, key file and number of nodes, and with a different node rank.",
+    }
+    JOIN_NODE_LOST: Cluster = "join-node-lost" {
+        summary: "A node lost its connection to node 0, or its agent ended.",
+        cause: "Node 0 ended without an orderly end of the run, or the network failed.",
+        remedy: "Read the output of node 0. Start the nodes again to resume the job.",
+    }
     INVITATION_INVALID: Cluster = "invitation-invalid" {
         summary: "An agent was started without a valid invitation on its standard input.",
         cause: "`launch agent` is started by launch itself, not by hand.",

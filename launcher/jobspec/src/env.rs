@@ -90,6 +90,9 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// Read by `launch torchrun`: the Python that runs scripts.
 pub const PYTHON_EXEC: &str = "PYTHON_EXEC";
+/// Read by launch without a job file: the number of workers per node, which is the default of
+/// torchrun's option `--nproc-per-node`.
+pub const PET_NPROC_PER_NODE: &str = "PET_NPROC_PER_NODE";
 /// Read by `launch accelerate`: the directory of Hugging Face, with the default configuration of
 /// Accelerate.
 pub const HF_HOME: &str = "HF_HOME";
@@ -135,6 +138,16 @@ pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
 /// Read by an agent: the number of the Slurm step that the agent is part of. The variable is not
 /// set outside of Slurm steps.
 pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
+/// Read by launch: the number of nodes on which launch is started, `N` or `MIN:MAX` (`--nodes`).
+pub const LAUNCH_NODES: &str = "LAUNCH_NODES";
+/// Read by launch: the number of this node, from 0 (`--node-rank`).
+pub const LAUNCH_NODE_RANK: &str = "LAUNCH_NODE_RANK";
+/// Read by launch: the address at which nodes meet (`--rendezvous`).
+pub const LAUNCH_RENDEZVOUS: &str = "LAUNCH_RENDEZVOUS";
+/// Read by launch: the file with the key that the nodes share (`--key-file`).
+pub const LAUNCH_KEY_FILE: &str = "LAUNCH_KEY_FILE";
+/// Read by launch: `1` lets nodes join without a key (`--insecure`).
+pub const LAUNCH_INSECURE: &str = "LAUNCH_INSECURE";
 /// For tests: the number of agents that launch starts on this machine. Each of these agents stands
 /// for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";

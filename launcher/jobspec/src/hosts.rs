@@ -9,7 +9,9 @@ mod error;
 mod filter;
 mod hostfile;
 mod limits;
+mod node_count;
 mod range;
+mod rendezvous_address;
 
 pub use address::{HostAddress, parse_hosts};
 pub use error::{
@@ -18,4 +20,6 @@ pub use error::{
 pub use filter::{HostSlots, SelectedHost, filter_hosts};
 pub use hostfile::{HostfileEntry, MAX_HOSTFILE, parse_hostfile};
 pub use limits::{MAX_HOSTS, MAX_NAME};
+pub use node_count::NodeCount;
 pub use range::expand_ranges;
+pub use rendezvous_address::{InvalidRendezvousAddress, RendezvousAddress};

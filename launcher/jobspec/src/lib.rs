@@ -27,7 +27,7 @@ mod yaml;
 pub use keys::info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
 pub use reference::update_reference;
-pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs};
+pub use reload::{ReloadChanges, ReloadTrain, ReloadValues, compare_jobs, list_key_values};
 pub use schema::build_schema;
 pub use secret_text::hide_secret_values;
 pub use spec::{
@@ -41,6 +41,7 @@ pub use spec::{
     experts::{ExpertPlacement, ExpertsSpec},
     host_values::HostSelection,
     job::{JobSpec, make_job_name},
+    join::JoinSpec,
     lora::{LoraSpec, LoraTargets},
     model::ModelSpec,
     optimizer::{OptimizerName, OptimizerSpec},

@@ -99,7 +99,7 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
 }
 
 /// Returns the values of a job's keys in YAML, by path.
-fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
+pub fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     job.list_used_values().list_lines().into_iter().collect()
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod experts;
 pub(crate) mod families;
 pub(crate) mod host_values;
 pub(crate) mod job;
+pub(crate) mod join;
 pub(crate) mod lora;
 pub(crate) mod model;
 pub(crate) mod optimizer;

@@ -5,11 +5,13 @@
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
 mod host_plan;
 mod inventory;
+mod join;
 mod peers;
 mod supervision;
 
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use inventory::{HostInventory, InterfaceAddress};
+pub use join::{JobKeyHash, JoinAnswer, JoinRequest};
 pub use peers::{JobKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
 pub use supervision::{
     AdoptedAgent, AttachPurpose, AttachRejection, AttachRequest, ControllerToken, SupervisionTerms,
@@ -30,7 +32,7 @@ use std::{
 
 /// The version of the control messages, which changes with every change of a message. All processes
 /// run the same executable, so a different version means that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 /// The largest body of a frame, in bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
@@ -59,7 +61,10 @@ pub enum ToAgent {
     },
     /// The agent is no longer needed, so it must not wait for another controller. The controller
     /// closes the connection.
-    End,
+    End {
+        /// The exit code of the run; `None` if the run continues without the agent.
+        exit_code: Option<u8>,
+    },
     /// Asks the agent of rank 0's host to bind the rendezvous port of an attempt. The agent answers
     /// with [`FromAgent::Bound`].
     Bind(RendezvousRequest),

@@ -62,7 +62,7 @@ impl Transport for LocalTransport {
 
 /// Starts an agent as a child process in a separate process group. The controller has to reap the
 /// child.
-fn start_local_agent() -> io::Result<AgentProcess> {
+pub(super) fn start_local_agent() -> io::Result<AgentProcess> {
     // This is the file that this process runs, even if its path was replaced meanwhile. So the
     // versions of controller and agent cannot differ.
     let mut command = Command::new("/proc/self/exe");

@@ -3,14 +3,15 @@ mod allocation;
 mod batch_script;
 mod command;
 mod listener;
-mod open_handshakes;
-mod pending_agent;
 mod slurm_transport;
 mod srun;
 mod step;
+mod step_connection;
+mod step_facts;
 mod task_variables;
 
 pub(crate) use allocation::parse_untrusted_variables;
+pub(super) use step_facts::read_scheduler_facts;
 
 use super::{
     batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
@@ -34,7 +35,9 @@ pub(super) struct SlurmCluster;
 impl Cluster for SlurmCluster {
     fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
         match job.cluster.hosts {
-            HostSelection::Local | HostSelection::List(_) | HostSelection::File(_) => Ok(false),
+            HostSelection::Local | HostSelection::Join | HostSelection::List(_) | HostSelection::File(_) => {
+                Ok(false)
+            }
             HostSelection::Auto => Ok(read_current_allocation()?.is_some()),
             HostSelection::Slurm => require_allocation().map(|_| true),
         }

@@ -2,10 +2,11 @@
 //!
 //! For each agent, a transport returns an [`AgentProcess`]: the byte streams of the control
 //! connection, and a handle of the agent's process.
+use crate::leases::{HELLO_TIMEOUT, LOST_HOST_QUARANTINE};
 use diagnostic::Diagnostic;
 use jobspec::hosts::HostAddress;
 use protocol::control::ExitStatus;
-use std::fmt;
+use std::{fmt, time::Duration};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// The stream of bytes from the controller to an agent.
@@ -21,6 +22,11 @@ pub(crate) trait Transport {
     /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
     /// without a hello, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
+
+    /// Returns how the agents arrive after [`Transport::start_agents`].
+    fn arrival(&self) -> AgentArrival {
+        AgentArrival::default()
+    }
 
     /// Replaces the addresses of hosts, and adds new hosts, after the list of hosts has changed.
     /// `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
@@ -39,6 +45,24 @@ pub(crate) trait Transport {
     /// Records that the child process `_pid`, which is not an agent, has ended with `_status`. The
     /// caller has reaped the process.
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
+}
+
+/// How the agents of a transport arrive after they were requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AgentArrival {
+    /// The time limit from the request to the hello of an agent.
+    pub(crate) hello_timeout: Duration,
+    /// How long a lost host is not used again.
+    pub(crate) quarantine: Duration,
+    /// How often the agent of a host that was lost before an attempt began is requested again.
+    pub(crate) max_returns: u32,
+}
+
+impl Default for AgentArrival {
+    /// Returns the limits of agents that the transport starts.
+    fn default() -> AgentArrival {
+        AgentArrival { hello_timeout: HELLO_TIMEOUT, quarantine: LOST_HOST_QUARANTINE, max_returns: 0 }
+    }
 }
 
 /// An agent that is being started or runs, with its streams.

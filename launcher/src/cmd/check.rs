@@ -14,8 +14,11 @@ use super::{
 };
 use crate::cluster::find_cluster;
 use check_report::CheckReport;
-use diagnostic::{Diagnostic, codes::command};
-use jobspec::JobSpec;
+use diagnostic::{
+    Diagnostic,
+    codes::{command, host},
+};
+use jobspec::{HostSelection, JobSpec};
 use protocol::{exit, host_name::read_host_name};
 use std::{
     path::PathBuf,
@@ -39,6 +42,12 @@ pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result
 fn check_hosts(args: &JobArgs) -> diagnostic::Result<CheckReport> {
     let loaded = LoadedJob::load(&args.to_request())?;
     let job = &loaded.job;
+    if job.cluster.hosts == HostSelection::Join {
+        let message = "`launch check` cannot start anything on nodes that join";
+        return Err(Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
+            .with_subject("cluster.hosts")
+            .with_help("run `launch check --set cluster.hosts=local` on each node"));
+    }
     let located = |error| loaded.cluster_error(error);
     let cluster = find_cluster(job).map_err(located)?;
     let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;

@@ -10,13 +10,16 @@ pub(crate) use other_launcher::OtherLauncher;
 
 use super::{
     context::CommandContext,
+    node_role::NodeArgs,
     output::{combine_mistakes, print_output},
     prepare::discover_inventory,
     run::run_command_line_job,
 };
 use crate::{
     cluster::read_hostfile,
-    import::{self, AccelerateCommand, DeepSpeedCommand, DeepSpeedFiles, DropInContext, ImportedJob},
+    import::{
+        self, AccelerateCommand, DeepSpeedCommand, DeepSpeedFiles, DropInContext, ImportedJob, ImportedNodes,
+    },
     report::command_output,
 };
 use clap::Args;
@@ -33,12 +36,12 @@ use std::{
 };
 
 /// The text at the end of the help of `launch torchrun`.
-pub(crate) const TORCHRUN_HELP: &str = "The options are those of torchrun for one machine. An option that \
-    launch cannot honour is an error.\n`torchrun --help` of the original program describes them; \
+pub(crate) const TORCHRUN_HELP: &str = "The options are those of torchrun. On several nodes, set LAUNCH_KEY_FILE or \
+    LAUNCH_INSECURE=1. An option that launch cannot honour is an error.\n`torchrun --help` of the original program describes them; \
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch accelerate`.
-pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate launch` for one machine. An \
-    option that launch cannot honour is an error.\nOther commands, such as `accelerate config`, run the \
+pub(crate) const ACCELERATE_HELP: &str = "The options are those of `accelerate launch`. On several machines, set \
+    LAUNCH_KEY_FILE or LAUNCH_INSECURE=1. An option that launch cannot honour is an error.\nOther commands, such as `accelerate config`, run the \
     original program.\n`accelerate launch --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 /// The text at the end of the help of `launch deepspeed`.
@@ -95,12 +98,23 @@ pub(crate) fn run(
     let directory = directory.display().to_string();
     let machine = describe_machine(&inventory, &variables, &python, &directory);
     let pid_file = launcher == OtherLauncher::Deepspeed && saves_pid(&words);
-    let ImportedJob { job, notes } = convert(launcher, &words, &machine)?;
+    let ImportedJob { job, notes, nodes } = convert(launcher, &words, &machine)?;
+    let node = build_node_args(nodes);
     command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
     let pid_file = if pid_file { Some(PidFile::create()?) } else { None };
-    let code = run_command_line_job(job, context);
+    let code = run_command_line_job(job, node, context);
     drop(pid_file);
     code
+}
+
+/// Returns the options of a node for the nodes that a command line describes.
+fn build_node_args(nodes: Option<ImportedNodes>) -> NodeArgs {
+    nodes.map_or_else(NodeArgs::default, |nodes| NodeArgs {
+        nodes: Some(nodes.count),
+        node_rank: nodes.node_rank,
+        rendezvous: nodes.rendezvous,
+        ..NodeArgs::default()
+    })
 }
 
 /// Returns the arguments of a command line that starts a job. Returns `None` if the original

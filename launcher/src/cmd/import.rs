@@ -63,7 +63,7 @@ pub(crate) struct ImportTorchrunArgs {
 /// Runs `launch import`: prints the imported job to stdout and the notes about the conversion to
 /// stderr. With `--json`, prints both as one JSON object to stdout.
 pub(crate) fn run(args: ImportArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let ImportedJob { job, notes } = import_job(&args.from)?;
+    let ImportedJob { job, notes, .. } = import_job(&args.from)?;
     if context.format.json {
         let notes: Vec<String> = notes.iter().map(ImportNote::to_string).collect();
         return print_json(&json!({ "job": job, "notes": notes }));

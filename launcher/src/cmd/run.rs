@@ -1,8 +1,9 @@
 //! `launch run`: prepares a job and runs the job's controller.
 use super::{
     context::CommandContext,
+    node_role::{NodeArgs, NodeRole, choose_role},
     output::{self, OutputFormat},
-    prepare::{JobRequest, PreparedJob, prepare_job},
+    prepare::{JobRequest, LoadedJob, PreparedJob, prepare_job},
 };
 use crate::{
     cluster::{self, Cluster, ClusterError},
@@ -14,10 +15,11 @@ use crate::{
 use clap::Args;
 use diagnostic::{
     Category, Diagnostic,
-    codes::{command, run as run_codes},
+    codes::{command, host, run as run_codes},
 };
 use jobspec::{
-    ControllerLossAction, JobArgument, JobSource, JobSpec, hide_secret_values, ids::RunId, make_job_name,
+    ControllerLossAction, JobArgument, JobSource, JobSpec, env, hide_secret_values, hosts::RendezvousAddress,
+    ids::RunId, make_job_name,
 };
 use protocol::{
     control::ExitStatus,
@@ -61,6 +63,8 @@ pub(crate) struct RunArgs {
         value_parser = clap::value_parser!(u32).range(1..=1024)
     )]
     pub(crate) workers: Option<u32>,
+    #[command(flatten)]
+    pub(crate) node: NodeArgs,
     /// Program to run as workers without a job file, and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,
@@ -88,12 +92,16 @@ pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result
     run_request(&args, request, context, began)
 }
 
-/// Runs a job in this process. `text` is the job.yaml that a command made from its arguments.
-/// Prints errors and returns the exit code.
-pub(super) fn run_command_line_job(text: String, context: &CommandContext) -> diagnostic::Result<u8> {
+/// Runs the job of `text`, which a command made from its arguments, in this process. `node` are the
+/// options of this node. Prints errors and returns the exit code.
+pub(super) fn run_command_line_job(
+    text: String,
+    node: NodeArgs,
+    context: &CommandContext,
+) -> diagnostic::Result<u8> {
     let source = JobSource::CommandLine { text, arguments: Vec::new() };
     let request = JobRequest { source, set: Vec::new() };
-    run_request(&RunArgs::default(), Ok(request), context, Instant::now())
+    run_request(&RunArgs { node, ..RunArgs::default() }, Ok(request), context, Instant::now())
 }
 
 /// Runs the requested job in this process or detached, or only prints its plan, as the options in
@@ -105,10 +113,27 @@ fn run_request(
     began: Instant,
 ) -> diagnostic::Result<u8> {
     let &CommandContext { format, preflight, .. } = context;
-    let result = request.and_then(|request| match args.dry_run {
-        true => super::plan::run_dry(&request, format.json, preflight),
-        false if args.detach => start_detached(args, &request, context, began),
-        false => run_controller(args, &request, context),
+    let role = request.and_then(|request| choose_role(&args.node, request));
+    let result = role.and_then(|role| match role {
+        NodeRole::Alone(request)
+        | NodeRole::Controller { request, .. }
+        | NodeRole::Member { request, .. }
+            if args.dry_run =>
+        {
+            super::plan::run_dry(&request, format.json, preflight)
+        }
+        NodeRole::Alone(request) if args.detach => start_detached(args, &request, context, began),
+        NodeRole::Alone(request) => run_controller(args, &request, context),
+        _ if args.detach || args.detached.is_some() => Err(build_detach_error()),
+        NodeRole::Controller { request, fallback } => {
+            match (run_controller(args, &request, context), fallback) {
+                (Err(error), Some(address)) if error.code() == host::JOIN_ADDRESS_IN_USE => {
+                    join_nodes(&request, &address, None)
+                }
+                (result, _) => result,
+            }
+        }
+        NodeRole::Member { request, address, node_rank } => join_nodes(&request, &address, node_rank),
     });
     match result {
         Err(error) if format.json && !args.dry_run => {
@@ -119,6 +144,23 @@ fn run_request(
         }
         result => result,
     }
+}
+
+/// Joins the nodes of a job, and returns the exit code of the run.
+fn join_nodes(
+    request: &JobRequest,
+    address: &RendezvousAddress,
+    node_rank: Option<u32>,
+) -> diagnostic::Result<u8> {
+    cluster::join_run(&LoadedJob::load(request)?.job, address, node_rank)
+}
+
+/// Creates the error that nodes cannot join in the background.
+fn build_detach_error() -> Diagnostic {
+    let message = "`--detach` cannot be used on nodes that join, because a run must not outlive node 0";
+    Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
+        .with_subject("--detach")
+        .with_help("start launch in the background of each node, for example with `nohup`")
 }
 
 /// Returns a request to load the job file or, without a job file, a job that runs the program of
@@ -133,18 +175,46 @@ fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
         let message = "an argument of the program is not UTF-8 text";
         Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
     })?;
-    Ok(JobRequest { source: build_program_job(&words, args.workers), set })
+    Ok(JobRequest { source: build_program_job(&words, &choose_workers(args)), set })
 }
 
-/// Builds the job that runs the command `words` as `workers` processes, or as one process if
-/// `workers` is `None`, on this machine.
-fn build_program_job(words: &[&str], workers: Option<u32>) -> JobSource {
+/// Returns the number of workers per host of a program: `--workers`, the default of torchrun's
+/// option `--nproc-per-node` in the environment, or 1.
+fn choose_workers(args: &RunArgs) -> WorkerNumber {
+    let Some(workers) = args.workers else {
+        let value = std::env::var(env::PET_NPROC_PER_NODE).unwrap_or_default();
+        return match value.as_str() {
+            "" => WorkerNumber { value: "1".to_owned(), argument: None },
+            "auto" | "gpu" => {
+                WorkerNumber { value: "auto".to_owned(), argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
+            }
+            number => {
+                let is_number = number.bytes().all(|b| b.is_ascii_digit());
+                let value = if is_number { number.to_owned() } else { jobspec::quote_yaml(number) };
+                WorkerNumber { value, argument: Some(env::PET_NPROC_PER_NODE.to_owned()) }
+            }
+        };
+    };
+    WorkerNumber { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
+}
+
+/// The number of workers of a program, and the option or variable from which it comes.
+#[derive(Debug)]
+struct WorkerNumber {
+    /// The value of `cluster.workers_per_host` in YAML.
+    value: String,
+    /// The option or variable; `None` for the default.
+    argument: Option<String>,
+}
+
+/// Builds the job that runs the command `words` as `workers` processes on this machine.
+fn build_program_job(words: &[&str], workers: &WorkerNumber) -> JobSource {
     let mut text = format!(
         "name: {}\ncluster: {{hosts: local, workers_per_host: ",
         jobspec::quote_yaml(&derive_job_name(words))
     );
     let workers_start = text.len();
-    text.push_str(&workers.unwrap_or(1).to_string());
+    text.push_str(&workers.value);
     let workers_range = workers_start..text.len();
     text.push_str("}\nrun: {command: ");
     let command_start = text.len();
@@ -154,8 +224,11 @@ fn build_program_job(words: &[&str], workers: Option<u32>) -> JobSource {
     text.push_str("}\n");
     let program = words.first().filter(|word| !word.is_empty()).unwrap_or(&"''");
     let command = JobArgument { range: command_range, argument: format!("-- {program}") };
-    let workers = workers.map(|n| JobArgument { range: workers_range, argument: format!("--workers {n}") });
-    JobSource::CommandLine { text, arguments: workers.into_iter().chain([command]).collect() }
+    let workers = workers
+        .argument
+        .iter()
+        .map(|argument| JobArgument { range: workers_range.clone(), argument: argument.clone() });
+    JobSource::CommandLine { text, arguments: workers.chain([command]).collect() }
 }
 
 /// Derives the name of a job from the command `words`: the name of the program or, if the program
@@ -397,9 +470,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Returns the number of the option `--workers`.
+    fn number_of(workers: u32) -> WorkerNumber {
+        WorkerNumber { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
+    }
+
     /// Loads the job that runs the command `words`. Panics if the job is invalid.
     fn load_program_job(words: &[&str], workers: u32) -> jobspec::JobSpec {
-        let source = build_program_job(words, Some(workers));
+        let source = build_program_job(words, &number_of(workers));
         match jobspec::load_job(source.clone(), &[]) {
             Ok((job, _, _)) => job,
             Err(mistakes) => panic!("{source:?}: {mistakes:?}"),
@@ -408,7 +486,7 @@ mod tests {
 
     #[test]
     fn mistakes_on_the_command_line_are_located_at_its_arguments() {
-        let source = build_program_job(&["./prog", "x"], Some(64));
+        let source = build_program_job(&["./prog", "x"], &number_of(64));
         let (_, map, _) = jobspec::load_job(source, &["run.restarts=2".to_owned()]).expect("a job");
         let locations = [
             ("cluster.workers_per_host", "--workers 64"),
@@ -421,7 +499,11 @@ mod tests {
         for (key, expected) in locations {
             assert_eq!(map.locate_key(key).to_string(), expected, "{key}");
         }
-        let mistakes = jobspec::load_job(build_program_job(&[""], None), &[]).expect_err("no program");
+        let mistakes = jobspec::load_job(
+            build_program_job(&[""], &WorkerNumber { value: "1".into(), argument: None }),
+            &[],
+        )
+        .expect_err("no program");
         assert_eq!(mistakes[0].location().map(ToString::to_string).as_deref(), Some("-- ''"));
     }
 

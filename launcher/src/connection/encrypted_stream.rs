@@ -119,6 +119,13 @@ pub(crate) struct EncryptedReader<R> {
     taken: usize,
 }
 
+impl<R> EncryptedReader<R> {
+    /// Returns the stream that carries the records.
+    pub(crate) fn transport_mut(&mut self) -> &mut R {
+        &mut self.stream
+    }
+}
+
 impl<R: AsyncRead + Unpin> EncryptedReader<R> {
     /// Reads the next record into `self.record`. Returns false if the stream ends between two
     /// records. Fails if the stream ends within a record.

@@ -57,6 +57,11 @@ impl HandshakeKey {
         read_random_bytes().map(HandshakeKey)
     }
 
+    /// Derives a key from a secret text of any length. `purpose` distinguishes the uses of texts.
+    pub(crate) fn derive(purpose: &str, secret: &[u8]) -> HandshakeKey {
+        HandshakeKey(blake3::derive_key(purpose, secret))
+    }
+
     /// Returns the key with which processes of a run prove that they belong to the run.
     pub(crate) fn from_job_key(key: &JobKey) -> HandshakeKey {
         HandshakeKey(key.0)
@@ -289,6 +294,42 @@ pub(crate) async fn authenticate_agent<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
+    let (handshake, name) = read_agent_message(&mut stream, key).await?;
+    answer_agent(stream, handshake).await.map(|stream| (stream, name))
+}
+
+/// Performs the controller's side of the handshake as [`authenticate_agent`] does. An agent that
+/// has another key receives an answer, from which it learns that the keys differ. So a process that
+/// dialed the address by itself reports the cause.
+pub(crate) async fn authenticate_node<S>(
+    mut stream: S,
+    key: &HandshakeKey,
+) -> Result<(EncryptedStream<S>, String), HandshakeError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    match read_agent_message(&mut stream, key).await {
+        Ok((handshake, name)) => answer_agent(stream, handshake).await.map(|stream| (stream, name)),
+        Err(error) => {
+            if matches!(error, HandshakeError::WrongKey(_)) {
+                // No key decrypts this answer. An error means that the agent has ended.
+                _ = stream.write_all(&[0; EMPTY_MESSAGE_BYTES]).await;
+                _ = stream.flush().await;
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Reads the first message of an agent. Returns the state of the handshake and the name of the
+/// agent's host. Fails if the agent does not hold the key.
+async fn read_agent_message<S>(
+    stream: &mut S,
+    key: &HandshakeKey,
+) -> Result<(HandshakeState, String), HandshakeError>
+where
+    S: AsyncRead + Unpin,
+{
     let mut magic = [0; MAGIC.len()];
     stream.read_exact(&mut magic).await?;
     let mut length = [0; 2];
@@ -306,13 +347,24 @@ where
         .read_message(&message[..length], &mut name)
         .map_err(|_| HandshakeError::WrongKey(HandshakeRole::Agent))?;
     let name = str::from_utf8(&name[..name_length]).map_err(|_| HandshakeError::InvalidName)?.to_owned();
+    Ok((handshake, name))
+}
+
+/// Answers the first message of an agent, and reads the proof that the agent has read the answer.
+async fn answer_agent<S>(
+    mut stream: S,
+    mut handshake: HandshakeState,
+) -> Result<EncryptedStream<S>, HandshakeError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
     let mut answer = [0; EMPTY_MESSAGE_BYTES];
     handshake.write_message(&[], &mut answer)?;
     stream.write_all(&answer).await?;
     stream.flush().await?;
     let mut stream = EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?);
     match stream.read_empty_record().await? {
-        true => Ok((stream, name)),
+        true => Ok(stream),
         false => Err(HandshakeError::WrongKey(HandshakeRole::Agent)),
     }
 }

@@ -207,3 +207,15 @@ proptest! {
         _ = Invitation::from_line(&line);
     }
 }
+
+#[test]
+fn a_node_with_another_key_learns_the_reason() {
+    let (agent, controller) = block_on(async {
+        let (agent_end, controller_end) = duplex(64);
+        let (agent_key, controller_key) = (key_from_byte(1), key_from_byte(2));
+        let agent = async { authenticate_controller(agent_end, &agent_key, "n1").await.map(drop) };
+        tokio::join!(agent, async { authenticate_node(controller_end, &controller_key).await.map(drop) })
+    });
+    assert!(matches!(agent, Err(HandshakeError::WrongKey(HandshakeRole::Controller))), "{agent:?}");
+    assert!(matches!(controller, Err(HandshakeError::WrongKey(HandshakeRole::Agent))), "{controller:?}");
+}

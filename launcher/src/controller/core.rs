@@ -415,7 +415,7 @@ impl ControllerCore {
             return;
         }
         if message == FromAgent::Terminating {
-            return self.handle_termination_notice(now);
+            return self.handle_termination_notice(now, host);
         }
         if let FromAgent::Bound { attempt, port } = message {
             return self.handle_bound_rendezvous(now, host, attempt, port);

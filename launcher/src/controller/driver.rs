@@ -266,7 +266,10 @@ impl ControllerDriver {
         };
         let seed = RandomState::new().hash_one(&plan.run.0);
         let supervision = (identity.token(), identity.on_controller_loss());
-        let setup = CoreSetup::new(&job, setups.collect(), seed, supervision);
+        let setup = CoreSetup {
+            arrival: transport.arrival(),
+            ..CoreSetup::new(&job, setups.collect(), seed, supervision)
+        };
         Ok(ControllerDriver {
             is_adopting: attach.is_some(),
             core: match attach {

@@ -1,6 +1,9 @@
 //! [`JobDraft`]: a job.yaml that an import builds, with notes about keys that were not converted.
 use diagnostic::{Diagnostic, Location, codes};
-use jobspec::{self, JobSource, KEYS};
+use jobspec::{
+    self, JobSource, KEYS,
+    hosts::{NodeCount, RendezvousAddress},
+};
 use std::fmt::{self, Write};
 
 /// The largest number of attempts to load the job. Each failed attempt removes at least one
@@ -14,6 +17,20 @@ pub(crate) struct ImportedJob {
     pub(crate) job: String,
     /// The notes that are shown to the user.
     pub(crate) notes: Vec<ImportNote>,
+    /// The nodes on each of which the user starts the command line; `None` if the command line does
+    /// not state them.
+    pub(crate) nodes: Option<ImportedNodes>,
+}
+
+/// The nodes of a command line that the user starts on each of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ImportedNodes {
+    /// The number of nodes.
+    pub(crate) count: NodeCount,
+    /// The number of this node; `None` if the command line does not state it.
+    pub(crate) node_rank: Option<u32>,
+    /// The address of node 0; `None` if the command line does not state it.
+    pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
 /// A note for the user about a key of the job, or about an imported key that was not converted.
@@ -127,7 +144,7 @@ impl JobDraft {
                     if attempts < MAX_ATTEMPTS && self.remove_rejected(&unused) {
                         continue;
                     }
-                    return Ok(ImportedJob { job: text, notes: self.notes });
+                    return Ok(ImportedJob { job: text, notes: self.notes, nodes: None });
                 }
                 Err(errors) => errors,
             };

@@ -78,7 +78,7 @@ pub(super) fn reject_option(program: &str, option: &str, reason: impl AsRef<str>
 /// starts the program.
 pub(super) fn reject_several_machines(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
-                of a job.yaml; `launch import` writes one";
+                of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
     reject_option(program, option, reason, help)
 }
 
@@ -266,5 +266,5 @@ pub(super) fn finish_drop_in(
     let (unsupported, notes): (Vec<ImportNote>, Vec<ImportNote>) =
         job.notes.into_iter().partition(|note| note.kind == NoteKind::NotConverted);
     errors.extend(unsupported.iter().map(|note| reject_option(program, &note.key, &note.text, "")));
-    if errors.is_empty() { Ok(ImportedJob { job: job.job, notes }) } else { Err(errors) }
+    if errors.is_empty() { Ok(ImportedJob { job: job.job, notes, nodes: None }) } else { Err(errors) }
 }

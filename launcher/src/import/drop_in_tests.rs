@@ -68,6 +68,54 @@ fn variable<'a>(job: &'a JobSpec, name: &str) -> Option<&'a str> {
     job.run.env.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
 }
 
+/// Describes the nodes of a command line as `NODES RANK ADDRESS`, with `-` for parts that it does not
+/// state. Checks that the ranks get another port than the nodes.
+fn describe_nodes(imported: Result<ImportedJob, Vec<Diagnostic>>) -> String {
+    let imported = match imported {
+        Ok(imported) => imported,
+        Err(errors) => return errors[0].subject().unwrap_or_default().to_owned(),
+    };
+    let Some(nodes) = &imported.nodes else { return "none".to_owned() };
+    assert_eq!(load(&imported).cluster.master_port, jobspec::MasterPort::Auto);
+    let rank = nodes.node_rank.map_or("-".to_owned(), |rank| rank.to_string());
+    let address = nodes.rendezvous.as_ref().map_or("-".to_owned(), ToString::to_string);
+    format!("{}:{} {rank} {address}", nodes.count.min, nodes.count.max)
+}
+
+#[test]
+fn command_lines_that_are_started_on_each_node_describe_the_nodes() {
+    for (line, expected) in [
+        ("a.py", "none"),
+        ("--standalone --nproc-per-node 2 a.py", "1:1 - -"),
+        ("--nnodes 1 a.py", "1:1 - -"),
+        ("--nnodes 4 --node-rank 2 --master-addr h --master-port 7 a.py", "4:4 2 h:7"),
+        ("--nnodes 4 --node-rank 2 --master-addr h a.py", "4:4 2 h:29500"),
+        ("--nnodes 4 --master-addr h a.py", "4:4 0 h:29500"),
+        ("--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-id x a.py", "1:4 - h:7"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h --node-rank 1 a.py", "2:2 1 h:29400"),
+        ("--nnodes 2 --rdzv-endpoint a:b a.py", "--rdzv-endpoint"),
+        ("--nnodes 2 --node-rank 2 a.py", "--node-rank"),
+        ("--node-rank 1 a.py", "--node-rank"),
+        ("--nnodes 2 --rdzv-backend etcd --rdzv-endpoint h a.py", "--rdzv-backend"),
+    ] {
+        assert_eq!(describe_nodes(torchrun(line, 0)), expected, "{line}");
+    }
+    let config = "distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: h\n\
+                  main_process_port: 7\nnum_processes: 8\n";
+    for (line, config, expected) in [
+        ("a.py", None, "none"),
+        ("a.py", Some(config), "2:2 1 h:7"),
+        ("--machine_rank 0 a.py", Some(config), "2:2 0 h:7"),
+        ("--num_machines 3 --multi_gpu --num_processes 6 --main_process_ip h a.py", None, "3:3 0 h:29400"),
+        ("--num_machines 3 --multi_gpu --num_processes 5 a.py", None, "--num_processes"),
+        ("--machine_rank 2 a.py", Some(config), "--machine_rank"),
+    ] {
+        assert_eq!(describe_nodes(accelerate(line, config, 4)), expected, "{line}");
+    }
+    let job = load(&accelerate("a.py", Some(config), 4).expect("a job"));
+    assert_eq!(job.cluster.workers_per_host, WorkersPerHost::Exactly(4));
+}
+
 #[test]
 fn torchrun_starts_a_worker_per_gpu() {
     for (line, gpus, workers) in [("auto", 4, 4), ("gpu", 2, 2), ("auto", 0, 8), ("cpu", 4, 8), ("3", 4, 3)] {

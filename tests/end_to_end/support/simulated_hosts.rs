@@ -8,7 +8,7 @@ use super::{
 use std::{
     fs::{self, File},
     path::{Path, PathBuf},
-    process::Output,
+    process::{Command, Output},
 };
 
 /// The largest number of host sets that exist at the same time.
@@ -21,6 +21,10 @@ pub(crate) struct SimulatedHosts {
     directory: PathBuf,
     /// A directory that every host and this machine see under the same path.
     shared_directory: PathBuf,
+    /// The beginning of the names of the hosts.
+    name_prefix: String,
+    /// Whether each host has an sshd.
+    has_sshd: bool,
     /// A file lock that reserves the number of this set of hosts. Other sets that exist at the same
     /// time have other numbers.
     _number_lock: File,
@@ -33,12 +37,32 @@ impl SimulatedHosts {
         SimulatedHosts::start_with_shared_directory(test, count, Path::new(""))
     }
 
+    /// Starts `count` hosts without sshd, called `PREFIX0`, `PREFIX1` and so on, that see the
+    /// directory `shared_directory`. Returns `None` if this machine cannot create hosts.
+    pub(crate) fn start_without_sshd(
+        test: &str,
+        (name_prefix, count): (&str, u32),
+        shared_directory: &Path,
+    ) -> Option<SimulatedHosts> {
+        SimulatedHosts::start_set(test, (name_prefix, count), shared_directory, false)
+    }
+
     /// Starts `count` hosts that see the directory `shared_directory` of this machine under the
     /// same path. Returns `None` if this machine cannot create hosts; the test is then skipped.
     pub(crate) fn start_with_shared_directory(
         test: &str,
         count: u32,
         shared_directory: &Path,
+    ) -> Option<SimulatedHosts> {
+        SimulatedHosts::start_set(test, ("h", count), shared_directory, true)
+    }
+
+    /// Starts `count` hosts whose names begin with `name_prefix`.
+    fn start_set(
+        test: &str,
+        (name_prefix, count): (&str, u32),
+        shared_directory: &Path,
+        has_sshd: bool,
     ) -> Option<SimulatedHosts> {
         if let Some(missing) = find_missing_requirement() {
             report_skip(test, &missing);
@@ -57,6 +81,8 @@ impl SimulatedHosts {
             network_prefix: format!("10.88.{number}"),
             directory: root.join(format!("lt{number}")),
             shared_directory: shared_directory.to_path_buf(),
+            name_prefix: name_prefix.to_owned(),
+            has_sshd,
             _number_lock: lock,
         };
         let up = hosts.run_hosts_script(&["up", &count.to_string()]);
@@ -73,7 +99,8 @@ impl SimulatedHosts {
             .env("HOSTS_ID", &self.id)
             .env("HOSTS_NET", &self.network_prefix)
             .env("HOSTS_DIR", &self.directory);
-        command.env("HOSTS_BIND", &self.shared_directory);
+        command.env("HOSTS_BIND", &self.shared_directory).env("HOSTS_PREFIX", &self.name_prefix);
+        command.env("HOSTS_SSHD", if self.has_sshd { "yes" } else { "no" });
         command.output().expect("hosts.sh starts")
     }
 
@@ -91,6 +118,17 @@ impl SimulatedHosts {
         let output = self.run_hosts_script(&["exec", host, "sh", "-c", command]);
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Creates a command that runs `program` on a host without SSH, with an empty environment except
+    /// the search path of programs. Dropping the process does not end the program.
+    pub(crate) fn create_command(&self, host: &str, program: &[&str]) -> Command {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
+        let mut command = clean_command(script);
+        command.args(["exec", host]).args(program);
+        command.env("HOSTS_ID", &self.id).env("HOSTS_NET", &self.network_prefix);
+        command.env("HOSTS_DIR", &self.directory).env("HOSTS_PREFIX", &self.name_prefix);
+        command
     }
 
     /// Returns the path of an SSH configuration with the hosts.

@@ -1,6 +1,7 @@
 //! `cluster`: the hosts and devices of a job.
 use super::{
     host_values::{HostSelection, filters, host_selection},
+    join::JoinSpec,
     ssh::SshSpec,
 };
 use crate::keys::{
@@ -39,6 +40,9 @@ section! {
     pub exclude: Vec<String> = Key::new(filters(), "[]");
     /// The settings of the SSH connections to the hosts.
     pub ssh: SshSpec = inner();
+    /// How the hosts of a job with `hosts: join` find each other.
+    #[serde(default)]
+    pub join: JoinSpec = inner().printed_if(JoinSpec::is_changed);
     /// The number of hosts that run workers; the others are spare hosts.
     ///
     /// `None` stands for all hosts. The first available hosts are used.

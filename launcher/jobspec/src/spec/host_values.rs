@@ -21,13 +21,15 @@ use std::{collections::HashSet, path::PathBuf};
 /// `cluster.hosts`: the hosts that the job may use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostSelection {
-    /// The nodes of the Slurm allocation that launch runs in. Outside of an allocation, this
-    /// machine.
+    /// The nodes of the Slurm allocation that launch runs in. Outside of an allocation, the nodes
+    /// that join if the environment variables describe one node of several. Otherwise this machine.
     Auto,
     /// Only the machine on which launch was started.
     Local,
     /// The nodes of the Slurm allocation that launch runs in.
     Slurm,
+    /// The hosts on which launch is started, once on each. They join the job.
+    Join,
     /// The hosts that these texts name. [`crate::hosts::parse_hosts`] parses each text.
     List(Vec<String>),
     /// The hosts of the hostfile at this path.
@@ -35,10 +37,10 @@ pub enum HostSelection {
 }
 
 /// The description of the values of `cluster.hosts` in messages.
-const HOSTS: &str = "`auto`, `local`, `slurm`, a list of hosts, or `{file: hostfile}`";
+const HOSTS: &str = "`auto`, `local`, `slurm`, `join`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns a [`ValueType`] that accepts `auto`, `local`, `slurm`, lists of hosts, and `{file:
-/// hostfile}`.
+/// Returns a [`ValueType`] that accepts `auto`, `local`, `slurm`, `join`, lists of hosts, and
+/// `{file: hostfile}`.
 pub(crate) fn host_selection() -> ValueType<HostSelection> {
     let file = json!({"file": path().schema});
     let schema = json!({"anyOf": [
@@ -46,7 +48,7 @@ pub(crate) fn host_selection() -> ValueType<HostSelection> {
         {"type": "array", "items": {"type": ["string", "integer"], "minLength": 1}, "minItems": 1},
         {"type": "object", "properties": file, "required": ["file"], "additionalProperties": false},
     ]});
-    let accepts = "`auto`, `local`, `slurm`, list of hosts, or `{file: hostfile}`";
+    let accepts = "`auto`, `local`, `slurm`, `join`, list of hosts, or `{file: hostfile}`";
     ValueType::new(accepts, schema, read_hosts, |hosts| match hosts {
         HostSelection::List(texts) => list_of("list of hosts", text()).print(texts),
         HostSelection::File(file) => {
@@ -62,6 +64,7 @@ fn host_keywords() -> ValueType<HostSelection> {
         ("auto", HostSelection::Auto),
         ("local", HostSelection::Local),
         ("slurm", HostSelection::Slurm),
+        ("join", HostSelection::Join),
     ])
 }
 

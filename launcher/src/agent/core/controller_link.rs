@@ -47,7 +47,7 @@ impl AgentCore {
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
             ToAgent::Memo(memo) => self.memo = Some(memo),
             ToAgent::Acknowledge { seq } => self.reports.acknowledge(seq),
-            ToAgent::End => self.end_agent(),
+            ToAgent::End { .. } => self.end_agent(),
             ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
             ToAgent::Start(plan) => self.start_attempt(now, plan),
             ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => {

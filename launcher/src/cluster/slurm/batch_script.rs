@@ -84,6 +84,13 @@ fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
             .with_field("nodes", job.slurm.nodes)
             .with_help("remove `cluster.hosts`, or request one node"));
     }
+    if job.cluster.hosts == HostSelection::Join {
+        let message =
+            "the batch script starts launch once, but `cluster.hosts: join` requires one on each node";
+        return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)
+            .with_subject("cluster.hosts")
+            .with_help("remove `cluster.hosts`, or add `--set cluster.hosts=slurm`"));
+    }
     if matches!(job.cluster.hosts, HostSelection::List(_) | HostSelection::File(_)) {
         let message = "the batch job would reach these hosts over SSH and leave its own nodes idle";
         return Err(Diagnostic::error(command::SBATCH_HOSTS_UNSUPPORTED, message)

@@ -1,27 +1,28 @@
 //! Accepts the TCP connections of the agents of a Slurm step. Accepts one agent for each node, and
 //! only agents that hold the key of the step's invitation.
-use super::{open_handshakes::OpenHandshakes, pending_agent::AgentConnectionSlot, step::SlurmStep};
+use super::step::SlurmStep;
 use crate::{
+    cluster::{
+        accept::{accept_next, listen},
+        open_handshakes::OpenHandshakes,
+        pending_agent::{AgentConnection, AgentConnectionSlot},
+    },
     connection::handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent},
     warning_limit::WarningLimit,
 };
 use diagnostic::quantity::format_count;
 use protocol::control::MAX_ADDRESSES;
 use std::{
-    future::poll_fn,
     io,
     net::{IpAddr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
-    task::Poll,
     time::{Duration, Instant},
 };
 use tokio::{
-    net::{TcpListener, TcpSocket, TcpStream},
+    net::{TcpListener, TcpStream},
     time::{sleep, timeout},
 };
 
-/// The largest number of connections that the kernel queues until this process accepts them.
-const MAX_BACKLOG: u32 = 4096;
 /// The pause after a failed accept (for example because no file descriptor is free). Also the
 /// interval at which nodes are checked for failed tasks.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -33,9 +34,7 @@ pub(super) fn open_listeners(
     agents: usize,
 ) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
     let open = |address: &IpAddr| {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        socket.bind(SocketAddr::new(*address, 0))?;
-        let listener = socket.listen(MAX_BACKLOG.min(128 + agents as u32))?;
+        let listener = listen(SocketAddr::new(*address, 0), agents)?;
         let local = listener.local_addr()?;
         Ok((listener, local))
     };
@@ -86,17 +85,6 @@ pub(super) async fn accept_agents(
     slots.iter().for_each(AgentConnectionSlot::close);
 }
 
-/// Accepts the next connection of any listener. The listeners take turns.
-async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
-    let accepted = poll_fn(|cx| {
-        let ready = listeners.iter().map(|listener| listener.poll_accept(cx)).find(Poll::is_ready);
-        ready.unwrap_or(Poll::Pending)
-    })
-    .await;
-    listeners.rotate_left(1);
-    accepted
-}
-
 /// Warns the user about connections that were closed because they do not come from an agent.
 struct RejectionWarnings {
     step: Arc<SlurmStep>,
@@ -128,7 +116,7 @@ async fn accept_agent(
     stream.set_nodelay(true)?;
     let (stream, name) = authenticate_agent(stream, key).await?;
     if let Some(slot) = slots.iter().find(|slot| slot.name == name) {
-        slot.fill(stream)?;
+        slot.fill(AgentConnection::new(stream)?);
     }
     Ok(())
 }

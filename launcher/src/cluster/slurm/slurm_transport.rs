@@ -8,9 +8,17 @@
 //!
 //! Each group of a heterogeneous job gets a separate step, because srun passes its standard input
 //! to the first group only.
-use super::{allocation::SlurmAllocation, listener, pending_agent, srun, step::SlurmStep};
+use super::{
+    allocation::SlurmAllocation,
+    listener, srun,
+    step::SlurmStep,
+    step_connection::{SlurmConnection, StepAgentOutput},
+};
 use crate::{
-    cluster::transport::{AgentHandle, AgentOutput, AgentProcess, Transport},
+    cluster::{
+        pending_agent::PendingAgent,
+        transport::{AgentHandle, AgentOutput, AgentProcess, Transport},
+    },
     connection::handshake::{HandshakeKey, Invitation},
     discover::list_addresses,
 };
@@ -94,8 +102,7 @@ impl SlurmTransport {
         let arguments = srun::build_arguments(nodes, &executable);
         let (step, output) = SlurmStep::start(&arguments, &invitation, &self.secret_variables)?;
         self.steps.push(step.clone());
-        let pending: Vec<_> =
-            nodes.names.iter().map(|name| pending_agent::create_pending_agent(name, &step)).collect();
+        let pending = nodes.names.iter().map(|name| PendingAgent::new(name));
         let (mut agents, mut slots) = (Vec::new(), Vec::new());
         // Only the output of the first step begins with the warning.
         let warning = match omitted.is_empty() || self.steps.len() > 1 {
@@ -104,18 +111,20 @@ impl SlurmTransport {
         };
         // The output of the whole step belongs to the first agent.
         let mut step_output = Some(io::Cursor::new(warning).chain(output));
-        for (agent, slot) in pending {
+        for PendingAgent { input, output, slot } in pending {
             let stderr: AgentOutput = match step_output.take() {
                 Some(output) => Box::new(output),
                 None => Box::new(tokio::io::empty()),
             };
+            let connection = SlurmConnection { slot: slot.clone(), step: step.clone() };
+            let output = StepAgentOutput { stream: output, step: step.clone(), end: None };
             agents.push((
-                agent.name().to_owned(),
+                slot.name.clone(),
                 AgentProcess {
-                    input: Box::new(agent.input),
-                    output: Box::new(agent.output),
+                    input: Box::new(input),
+                    output: Box::new(output),
                     stderr,
-                    handle: AgentHandle::Connection(Box::new(agent.connection)),
+                    handle: AgentHandle::Connection(Box::new(connection)),
                 },
             ));
             slots.push(slot);

@@ -64,9 +64,13 @@ impl ControllerCore {
     }
 
     /// Processes the notice of an agent that the batch system is about to end the job. Ignores the
-    /// notice if the run is ending already, because the batch system notifies every agent.
-    pub(super) fn handle_termination_notice(&mut self, now: Duration) {
+    /// notice if the run is ending already, because the batch system notifies every agent. On nodes
+    /// that join, a user may have sent the signal, so the notice names the node.
+    pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {
         if self.stop_request.is_none() {
+            if self.setup.arrival.max_returns > 0 {
+                self.emit_notice(format!("{} received a signal to stop", self.format_host_label(id)));
+            }
             self.handle_stop_request(now, StopRequest::BatchSystem);
         }
     }

@@ -1,5 +1,6 @@
 //! [`CoreHarness`]: a controller core to which tests send the messages of simulated agents.
 use super::*;
+use crate::cluster::AgentArrival;
 use diagnostic::codes;
 use jobspec::ids::Rank;
 use protocol::{
@@ -31,6 +32,7 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         use_all_listed: false,
         min_hosts: hosts as usize,
         seed: 1,
+        arrival: AgentArrival::default(),
     }
 }
 

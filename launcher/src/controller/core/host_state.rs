@@ -35,6 +35,9 @@ pub(super) struct HostState {
     pub(super) last_heard: Duration,
     /// The number of attempts that failed because of this host.
     pub(super) failures: u32,
+    /// How often the controller has waited again for the agent of the host, because the host was
+    /// lost before an attempt began.
+    pub(super) returns: u32,
     /// Whether the run no longer uses the host, because it caused too many failures or is no longer
     /// listed.
     pub(super) excluded: bool,

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL, HELLO_TIMEOUT, LOST_HOST_QUARANTINE},
+    leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
 };
 use diagnostic::{Diagnostic, codes::run, quantity::format_count};
 use jobspec::ids::Rank;
@@ -26,7 +26,7 @@ impl ControllerCore {
             _ if self.state == AttemptState::Adopting => ATTACH_TIMEOUT,
             AgentConnectionState::NotStarted
             | AgentConnectionState::Starting
-            | AgentConnectionState::Lost => HELLO_TIMEOUT,
+            | AgentConnectionState::Lost => self.setup.arrival.hello_timeout,
         }
     }
 
@@ -275,7 +275,7 @@ impl ControllerCore {
         let remote = self.setup.hosts[id].remote;
         let host = &mut self.hosts[id];
         host.agent = AgentConnectionState::Lost;
-        host.quarantined_until = if remote { now + LOST_HOST_QUARANTINE } else { now };
+        host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
         let was_active = host.active;
         self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
@@ -302,6 +302,14 @@ impl ControllerCore {
     fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
+        let is_used = match self.state {
+            AttemptState::Joining => true,
+            AttemptState::Preparing => self.members.contains(&id),
+            _ => false,
+        };
+        if is_used && self.may_return(id) {
+            return self.await_return(now, id, &cause.message);
+        }
         match self.state {
             AttemptState::Joining => {
                 if id < self.scanned {
@@ -351,6 +359,29 @@ impl ControllerCore {
                 }
             }
         }
+    }
+
+    /// Returns whether the agent of a host that was lost before an attempt began may arrive again.
+    fn may_return(&self, id: HostIndex) -> bool {
+        let host = &self.hosts[id];
+        let has_joined = host.pid != 0;
+        has_joined && !host.excluded && host.returns < self.setup.arrival.max_returns
+    }
+
+    /// Waits again for the agent of a host that was lost before an attempt began. `message`
+    /// describes the loss.
+    fn await_return(&mut self, now: Duration, id: HostIndex, message: &str) {
+        self.emit_notice(format!("{message}; waiting until it joins again"));
+        if self.state == AttemptState::Preparing {
+            self.state = AttemptState::Joining;
+            self.phase_deadline = None;
+            // Another attempt number invalidates the plan that is being prepared.
+            self.attempt += 1;
+        }
+        self.hosts[id].returns += 1;
+        self.restart_host_scan();
+        self.start_agent(now, id);
+        self.try_prepare_attempt(now);
     }
 
     /// Returns whether at least `run.min_hosts` hosts have joined or may still join.
@@ -470,5 +501,35 @@ impl ControllerCore {
     /// Formats a host as `host NAME`, with its name in the job.
     pub(super) fn format_host_label(&self, id: HostIndex) -> String {
         format!("host {}", self.setup.hosts[id].name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::controller::core::{
+        ControllerInput,
+        harness::{CoreHarness, create_setup},
+    };
+    use crate::{cluster::AgentArrival, controller::core::CoreSetup};
+
+    #[test]
+    fn a_node_that_is_lost_before_the_first_attempt_may_return() {
+        let arrival = AgentArrival { max_returns: 1, quarantine: Duration::ZERO, ..AgentArrival::default() };
+        let mut setup = CoreSetup { arrival, ..create_setup(2, true) };
+        setup.hosts.iter_mut().for_each(|host| host.remote = true);
+        let mut harness = CoreHarness::with_setup(setup, 1);
+        harness.send_hello(1);
+        let lose = |harness: &mut CoreHarness| {
+            harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::ConnectionEnded(None) })
+        };
+        let actions = lose(&mut harness);
+        assert!(actions.contains(&ControllerAction::StartAgent(1)), "{actions:?}");
+        let is_end = |action: &ControllerAction| matches!(action, ControllerAction::End(_));
+        assert!(!actions.iter().any(is_end));
+        harness.send_hello(1);
+        // The second loss exceeds the limit.
+        let actions = lose(&mut harness);
+        assert!(actions.iter().any(is_end), "{actions:?}");
     }
 }

@@ -1,4 +1,5 @@
 //! [`CoreSetup`]: the settings of a job on which the controller's decisions depend.
+use crate::cluster::AgentArrival;
 use jobspec::{ControllerLossAction, JobSpec, MinHosts};
 use protocol::control::ControllerToken;
 use std::time::Duration;
@@ -41,6 +42,8 @@ pub(crate) struct CoreSetup {
     pub(crate) min_hosts: usize,
     /// The seed of the random jitter of the pauses before restarts.
     pub(crate) seed: u64,
+    /// How agents arrive after they were requested.
+    pub(crate) arrival: AgentArrival,
 }
 
 impl CoreSetup {
@@ -76,6 +79,7 @@ impl CoreSetup {
             use_all_listed,
             min_hosts,
             seed,
+            arrival: AgentArrival::default(),
         }
     }
 }

@@ -117,9 +117,10 @@ impl ControllerDriver {
 
     /// Closes the streams of all agents, which makes the agents exit, and kills agents that have
     /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends the child processes of the transport and
-    /// kills every process of the job that is left on this machine.
-    pub(super) async fn close_agents(&mut self) {
-        (0..self.hosts.len()).for_each(|host| self.release_agent(host));
+    /// kills every process of the job that is left on this machine. Agents get the exit code of the
+    /// run.
+    pub(super) async fn close_agents(&mut self, exit_code: u8) {
+        (0..self.hosts.len()).for_each(|host| self.release_agent(host, Some(exit_code)));
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
         while self.reap_children() && self.agents.values().any(|a| a.find_unreaped_pid().is_some()) {
             if self.clock.now() > limit {

@@ -45,7 +45,7 @@ impl ControllerDriver {
         loop {
             match self.end.take() {
                 Some(RunEnd::Ended(outcome)) => {
-                    self.close_agents().await;
+                    self.close_agents(outcome.exit_code).await;
                     return RunEnd::Ended(outcome);
                 }
                 Some(end) => {

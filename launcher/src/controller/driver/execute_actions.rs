@@ -42,7 +42,7 @@ impl ControllerDriver {
             }
             ControllerAction::StartWorkers { port } => self.start_workers(port),
             ControllerAction::StartAgent(host) => self.start_agent(host),
-            ControllerAction::ReleaseAgent(host) => self.release_agent(host),
+            ControllerAction::ReleaseAgent(host) => self.release_agent(host, None),
             ControllerAction::SendPeers { attempt, members } => self.send_peers_and_key(attempt, members),
             ControllerAction::Event(event) => self.emit_event(event),
             ControllerAction::WorkerEvent { report, age, event } => {
@@ -76,9 +76,10 @@ impl ControllerDriver {
         self.send_to_agent(host, ToAgent::Hello { version: PROTOCOL_VERSION, terms: Some(Box::new(terms)) });
     }
 
-    /// Lets the agent of a host end, and closes its control stream.
-    pub(super) fn release_agent(&mut self, host: HostIndex) {
-        self.send_to_agent(host, ToAgent::End);
+    /// Lets the agent of a host end, and closes its control stream. `exit_code` is the exit code of
+    /// the run; `None` if the run continues without the agent.
+    pub(super) fn release_agent(&mut self, host: HostIndex, exit_code: Option<u8>) {
+        self.send_to_agent(host, ToAgent::End { exit_code });
         if let Some(agent) = self.agents.get_mut(&host)
             && agent.outbox.take().is_some()
             && matches!(agent.handle, AgentHandle::Connection(_))

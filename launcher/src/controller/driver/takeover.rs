@@ -139,7 +139,7 @@ impl ControllerDriver {
     /// started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
-            (0..self.hosts.len()).for_each(|host| self.release_agent(host));
+            (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
         }
         self.end = Some(RunEnd::Abandoned(failure));
     }

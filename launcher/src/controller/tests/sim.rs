@@ -8,7 +8,10 @@ use super::super::{
     core::{ControllerAction, ControllerCore, ControllerInput, CoreSetup, HostIndex, HostSetup, StopRequest},
     root_cause::AgentEnd,
 };
-use crate::agent::simulated::{AgentCore, AgentInput};
+use crate::{
+    agent::simulated::{AgentCore, AgentInput},
+    cluster::AgentArrival,
+};
 use jobspec::{ControllerLossAction, ids::Rank};
 use protocol::{
     control::{ControllerToken, ExitStatus, FromAgent, ToAgent},
@@ -129,6 +132,7 @@ impl SimScenario {
             use_all_listed: self.use_hosts == self.hosts && self.min_hosts < self.use_hosts,
             min_hosts: self.min_hosts,
             seed: self.seed,
+            arrival: AgentArrival::default(),
         }
     }
 

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::import::{
     command_line::CommandLine,
-    draft::JobDraft,
+    draft::{ImportedNodes, JobDraft},
     drop_in::{
         DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, change_environment,
         check_workers, reject_option, reject_several_machines, set_console, set_local_job, set_threads,
@@ -17,7 +17,11 @@ use crate::import::{
     remaining_keys::RemainingKeys,
 };
 use diagnostic::Diagnostic;
-use jobspec::{DocumentItem, DocumentValue, env, quote_yaml};
+use jobspec::{
+    DocumentItem, DocumentValue, env,
+    hosts::{NodeCount, RendezvousAddress},
+    quote_yaml,
+};
 use std::path::PathBuf;
 
 /// The name of the other program in messages.
@@ -75,6 +79,8 @@ pub(super) struct ProcessCount {
     workers: i64,
     /// The hostfile of mpirun, if mpirun starts the processes.
     hostfile: Option<PathBuf>,
+    /// Whether the user starts the command line on several machines.
+    is_joining: bool,
 }
 
 /// The conversion of a command line to a job.
@@ -187,9 +193,13 @@ impl Conversion<'_> {
         let workers = match (self.is_simple(), &hostfile) {
             (true, None) => 1,
             (true, Some(_)) => (requested / machines).max(1),
-            (false, _) => requested,
+            (false, _) if requested % machines != 0 => {
+                let reason = format!("{requested} processes do not divide evenly among {machines} machines");
+                return reject(&reason, "give a multiple of `--num_machines`");
+            }
+            (false, _) => requested / machines,
         };
-        if self.kind.distributed == DistributedType::Gpu && workers < 2 && !self.has_config {
+        if self.kind.distributed == DistributedType::Gpu && requested < 2 && !self.has_config {
             return reject(
                 "`--multi_gpu` requires at least 2 processes",
                 "give the number, or remove `--multi_gpu`",
@@ -199,18 +209,54 @@ impl Conversion<'_> {
             return reject("this machine has no GPU, so the number is 0", "give the number");
         }
         check_workers(PROGRAM, OPTION, workers)?;
-        Ok(ProcessCount { requested, workers, hostfile })
+        Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_simple() })
     }
 
-    /// Adds an error if the user has to start `accelerate launch` on several machines.
-    pub(super) fn check_machines(&self, merged: &MergedConfig, errors: &mut ImportErrors) {
-        let machines = merged.value("num_machines").and_then(read_integer).unwrap_or(1);
-        let mpi = self.is_simple() && merged.value("mpirun_config").is_some();
-        if machines > 1 && !mpi {
-            let reason =
-                format!("the job has {machines} machines, and `accelerate launch` runs on each of them");
-            errors.push(reject_several_machines(PROGRAM, "--num_machines", &reason));
+    /// Takes the options that describe the machines. Returns `None` if neither the command line nor
+    /// the configuration states their number. Fails if a value is not valid, or if Accelerate would
+    /// not start the processes of several machines.
+    pub(super) fn take_nodes(
+        &self,
+        given: &mut CommandLine,
+        merged: &MergedConfig,
+    ) -> Result<Option<ImportedNodes>, Diagnostic> {
+        let own = |name: &'static str| merged.value(name).map(|item| item.text.clone());
+        let [rank, address] = ["machine_rank", "main_process_ip"]
+            .map(|name| given.last_value(name).map(str::to_owned).or_else(|| own(name)));
+        let Some(machines) = merged.value("num_machines").and_then(read_integer) else { return Ok(None) };
+        let is_mpi = self.is_simple() && merged.value("mpirun_config").is_some();
+        if machines <= 1 || is_mpi {
+            let count = NodeCount::exactly(1);
+            return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
         }
+        if self.is_simple() {
+            let reason =
+                format!("Accelerate starts one process on each of {machines} machines without torchrun");
+            return Err(reject_several_machines(PROGRAM, "--num_machines", &reason));
+        }
+        ["machine_rank", "main_process_ip", "same_network"]
+            .iter()
+            .for_each(|name| _ = given.take_last_value(name));
+        let Ok(count) = machines.to_string().parse::<NodeCount>() else {
+            return Err(reject_option(PROGRAM, "--num_machines", format!("{machines} is too large"), ""));
+        };
+        let rank = rank.as_deref().map_or(Some(0), |rank| rank.trim().parse().ok());
+        let reason = || format!("the rank is not a number below {machines}");
+        let rank = rank.filter(|rank| *rank < count.max);
+        let rank = rank.ok_or_else(|| reject_option(PROGRAM, "--machine_rank", reason(), ""))?;
+        let mut rendezvous: Option<RendezvousAddress> = None;
+        if let Some(text) = address {
+            let reason = format!("`{}` is not a host", text.escape_debug());
+            rendezvous =
+                Some(text.parse().map_err(|_| reject_option(PROGRAM, "--main_process_ip", reason, ""))?);
+        }
+        let port = merged.value("main_process_port").and_then(read_integer).filter(|port| *port > 0);
+        if let (Some(rendezvous), Some(port)) =
+            (&mut rendezvous, port.and_then(|port| u16::try_from(port).ok()))
+        {
+            rendezvous.port = port;
+        }
+        Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
     /// Sets the command of the workers, their number, their hosts, and their supervision.
@@ -244,7 +290,7 @@ impl Conversion<'_> {
                 set.push((env::MASTER_PORT, port.unwrap_or(29500).to_string()));
             }
             command = change_environment(command, self.context, &RANK_VARIABLES, &set);
-        } else if let Some(port) = port.filter(|port| *port > 0) {
+        } else if let Some(port) = port.filter(|port| *port > 0 && !processes.is_joining) {
             draft.set_imported("--main_process_port", "cluster.master_port", port.to_string());
         }
         if let Some(role) = given.take_last_value("role").filter(|role| role != "default") {

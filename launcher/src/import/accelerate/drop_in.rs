@@ -1,5 +1,5 @@
 //! [`AccelerateCommand`]: a command line of `accelerate launch`, which `launch accelerate launch`
-//! converts to a job and runs on this machine.
+//! converts to a job and runs on this machine, or on the nodes that join.
 use super::{
     arguments::ACCELERATE_OPTIONS,
     conversion::{Conversion, LaunchKind, PROGRAM},
@@ -107,7 +107,10 @@ impl AccelerateCommand {
         let conversion = Conversion { kind, has_config: config.is_some(), context };
         conversion.merge_options(&mut draft, &mut merged, &mut given).map_err(|error| vec![error])?;
         let processes = conversion.count_processes(&merged, &given).map_err(|error| vec![error])?;
-        conversion.check_machines(&merged, &mut errors);
+        let nodes = conversion.take_nodes(&mut given, &merged).unwrap_or_else(|error| {
+            errors.push(error);
+            None
+        });
         errors.extend(conversion.set_program(&mut draft, &mut given, &merged, &processes).err());
         conversion.set_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
         apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
@@ -115,7 +118,7 @@ impl AccelerateCommand {
             errors.push(reject_option(PROGRAM, &format!("--{name}"), "launch does not handle it", ""));
         }
         match errors.is_empty() {
-            true => finish_drop_in(draft, PROGRAM, errors),
+            true => finish_drop_in(draft, PROGRAM, errors).map(|job| ImportedJob { nodes, ..job }),
             false => Err(errors),
         }
     }

@@ -1,22 +1,26 @@
 //! [`convert_torchrun_command`]: converts a command line of torchrun to the job that `launch
-//! torchrun` runs on this machine.
+//! torchrun` runs on this machine, or on the nodes that join.
 use super::{
     arguments::{insert_variables, parse_torchrun_args},
-    check_values, parse_host_range, set_binding, set_restarts_and_signals,
+    check_values, set_binding, set_restarts_and_signals,
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
-    draft::{ImportedJob, JobDraft},
+    draft::{ImportedJob, ImportedNodes, JobDraft},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
         OptionRule, ProgramForm, apply_rules, change_environment, check_workers, finish_drop_in,
-        reject_option, reject_several_machines, set_console, set_local_job, set_threads,
+        reject_option, set_console, set_local_job, set_threads,
     },
     import_options::ImportErrors,
 };
 use diagnostic::Diagnostic;
-use jobspec::{env, quote_yaml};
+use jobspec::{
+    env,
+    hosts::{NodeCount, RendezvousAddress},
+    quote_yaml,
+};
 
 const PROGRAM: &str = "torchrun";
 /// The names of this machine that need no note in `--rdzv-endpoint` and `--master-addr`.
@@ -28,7 +32,7 @@ const RULES: &[OptionRule] = &[
     ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
     ("monitor-interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
     ("start-method", &["spawn"], NoEffect("workers are separate programs")),
-    ("local-addr", &[""], NoEffect("the ranks of one host meet at its loopback address")),
+    ("local-addr", &[""], NoEffect("launch chooses the addresses of the ranks")),
     ("event-log-handler", &["null"], Rejected("launch records events itself", "see `launch events`")),
     (
         "log-line-prefix-template",
@@ -48,7 +52,7 @@ const RULES: &[OptionRule] = &[
     ("logs-specs", &[], Rejected("launch has its own log format", "use `launch logs`")),
 ];
 
-/// Converts the arguments that follow `torchrun` to a job on this machine. Fails if torchrun would
+/// Converts the arguments that follow `torchrun` to a job. Fails if torchrun would
 /// reject the command line, or if launch cannot honour an option.
 pub(crate) fn convert_torchrun_command(
     args: &[String],
@@ -59,11 +63,17 @@ pub(crate) fn convert_torchrun_command(
     insert_variables(&mut given, |name| context.variable(name)).map_err(rejected)?;
     check_values(&given).map_err(rejected)?;
     if given.take_flag("standalone") {
-        for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id"] {
+        for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id", "nnodes", "node-rank"] {
             given.take_last_value(name);
         }
+        given.insert_default("nnodes", "1".to_owned());
     }
-    let mut errors: ImportErrors = check_one_machine(&mut given).err().into_iter().collect();
+    let mut errors = ImportErrors::new();
+    let nodes = take_nodes(&mut given).unwrap_or_else(|error| {
+        errors.push(error);
+        None
+    });
+    let is_joining = nodes.as_ref().is_some_and(|nodes| nodes.count.max > 1);
     let (mut draft, workers) = match count_workers(&mut given, context) {
         Ok(workers) => (JobDraft::default(), workers),
         Err(error) => return Err(errors.into_iter().chain([error]).collect()),
@@ -73,7 +83,7 @@ pub(crate) fn convert_torchrun_command(
         Vec::new()
     });
     set_local_job(&mut draft, &given.program, &command, workers);
-    set_master(&mut draft, &mut given);
+    set_master(&mut draft, &mut given, is_joining);
     set_binding(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     errors.extend(set_logs(&mut draft, &mut given, workers).err());
@@ -82,28 +92,57 @@ pub(crate) fn convert_torchrun_command(
     }
     apply_rules(&mut draft, &mut errors, PROGRAM, &mut given, RULES);
     match errors.is_empty() {
-        true => finish_drop_in(draft, PROGRAM, errors),
+        true => finish_drop_in(draft, PROGRAM, errors).map(|job| ImportedJob { nodes, ..job }),
         false => Err(errors),
     }
 }
 
-/// Fails if the options require several machines.
-fn check_one_machine(given: &mut CommandLine) -> Result<(), Diagnostic> {
-    let node = given.take_last_value("node-rank");
-    if let Some(nodes) = given.take_last_value("nnodes")
-        && parse_host_range(&nodes).is_none_or(|(_, high)| high > 1)
-    {
-        let reason =
-            format!("the job has `{}` nodes, and torchrun runs on each of them", nodes.escape_debug());
-        return Err(reject_several_machines(PROGRAM, "--nnodes", &reason));
+/// Takes the options that describe the nodes. Returns `None` if the command line does not state the
+/// number of nodes. Fails if a value is not valid.
+fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
+    let rank = given.take_last_value("node-rank");
+    let Some(text) = given.take_last_value("nnodes") else {
+        return match rank.filter(|rank| !rank.trim_start_matches('0').is_empty()) {
+            Some(rank) => {
+                let reason = format!("there is no node {} without `--nnodes`", rank.escape_debug());
+                Err(reject_option(PROGRAM, "--node-rank", reason, "add `--nnodes N`"))
+            }
+            None => Ok(None),
+        };
+    };
+    let Ok(count) = text.parse::<NodeCount>() else {
+        let reason = format!("`{}` is not a number such as 4 or a range such as 1:4", text.escape_debug());
+        return Err(reject_option(PROGRAM, "--nnodes", reason, ""));
+    };
+    if count.max == 1 {
+        return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
     }
-    match node.filter(|rank| !rank.trim_start_matches('0').is_empty()) {
-        Some(rank) => {
-            let reason = format!("a job on one node has no node {}", rank.escape_debug());
-            Err(reject_several_machines(PROGRAM, "--node-rank", &reason))
+    let endpoint = given.last_value("rdzv-endpoint").filter(|text| !text.is_empty()).map(str::to_owned);
+    let is_static = given.last_value("rdzv-backend").is_none_or(|backend| backend == "static");
+    let invalid = |option: &str, text: &str| {
+        reject_option(PROGRAM, option, format!("`{}` is not `HOST:PORT`", text.escape_debug()), "")
+    };
+    let rendezvous = match (endpoint, given.last_value("master-addr")) {
+        (Some(text), _) => Some(text.parse().map_err(|_| invalid("--rdzv-endpoint", &text))?),
+        (None, Some(address)) => {
+            let mut found: RendezvousAddress =
+                address.parse().map_err(|_| invalid("--master-addr", address))?;
+            let port = given.last_value("master-port").unwrap_or("29500");
+            found.port = port.parse().map_err(|_| invalid("--master-port", port))?;
+            Some(found)
         }
-        None => Ok(()),
-    }
+        (None, None) => None,
+    };
+    let node_rank = match rank {
+        Some(rank) => {
+            let number = rank.trim().parse().ok().filter(|number| *number < count.max);
+            let reason = format!("`{}` is not a number below {}", rank.escape_debug(), count.max);
+            Some(number.ok_or_else(|| reject_option(PROGRAM, "--node-rank", reason, ""))?)
+        }
+        // torchrun's default, which only fits the first node.
+        None => is_static.then_some(0),
+    };
+    Ok(Some(ImportedNodes { count, node_rank, rendezvous }))
 }
 
 /// Takes `--nproc-per-node`, and returns the number of workers.
@@ -205,12 +244,19 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
     Ok(text)
 }
 
-/// Converts the addresses and ports of the rendezvous. The port becomes `MASTER_PORT`; the ranks of
-/// one host meet at its loopback address.
-fn set_master(draft: &mut JobDraft, given: &mut CommandLine) {
+/// Converts the addresses and ports of the rendezvous. On one host the port becomes `MASTER_PORT`,
+/// and the ranks meet at the loopback address. If nodes join (`is_joining`), they meet at the
+/// address, and launch chooses another port for the ranks.
+fn set_master(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
     const REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
+    }
+    if is_joining {
+        ["rdzv-endpoint", "master-addr", "master-port"]
+            .iter()
+            .for_each(|name| _ = given.take_last_value(name));
+        return;
     }
     let endpoint = given.take_last_value("rdzv-endpoint").unwrap_or_default();
     let (host, port) = endpoint.rsplit_once(':').unwrap_or((&endpoint, "0"));

@@ -266,7 +266,8 @@ impl Simulation {
             }
             ControllerAction::AbandonTakeover(failure) => {
                 if failure == crate::controller::core::AttachFailure::NotStarted {
-                    (0..self.hosts.len()).for_each(|host| self.send_to_agent(index, host, ToAgent::End));
+                    (0..self.hosts.len())
+                        .for_each(|host| self.send_to_agent(index, host, ToAgent::End { exit_code: None }));
                 }
                 self.attach_failure = Some(failure);
                 self.end_controller(index, ControllerState::Ended);
@@ -284,7 +285,7 @@ impl Simulation {
             }
             ControllerAction::StartAgent(host) => self.start_agent(index, host),
             ControllerAction::ReleaseAgent(host) => {
-                self.send_to_agent(index, host, ToAgent::End);
+                self.send_to_agent(index, host, ToAgent::End { exit_code: None });
                 self.close_connection(index, host);
             }
             ControllerAction::KillAgent(host) => self.close_connection(index, host),
@@ -315,7 +316,7 @@ impl Simulation {
         self.record_event(index, Event::Done { exit_code, step, seconds: 0.0 });
         self.write_journal(index);
         for host in 0..self.hosts.len() {
-            self.send_to_agent(index, host, ToAgent::End);
+            self.send_to_agent(index, host, ToAgent::End { exit_code: None });
             self.close_connection(index, host);
         }
         self.outcome = Some(outcome);

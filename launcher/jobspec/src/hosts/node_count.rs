@@ -1,0 +1,32 @@
+//! [`NodeCount`]: the number of nodes on which launch is started.
+use super::limits::MAX_HOSTS;
+use std::str::FromStr;
+
+/// The number of nodes of a job, `N` or `MIN:MAX`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeCount {
+    /// The number of nodes with which the job can begin.
+    pub min: u32,
+    /// The largest number of nodes.
+    pub max: u32,
+}
+
+impl NodeCount {
+    /// Creates the count of exactly `n` nodes.
+    pub fn exactly(n: u32) -> NodeCount {
+        NodeCount { min: n, max: n }
+    }
+}
+
+impl FromStr for NodeCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<NodeCount, String> {
+        let (min, max) = text.split_once(':').unwrap_or((text, text));
+        let parse = |text: &str| text.trim().parse().ok().filter(|n| (1..=MAX_HOSTS as u32).contains(n));
+        match (parse(min), parse(max)) {
+            (Some(min), Some(max)) if min <= max => Ok(NodeCount { min, max }),
+            _ => Err(format!("expected a number from 1 to {MAX_HOSTS}, or a range such as 1:4")),
+        }
+    }
+}

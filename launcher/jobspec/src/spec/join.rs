@@ -1,0 +1,59 @@
+//! `cluster.join`: how hosts on which the user starts launch form one job.
+use crate::{
+    hosts::RendezvousAddress,
+    keys::{
+        info::{Condition, Rule},
+        key::Key,
+        numbers::{boolean, integer},
+        section::{default_section, section},
+        text::{formatted_text, path},
+        units::duration_in,
+        value_type::ValueType,
+    },
+};
+use std::path::PathBuf;
+
+section! {
+    /// How the hosts of a job with `hosts: join` find each other.
+    #[derive(Eq)]
+    pub struct JoinSpec at "cluster.join", rules RULES;
+    /// The number of nodes, which are the hosts on which launch is started.
+    pub nodes: Option<u32> = Key::optional(integer(1..=16_384), "from `--nodes` or the environment");
+    /// The address at which node 0 listens and the other nodes connect; the default port is 29400.
+    pub rendezvous: Option<String> = Key::optional(rendezvous(), "from `--rendezvous` or the environment");
+    /// The file with the secret key that all nodes share, of at least 32 characters.
+    pub key_file: Option<PathBuf> = Key::optional(path(), "from `--key-file` or `LAUNCH_KEY_FILE`");
+    /// Let every process that reaches node 0 join without a key.
+    pub insecure: bool = Key::new(boolean(), "false");
+    /// How long nodes wait for each other.
+    pub timeout_ms: u64 = Key::new(duration_in(1000..=MAX_TIMEOUT_MS, "a duration from `1s` to `7d`"), "10m");
+    /// How long node 0 waits for more nodes once `run.min_hosts` nodes have joined.
+    pub last_call_ms: u64 = Key::new(duration_in(0..=MAX_TIMEOUT_MS, "a duration of at most `7d`"), "30s");
+}
+
+/// The rule that the keys have no effect if the hosts do not join.
+const RULES: &[Rule] =
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).warning()];
+/// The longest wait for other nodes, in milliseconds.
+const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
+
+impl Default for JoinSpec {
+    /// Returns the settings of a job without a `cluster.join` section.
+    fn default() -> Self {
+        default_section()
+    }
+}
+
+impl JoinSpec {
+    /// Returns whether a key of the section has another value than its default.
+    pub(crate) fn is_changed(&self) -> bool {
+        *self != JoinSpec::default()
+    }
+}
+
+/// Returns the value type of addresses such as `host:29400`.
+fn rendezvous() -> ValueType<String> {
+    formatted_text("text: `HOST[:PORT]`", "an address such as `node-0.example.org:29400`", "^\\S+$", |text| {
+        text.parse::<RendezvousAddress>().is_ok()
+    })
+}

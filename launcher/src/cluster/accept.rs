@@ -1,0 +1,29 @@
+//! Listens for the connections of agents, and accepts them.
+use std::{future::poll_fn, io, net::SocketAddr, task::Poll};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+
+/// The largest number of connections that the kernel queues until this process accepts them.
+const MAX_BACKLOG: u32 = 4096;
+
+/// Opens a TCP listener at an address of this machine, for a number of agents. Port 0 stands for
+/// any free port. The function must be called within a runtime.
+pub(super) fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    if address.port() != 0 {
+        // Connections of an earlier run may still be closing.
+        socket.set_reuseaddr(true)?;
+    }
+    socket.bind(address)?;
+    socket.listen(MAX_BACKLOG.min(128 + agents as u32))
+}
+
+/// Accepts the next connection of any listener. The listeners take turns.
+pub(super) async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
+    let accepted = poll_fn(|cx| {
+        let ready = listeners.iter().map(|listener| listener.poll_accept(cx)).find(Poll::is_ready);
+        ready.unwrap_or(Poll::Pending)
+    })
+    .await;
+    listeners.rotate_left(1);
+    accepted
+}

@@ -1,0 +1,106 @@
+//! [`JoinCluster`]: the hosts on which the user starts launch, once on each. Node 0 is the
+//! controller, and the others connect to it.
+//!
+//! The nodes share a key, know the address of node 0, and have numbers. Pods, mpirun and batch
+//! systems without a provider start launch in this way.
+mod dial;
+mod environment;
+mod job_hashes;
+mod join_key;
+mod join_transport;
+mod listener;
+mod node;
+mod node_relay;
+mod node_signals;
+mod node_table;
+mod process_variables;
+mod rendezvous;
+
+pub(crate) use environment::NodeEnvironment;
+pub(super) use environment::{HostFacts, SchedulerFacts, StepFacts, find_node_environment};
+pub(crate) use node::join_run;
+
+use super::{
+    host_list::resolve_hosts,
+    host_target::HostTarget,
+    provider::{Cluster, ClusterError},
+    transport::Transport,
+};
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAddress};
+use join_transport::JoinTransport;
+
+/// The provider of the hosts that join.
+pub(super) struct JoinCluster;
+
+impl Cluster for JoinCluster {
+    fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
+        if job.cluster.hosts != HostSelection::Join {
+            return Ok(false);
+        }
+        // Rejects filters of hosts, because no hosts are named.
+        resolve_hosts(&job.cluster, &job.run.workdir)?;
+        Ok(true)
+    }
+
+    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+        let nodes = job.cluster.join.nodes.ok_or_else(|| {
+            let error = Diagnostic::error(
+                host::JOIN_NODES_INVALID,
+                "`cluster.hosts: join` requires the number of nodes",
+            );
+            error.with_subject("cluster.join.nodes").with_help("add `--nodes N`, or set `cluster.join.nodes`")
+        })?;
+        let target = |name: String| HostTarget {
+            local: parse_node_name(&name) == Some(0),
+            name,
+            slots: None,
+            selected_slots: None,
+        };
+        Ok(join_transport::list_names(nodes).map(target).collect())
+    }
+
+    fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
+        if job.run.on_controller_loss == Some(ControllerLossAction::Continue) {
+            let message = "nodes that join cannot outlive node 0";
+            return Err(Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
+                .with_subject("run.on_controller_loss")
+                .with_help(
+                    "remove the key; when node 0 is lost, the other nodes end, and the next start resumes",
+                )
+                .into());
+        }
+        let text = job.cluster.join.rendezvous.as_deref().unwrap_or_default();
+        let address: RendezvousAddress = text.parse().map_err(|_| {
+            let message = "`cluster.hosts: join` requires the address of node 0";
+            Diagnostic::error(host::JOIN_RENDEZVOUS_INVALID, message)
+                .with_subject("cluster.join.rendezvous")
+                .with_remedy()
+        })?;
+        Ok(Box::new(JoinTransport::new(job, &address)?))
+    }
+
+    fn hidden_variables(&self, job: &JobSpec) -> Vec<String> {
+        if job.cluster.hosts != HostSelection::Join {
+            return Vec::new();
+        }
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        names.filter(|name| process_variables::describes_process(name)).collect()
+    }
+}
+
+/// Returns whether the rendezvous address belongs to this machine, which is then node 0. Blocks for
+/// the resolution of the name.
+pub(crate) fn is_own_address(address: &RendezvousAddress) -> bool {
+    !rendezvous::find_own_addresses(address).is_empty()
+}
+
+/// Returns the name of the host with this node rank.
+fn node_name(rank: u32) -> String {
+    format!("node-{rank}")
+}
+
+/// Returns the node rank in the name of a host.
+fn parse_node_name(name: &str) -> Option<u32> {
+    name.strip_prefix("node-")?.parse().ok()
+}

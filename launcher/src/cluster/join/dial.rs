@@ -1,0 +1,104 @@
+//! Connects a node to node 0, and asks to join the run.
+use crate::{
+    cluster::pending_agent::{AgentReader, AgentWriter},
+    connection::{
+        encode_frame,
+        handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_controller},
+        read_frame,
+    },
+};
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::hosts::RendezvousAddress;
+use protocol::control::{JoinAnswer, JoinRequest};
+use std::{io, net::SocketAddr, time::Duration};
+use tokio::{
+    io::AsyncWriteExt as _,
+    net::{TcpStream, lookup_host},
+    time::timeout,
+};
+
+/// The time limit for the resolution of the name of the rendezvous address.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The time limit of one TCP connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Where a node connects, and what it asks for.
+pub(super) struct JoinTarget {
+    pub(super) address: RendezvousAddress,
+    pub(super) key: HandshakeKey,
+    pub(super) request: JoinRequest,
+}
+
+/// The connection of a node that has joined.
+pub(super) struct JoinedNode {
+    pub(super) node_rank: u32,
+    pub(super) reader: AgentReader,
+    pub(super) writer: AgentWriter,
+}
+
+/// Why an attempt to join failed.
+#[derive(Debug)]
+pub(super) enum DialError {
+    /// Node 0 does not accept this node, or has another key. A further attempt would fail again.
+    Rejected(Diagnostic),
+    /// Node 0 does not answer. A further attempt may succeed.
+    Unreachable(String),
+}
+
+impl From<io::Error> for DialError {
+    fn from(error: io::Error) -> DialError {
+        DialError::Unreachable(error.to_string())
+    }
+}
+
+/// Connects to one address of node 0 after the other, and asks to join. Waits for the answer
+/// without a time limit.
+pub(super) async fn dial_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
+    let RendezvousAddress { host: name, port } = &target.address;
+    let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
+    let resolved =
+        resolved.map_err(|_| DialError::Unreachable(format!("no answer to the DNS query for {name}")))?;
+    let addresses: Vec<SocketAddr> =
+        resolved.map_err(|error| DialError::Unreachable(error.to_string()))?.collect();
+    let mut last = DialError::Unreachable(format!("{name} has no address"));
+    for address in addresses {
+        match join_at(address, target).await {
+            Err(DialError::Unreachable(reason)) => {
+                last = DialError::Unreachable(format!("{address}: {reason}"))
+            }
+            result => return result,
+        }
+    }
+    Err(last)
+}
+
+/// Connects to node 0 at one address, and asks to join.
+async fn join_at(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
+    let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
+    stream.set_nodelay(true)?;
+    let name = &target.request.host;
+    let handshake = async { authenticate_controller(stream, &target.key, name).await?.confirm().await };
+    let stream = match timeout(HANDSHAKE_TIMEOUT, handshake).await {
+        Err(_) => return Err(DialError::Unreachable(HandshakeError::Timeout.to_string())),
+        Ok(Err(HandshakeError::WrongKey(_))) => {
+            let message = format!("node 0 at {} has another key", target.address);
+            return Err(DialError::Rejected(
+                Diagnostic::error(host::JOIN_REJECTED, message)
+                    .with_subject(target.address.to_string())
+                    .with_help("give all nodes the same key file, or `--insecure`; another job at the address has another key"),
+            ));
+        }
+        Ok(Err(error)) => return Err(DialError::Unreachable(error.to_string())),
+        Ok(Ok(stream)) => stream,
+    };
+    let (mut reader, mut writer) = stream.into_halves(TcpStream::into_split);
+    let frame = encode_frame(&target.request).map_err(|error| DialError::Unreachable(error.to_string()))?;
+    writer.write_all(&frame).await?;
+    writer.flush().await?;
+    match read_frame(&mut reader).await {
+        Ok(Some(JoinAnswer::Accepted { node_rank })) => Ok(JoinedNode { node_rank, reader, writer }),
+        Ok(Some(JoinAnswer::Rejected(error))) => Err(DialError::Rejected(error)),
+        Ok(None) => Err(DialError::Unreachable("node 0 closed the connection".to_owned())),
+        Err(error) => Err(DialError::Unreachable(error.to_string())),
+    }
+}

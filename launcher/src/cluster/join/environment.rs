@@ -1,0 +1,360 @@
+//! [`find_node_environment`]: finds out from environment variables whether another launcher has
+//! started this process as one node of several.
+//!
+//! The functions are pure: the environment is an argument. A launcher that starts several processes
+//! on a node is an error, because each of them would control all workers of the node.
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::{
+    env,
+    hosts::{MAX_HOSTS, NodeCount, RendezvousAddress},
+};
+use std::str::FromStr;
+
+/// What environment variables state about this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NodeEnvironment {
+    /// The variables, as messages name them.
+    pub(crate) source: String,
+    /// The number of nodes; `None` if it is not known.
+    pub(crate) nodes: Option<NodeCount>,
+    /// The number of this node, from 0; `None` if it is not known.
+    pub(crate) node_rank: Option<u32>,
+    /// The address of node 0; `None` if it is not known.
+    pub(crate) rendezvous: Option<RendezvousAddress>,
+}
+
+/// What a scheduler with a provider states about this process.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SchedulerFacts {
+    /// Whether this process runs in an allocation of the scheduler.
+    pub(crate) is_allocated: bool,
+    /// The variables of a step with several tasks, of which this process is one.
+    pub(crate) step: Option<StepFacts>,
+    /// The first host of the allocation or step.
+    pub(crate) first_host: Option<String>,
+}
+
+/// The position of this process in a step of a scheduler with several tasks.
+#[derive(Clone, Debug)]
+pub(crate) struct StepFacts {
+    /// The variables, as messages name them.
+    pub(crate) source: String,
+    pub(crate) nodes: u32,
+    pub(crate) node_rank: u32,
+    pub(crate) tasks: u32,
+}
+
+/// The facts about this machine and process from which the environment is derived.
+pub(crate) struct HostFacts<'a> {
+    /// Returns the value of an environment variable.
+    pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
+    /// Reads a file. Returns `None` if the file cannot be read.
+    pub(crate) read_file: &'a dyn Fn(&str) -> Option<String>,
+    /// The host name of this machine.
+    pub(crate) host: &'a str,
+    pub(crate) scheduler: SchedulerFacts,
+}
+
+/// The variables by which a launcher describes each process that it starts.
+struct ProcessVariables {
+    size: &'static str,
+    rank: &'static str,
+    /// The names of the number of processes on this node.
+    local_size: &'static [&'static str],
+}
+
+/// The variables of MPI launchers. Each sets the number of processes.
+const MPI_LAUNCHERS: &[ProcessVariables] = &[
+    ProcessVariables {
+        size: "OMPI_COMM_WORLD_SIZE",
+        rank: "OMPI_COMM_WORLD_RANK",
+        local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+    },
+    ProcessVariables {
+        size: "MV2_COMM_WORLD_SIZE",
+        rank: "MV2_COMM_WORLD_RANK",
+        local_size: &["MV2_COMM_WORLD_LOCAL_SIZE"],
+    },
+    ProcessVariables {
+        size: "JSM_NAMESPACE_SIZE",
+        rank: "JSM_NAMESPACE_RANK",
+        local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
+    },
+];
+/// The variables of the process managers of MPICH, Intel MPI and PALS.
+const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
+    size: "PMI_SIZE",
+    rank: "PMI_RANK",
+    local_size: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
+};
+
+/// Finds out whether another launcher has started this process as one node of several. Returns
+/// `None` if no variable describes a node, or if there is one node. Fails if the variables
+/// contradict each other, or describe one worker of several.
+pub(crate) fn find_node_environment(facts: &HostFacts<'_>) -> diagnostic::Result<Option<NodeEnvironment>> {
+    if let Some(found) = facts.find_own_variables()? {
+        return Ok(found.into_several());
+    }
+    facts.check_worker_variables()?;
+    let in_allocation = facts.scheduler.is_allocated;
+    let find = || -> diagnostic::Result<Option<NodeEnvironment>> {
+        if !in_allocation {
+            if let Some(found) = facts.find_torchrun_variables()? {
+                return Ok(Some(found));
+            }
+            if let Some(found) = facts.find_training_operator_variables()? {
+                return Ok(Some(found));
+            }
+            if let Some(found) = facts.find_indexed_job_variables()? {
+                return Ok(Some(found));
+            }
+        }
+        for variables in MPI_LAUNCHERS {
+            if let Some(found) = facts.find_mpi_variables(variables)? {
+                return Ok(Some(found));
+            }
+        }
+        if let Some(found) = facts.find_step_variables()? {
+            return Ok(Some(found));
+        }
+        if in_allocation {
+            return Ok(None);
+        }
+        match facts.find_mpi_variables(&PMI_LAUNCHER)? {
+            Some(found) => Ok(Some(found)),
+            None => Ok(facts.find_pmix_variables()?.or_else(|| facts.find_batch_variables())),
+        }
+    };
+    Ok(find()?.and_then(NodeEnvironment::into_several))
+}
+
+impl NodeEnvironment {
+    /// Returns `None` if there is one node.
+    fn into_several(self) -> Option<NodeEnvironment> {
+        (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
+    }
+}
+
+impl HostFacts<'_> {
+    /// Returns the value of a variable that is set and not empty.
+    fn value(&self, name: &str) -> Option<String> {
+        (self.get)(name).filter(|value| !value.is_empty())
+    }
+
+    /// Returns the value of a variable of the type `T`. Fails if the value is malformed.
+    fn parse<T: FromStr>(&self, name: &str) -> diagnostic::Result<Option<T>> {
+        let Some(value) = self.value(name) else { return Ok(None) };
+        let parsed = value.trim().parse().map(Some);
+        parsed.map_err(|_| {
+            let shown: String = value.chars().take(60).flat_map(char::escape_default).collect();
+            Diagnostic::error(host::JOIN_NODES_INVALID, format!("{name} has an unexpected value: `{shown}`"))
+                .with_subject(name)
+                .with_field("value", shown)
+                .with_help("give `--nodes`, `--node-rank` and `--rendezvous`; `--nodes 1` runs on this machine alone")
+        })
+    }
+
+    /// Reads the variables of launch itself. Without `LAUNCH_NODES` there are none.
+    fn find_own_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(nodes) = self.parse::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
+        Ok(Some(NodeEnvironment {
+            source: env::LAUNCH_NODES.to_owned(),
+            nodes: Some(nodes),
+            node_rank: self.parse(env::LAUNCH_NODE_RANK)?.or(self.parse("JOB_COMPLETION_INDEX")?),
+            rendezvous: self.parse(env::LAUNCH_RENDEZVOUS)?,
+        }))
+    }
+
+    /// Fails if this process is a worker of another launcher, or of launch.
+    fn check_worker_variables(&self) -> diagnostic::Result<()> {
+        let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.value(name));
+        match (rank, local, world.and_then(|world| world.trim().parse::<u32>().ok())) {
+            (Some(rank), Some(_), Some(world)) if world > 1 => {
+                let message = format!(
+                    "this process is worker {rank} of {world} of another launcher (RANK, LOCAL_RANK, WORLD_SIZE)"
+                );
+                Err(Diagnostic::error(host::JOIN_STARTED_PER_WORKER, message)
+                    .with_field("workers", world)
+                    .with_help("start launch once on each node; launch starts the workers")
+                    .with_help("`--nodes 1` runs a separate job on this machine in each of them"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads the defaults of torchrun's options, which the Kubeflow Trainer sets.
+    fn find_torchrun_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(nodes) = self.parse::<NodeCount>("PET_NNODES")? else { return Ok(None) };
+        let endpoint = self.parse::<RendezvousAddress>("PET_RDZV_ENDPOINT")?;
+        Ok(Some(NodeEnvironment {
+            source: "PET_NNODES".to_owned(),
+            nodes: Some(nodes),
+            node_rank: self.parse("PET_NODE_RANK")?,
+            rendezvous: match endpoint {
+                Some(endpoint) => Some(endpoint),
+                None => self.join_address("PET_MASTER_ADDR", "PET_MASTER_PORT")?,
+            },
+        }))
+    }
+
+    /// Reads the variables that Kubeflow's training operator sets for each pod of a PyTorchJob.
+    fn find_training_operator_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let is_set = |name: &str| self.value(name).is_some();
+        if !is_set(env::RANK)
+            || !is_set(env::WORLD_SIZE)
+            || !is_set(env::MASTER_ADDR)
+            || is_set(env::LOCAL_RANK)
+        {
+            return Ok(None);
+        }
+        Ok(Some(NodeEnvironment {
+            source: "WORLD_SIZE and RANK".to_owned(),
+            nodes: self.parse(env::WORLD_SIZE)?,
+            node_rank: self.parse(env::RANK)?,
+            rendezvous: self.join_address(env::MASTER_ADDR, env::MASTER_PORT)?,
+        }))
+    }
+
+    /// Reads the index of a pod of an Indexed Job. The pods of a job with a headless service have
+    /// names that end with the index, and node 0 is the one with index 0.
+    fn find_indexed_job_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(index) = self.parse::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
+        let host = self.host.split('.').next().unwrap_or_default();
+        let stem = host.strip_suffix(&index.to_string()).filter(|stem| stem.ends_with('-'));
+        let rendezvous = stem.and_then(|stem| {
+            let domain = self.find_domain(host)?;
+            Some(RendezvousAddress::with_default_port(&format!("{stem}0.{domain}")))
+        });
+        let source = "JOB_COMPLETION_INDEX".to_owned();
+        Ok(Some(NodeEnvironment { source, nodes: None, node_rank: Some(index), rendezvous }))
+    }
+
+    /// Returns the domain of this host: the rest of its qualified name in /etc/hosts, where
+    /// Kubernetes writes the name that the headless service gives the pod.
+    fn find_domain(&self, host: &str) -> Option<String> {
+        let hosts = (self.read_file)("/etc/hosts")?;
+        let words =
+            hosts.lines().filter(|line| !line.trim_start().starts_with('#')).flat_map(str::split_whitespace);
+        let qualified = words.into_iter().find_map(|word| word.strip_prefix(host)?.strip_prefix('.'));
+        qualified.map(str::to_owned)
+    }
+
+    /// Reads the variables of an MPI launcher. Fails if it has started several processes on this
+    /// node.
+    fn find_mpi_variables(
+        &self,
+        variables: &ProcessVariables,
+    ) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(nodes) = self.parse::<u32>(variables.size)? else { return Ok(None) };
+        for name in variables.local_size {
+            check_processes_per_node(name, self.parse(name)?)?;
+        }
+        Ok(Some(NodeEnvironment {
+            source: format!("{} and {}", variables.size, variables.rank),
+            nodes: Some(NodeCount::exactly(nodes)),
+            node_rank: self.parse(variables.rank)?,
+            rendezvous: self.find_first_host(),
+        }))
+    }
+
+    /// Reads the variables of a step with several tasks. Fails if a node has several tasks.
+    fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(step) = &self.scheduler.step else { return Ok(None) };
+        if step.tasks != step.nodes {
+            let per_node = step.tasks.div_ceil(step.nodes.max(1));
+            check_processes_per_node(&step.source, Some(per_node.max(2)))?;
+        }
+        Ok(Some(NodeEnvironment {
+            source: step.source.clone(),
+            nodes: Some(NodeCount::exactly(step.nodes)),
+            node_rank: Some(step.node_rank),
+            rendezvous: self.find_first_host(),
+        }))
+    }
+
+    /// Reads the rank of PMIx, which has no variable for the number of processes.
+    fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(rank) = self.parse::<u32>("PMIX_RANK")? else { return Ok(None) };
+        let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
+        let nodes = u32::try_from(hosts.len()).ok().filter(|n| *n > 0).map(NodeCount::exactly);
+        let rendezvous = self.find_first_host();
+        Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
+    }
+
+    /// Reads the hosts of a job of LSF or PBS. The number of this node is its position among them.
+    fn find_batch_variables(&self) -> Option<NodeEnvironment> {
+        let (source, hosts) = self.list_batch_hosts()?;
+        let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
+        let own = short(self.host);
+        let nodes = hosts.len() as u32;
+        Some(NodeEnvironment {
+            source: source.to_owned(),
+            nodes: Some(NodeCount::exactly(nodes)),
+            node_rank: hosts.iter().position(|name| short(name) == own).map(|rank| rank as u32),
+            rendezvous: self.find_first_host(),
+        })
+    }
+
+    /// Returns the first host of the batch job in which this process runs.
+    fn find_first_host(&self) -> Option<RendezvousAddress> {
+        let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
+        let first = self.scheduler.first_host.clone().or_else(batch)?;
+        Some(RendezvousAddress::with_default_port(&first))
+    }
+
+    /// Returns the hosts of a job of LSF or PBS, without repetitions, and the variable that lists
+    /// them.
+    fn list_batch_hosts(&self) -> Option<(&'static str, Vec<String>)> {
+        let lsf = self.value("LSB_MCPU_HOSTS").map(|text| {
+            // Host names and numbers of slots take turns.
+            ("LSB_MCPU_HOSTS", text.split_whitespace().step_by(2).map(str::to_owned).collect())
+        });
+        let lsf = lsf.or_else(|| {
+            let text = self.value("LSB_HOSTS")?;
+            Some(("LSB_HOSTS", text.split_whitespace().map(str::to_owned).collect()))
+        });
+        let (source, hosts): (&str, Vec<String>) = lsf.or_else(|| {
+            let text = (self.read_file)(&self.value("PBS_NODEFILE")?)?;
+            Some(("PBS_NODEFILE", text.split_whitespace().map(str::to_owned).collect()))
+        })?;
+        let mut unique: Vec<String> = Vec::new();
+        for host in hosts {
+            if !unique.contains(&host) && unique.len() < MAX_HOSTS {
+                unique.push(host);
+            }
+        }
+        (!unique.is_empty()).then_some((source, unique))
+    }
+
+    /// Returns the address of the variables for the host and the port. A missing port is the
+    /// default one.
+    fn join_address(
+        &self,
+        host_name: &str,
+        port_name: &str,
+    ) -> diagnostic::Result<Option<RendezvousAddress>> {
+        let Some(mut address) = self.parse::<RendezvousAddress>(host_name)? else { return Ok(None) };
+        if let Some(port) = self.parse::<u16>(port_name)?.filter(|port| *port > 0) {
+            address.port = port;
+        }
+        Ok(Some(address))
+    }
+}
+
+/// Fails if a launcher has started several processes on this node.
+fn check_processes_per_node(source: &str, count: Option<u32>) -> diagnostic::Result<()> {
+    match count {
+        Some(count) if count > 1 => {
+            let message = format!("launch was started {count} times on this node ({source})");
+            Err(Diagnostic::error(host::JOIN_STARTED_PER_WORKER, message)
+                .with_field("processes", count)
+                .with_remedy()
+                .with_help("`--nodes 1` runs a separate job on this machine in each of them"))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[path = "environment_tests.rs"]
+mod tests;

@@ -1,0 +1,58 @@
+//! Compares the jobs of two nodes without sending the values of their keys.
+use jobspec::{JobSpec, list_key_values};
+use protocol::control::JobKeyHash;
+use std::collections::BTreeMap;
+
+/// The keys and sections whose values may differ between nodes.
+const LOCAL_KEYS: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
+
+/// Returns the keys of a job, each with a hash of its value. Keys whose values may differ between
+/// nodes are left out.
+pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
+    let is_local = |path: &str| {
+        LOCAL_KEYS
+            .iter()
+            .any(|key| path.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+    };
+    let values = list_key_values(job).into_iter().filter(|(path, _)| !is_local(path));
+    let hash = |value: &str| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&blake3::hash(value.as_bytes()).as_bytes()[..8]);
+        u64::from_le_bytes(bytes)
+    };
+    values.map(|(path, value)| JobKeyHash { hash: hash(&value), path }).collect()
+}
+
+/// Returns the paths of the keys in which two jobs differ.
+pub(super) fn find_differences(own: &[JobKeyHash], other: &[JobKeyHash]) -> Vec<String> {
+    let by_path = |keys: &[JobKeyHash]| -> BTreeMap<String, u64> {
+        keys.iter().map(|key| (key.path.clone(), key.hash)).collect()
+    };
+    let (own, other) = (by_path(own), by_path(other));
+    let paths = own.keys().chain(other.keys()).filter(|path| own.get(*path) != other.get(*path));
+    let mut different: Vec<String> = paths.cloned().collect();
+    different.sort();
+    different.dedup();
+    different
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jobs_differ_in_the_keys_that_every_node_must_share() {
+        let job = crate::testing::sample_job();
+        let mut other = job.clone();
+        other.run.workdir = "/elsewhere".into();
+        other.cluster.join.timeout_ms = 7;
+        other.cluster.hosts = jobspec::HostSelection::Join;
+        assert!(find_differences(&hash_job(&job), &hash_job(&other)).is_empty());
+        other.run.restarts = 3;
+        other.run.env = vec![("A".to_owned(), "b".to_owned())];
+        assert_eq!(
+            find_differences(&hash_job(&job), &hash_job(&other)),
+            ["run.env", "run.env.A", "run.restarts"]
+        );
+    }
+}

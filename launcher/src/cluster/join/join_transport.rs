@@ -1,0 +1,188 @@
+//! [`JoinTransport`]: waits for the agents of the nodes that join. The agent of node 0 is a child
+//! process.
+use super::{
+    job_hashes::hash_job,
+    join_key::read_join_key,
+    listener::{JoinContext, accept_nodes},
+    node_name,
+    node_table::NodeTable,
+    parse_node_name,
+    rendezvous::open_listeners,
+};
+use crate::{
+    cluster::{
+        local::start_local_agent,
+        pending_agent::{AgentConnectionSlot, PendingAgent},
+        provider::ClusterError,
+        transport::{AgentArrival, AgentHandle, AgentOutput, AgentProcess, RemoteConnection, Transport},
+    },
+    leases::HELLO_TIMEOUT,
+};
+use diagnostic::{Diagnostic, codes::host, quantity::format_duration};
+use jobspec::{JobSpec, MinHosts, hosts::RendezvousAddress};
+use protocol::control::ExitStatus;
+use std::{
+    fmt,
+    net::TcpListener as StdListener,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncWriteExt as _, DuplexStream},
+    net::TcpListener,
+    sync::mpsc,
+};
+
+/// How often a node that is lost before an attempt begins may join again.
+const MAX_RETURNS: u32 = 10;
+/// The number of lines that may wait for the user.
+const LINE_CAPACITY: usize = 16;
+/// The number of bytes of lines that may wait for the user.
+const LINE_BYTES: usize = 16 << 10;
+
+/// The transport of node 0, to which the other nodes connect.
+pub(super) struct JoinTransport {
+    context: Arc<JoinContext>,
+    timeout: Duration,
+    /// The listeners until the first agents are requested, with the lines for the user.
+    start: Option<(Vec<StdListener>, mpsc::Receiver<String>)>,
+}
+
+impl JoinTransport {
+    /// Opens the port of the rendezvous. Fails if the job has no key, or if the port is not
+    /// available.
+    pub(super) fn new(job: &JobSpec, address: &RendezvousAddress) -> Result<JoinTransport, ClusterError> {
+        let join = &job.cluster.join;
+        let key = read_join_key(join)?;
+        let nodes = join.nodes.unwrap_or(1);
+        let min_nodes = match job.run.min_hosts {
+            MinHosts::All => nodes,
+            MinHosts::AtLeast(n) => n.min(nodes),
+        };
+        let job = hash_job(job);
+        let (timeout, last_call) = (join.timeout_ms, join.last_call_ms);
+        let (timeout, last_call) = (Duration::from_millis(timeout), Duration::from_millis(last_call));
+        let listeners = open_listeners(address, &key, (nodes, &job))?;
+        let (lines, received) = mpsc::channel(LINE_CAPACITY);
+        let context = JoinContext {
+            key,
+            nodes,
+            job,
+            table: Mutex::new(NodeTable::new(nodes, min_nodes, timeout, last_call)),
+            lines,
+            limit: Mutex::default(),
+        };
+        Ok(JoinTransport { context: Arc::new(context), timeout, start: Some((listeners, received)) })
+    }
+
+    /// Starts to accept nodes, unless they are accepted already. Returns the stream of lines for
+    /// the user the first time.
+    fn start_accepting(&mut self) -> diagnostic::Result<Option<DuplexStream>> {
+        let Some((listeners, lines)) = self.start.take() else { return Ok(None) };
+        let listeners: std::io::Result<Vec<TcpListener>> =
+            listeners.into_iter().map(TcpListener::from_std).collect();
+        let listeners = listeners.map_err(|error| {
+            let message = "cannot listen at the rendezvous address";
+            Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message).with_cause(&error)
+        })?;
+        tokio::spawn(accept_nodes(listeners, self.context.clone()));
+        let (near, far) = tokio::io::duplex(LINE_BYTES);
+        tokio::spawn(write_lines(lines, near));
+        Ok(Some(far))
+    }
+
+    /// Opens the slot of the node with this rank. Returns its agent, which may not have connected.
+    fn await_node(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
+        let PendingAgent { input, output, slot } = PendingAgent::new(name);
+        let expired = self.context.table().open_slot(rank, slot.clone(), Instant::now());
+        let connection = NodeConnection { slot, expired, timeout: self.timeout };
+        AgentProcess {
+            handle: AgentHandle::Connection(Box::new(connection)),
+            input: Box::new(input),
+            output: Box::new(output),
+            stderr,
+        }
+    }
+}
+
+/// Writes lines to the stream that shows them to the user.
+async fn write_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
+    while let Some(line) = lines.recv().await {
+        // An error means that the controller has ended.
+        _ = stream.write_all(format!("{line}\n").as_bytes()).await;
+    }
+}
+
+impl Transport for JoinTransport {
+    fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>> {
+        let mut lines = match self.start_accepting() {
+            Ok(lines) => lines,
+            Err(error) => return hosts.iter().map(|_| Err(error.clone())).collect(),
+        };
+        let mut start = |name: &String| match parse_node_name(name) {
+            Some(0) => start_local_agent().map_err(|error| {
+                let message = format!("cannot start the agent of {name} on this machine");
+                Diagnostic::error(host::AGENT_START_FAILED, message).with_subject(name).with_cause(&error)
+            }),
+            rank => {
+                let stderr: AgentOutput = match lines.take() {
+                    Some(lines) => Box::new(lines),
+                    None => Box::new(tokio::io::empty()),
+                };
+                Ok(self.await_node(rank.unwrap_or(u32::MAX), name, stderr))
+            }
+        };
+        hosts.iter().map(&mut start).collect()
+    }
+
+    fn arrival(&self) -> AgentArrival {
+        // A node that is lost may be started again at once, and evicts its predecessor.
+        AgentArrival {
+            hello_timeout: self.timeout + HELLO_TIMEOUT,
+            quarantine: Duration::ZERO,
+            max_returns: MAX_RETURNS,
+        }
+    }
+}
+
+/// The connection to the agent of a node, before and after the node has joined.
+struct NodeConnection {
+    slot: AgentConnectionSlot,
+    /// Whether the slot was closed because the node did not join in time.
+    expired: Arc<AtomicBool>,
+    timeout: Duration,
+}
+
+impl fmt::Debug for NodeConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NodeConnection").field("name", &self.slot.name).finish_non_exhaustive()
+    }
+}
+
+impl RemoteConnection for NodeConnection {
+    fn abort(&self) {
+        self.slot.abort();
+    }
+
+    fn failure(&self) -> Option<Diagnostic> {
+        let name = &self.slot.name;
+        let message = format!(
+            "{name} did not join in time (`cluster.join.timeout` is {})",
+            format_duration(self.timeout.as_secs_f64())
+        );
+        let error = || Diagnostic::error(host::JOIN_TIMEOUT, message).with_subject(name).with_remedy();
+        self.expired.load(Ordering::Relaxed).then(error)
+    }
+
+    fn exit_status(&self) -> Option<ExitStatus> {
+        None
+    }
+}
+
+/// Returns the names of the hosts of a job with this number of nodes.
+pub(super) fn list_names(nodes: u32) -> impl Iterator<Item = String> {
+    (0..nodes).map(node_name)
+}

@@ -1,0 +1,283 @@
+//! Accepts the nodes that connect to node 0: checks their requests, and passes each connection to
+//! the slot of its node.
+use super::{
+    job_hashes::find_differences,
+    node_table::{Candidate, ConnectionNumber, Decision, NodeTable},
+};
+use crate::{
+    cluster::{
+        accept::accept_next,
+        open_handshakes::OpenHandshakes,
+        pending_agent::{AgentConnection, AgentConnectionSlot},
+    },
+    connection::{
+        encode_frame,
+        handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_node},
+        read_frame,
+    },
+    warning_limit::WarningLimit,
+};
+use diagnostic::{Diagnostic, codes::host, quantity::format_count};
+use protocol::control::{JobKeyHash, JoinAnswer, JoinRequest, PROTOCOL_VERSION};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::AsyncWriteExt as _,
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::{sleep, timeout},
+};
+
+/// The interval at which a waiting node asks for its place, and at which slots are closed. Also the
+/// pause after a failed accept.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// How long node 0 waits for nodes before it first reports which ones are missing.
+const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
+/// The interval at which node 0 reports again which nodes are missing.
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+/// The number of keys that a message about different jobs names.
+const MAX_NAMED_KEYS: usize = 5;
+
+/// What the connections of all nodes share.
+pub(super) struct JoinContext {
+    pub(super) key: HandshakeKey,
+    pub(super) nodes: u32,
+    /// The keys of the job of node 0.
+    pub(super) job: Vec<JobKeyHash>,
+    pub(super) table: Mutex<NodeTable>,
+    /// Carries lines for the user. Lines that do not fit are dropped.
+    pub(super) lines: mpsc::Sender<String>,
+    pub(super) limit: Mutex<WarningLimit>,
+}
+
+impl JoinContext {
+    /// Locks the table of nodes.
+    pub(super) fn table(&self) -> MutexGuard<'_, NodeTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Shows a line to the user. Never blocks.
+    fn show_line(&self, text: String) {
+        // If many lines wait, the reader does not read.
+        _ = self.lines.try_send(text);
+    }
+
+    /// Warns the user about a connection from `peer`, at most once a minute for each address.
+    fn warn(&self, peer: IpAddr, reason: &str) {
+        let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = format_rejection(peer, reason);
+        match limit.count_omitted(peer, Instant::now()) {
+            None => {}
+            Some(0) => self.show_line(text),
+            Some(n) => self.show_line(format!("{text} ({} omitted)", format_count(n, "similar message"))),
+        }
+    }
+
+    /// Checks the request of a node. Fails if the node cannot join this run.
+    fn check_request(&self, request: &JoinRequest) -> diagnostic::Result<()> {
+        let rejected = |message: String| Err(Diagnostic::error(host::JOIN_REJECTED, message));
+        let (nodes, node) = (self.nodes, &request.host);
+        if request.version != PROTOCOL_VERSION {
+            return rejected(format!("{node} runs another version of launch than node 0"));
+        }
+        let different = find_differences(&self.job, &request.job);
+        if !different.is_empty() {
+            let more = different.len().saturating_sub(MAX_NAMED_KEYS);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let named: Vec<String> =
+                different.iter().take(MAX_NAMED_KEYS).map(|key| format!("`{key}`")).collect();
+            let message =
+                format!("the job of {node} differs from that of node 0 in {}{more}", named.join(", "));
+            return Err(Diagnostic::error(host::JOIN_REJECTED, message)
+                .with_field("keys", different)
+                .with_help("start every node with the same job, or choose another rendezvous address for another job"));
+        }
+        if request.nodes != nodes {
+            return rejected(format!(
+                "{node} expects {}, and node 0 expects {nodes}",
+                format_count(request.nodes, "node")
+            ));
+        }
+        match request.node_rank {
+            Some(0) => rejected(format!("{node} has the node rank 0, but another process is node 0")),
+            Some(rank) if rank >= nodes => rejected(format!(
+                "{node} has the node rank {rank}, but the ranks of {nodes} nodes are below {nodes}"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Formats the warning that a connection from `peer` was rejected.
+fn format_rejection(peer: IpAddr, reason: &str) -> String {
+    format!("launch: rejected a node that connected from {peer}: {reason}")
+}
+
+/// Accepts nodes until the runtime ends.
+pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<JoinContext>) {
+    let mut handshakes = OpenHandshakes::new(context.nodes as usize);
+    let mut number: ConnectionNumber = 0;
+    let mut report_at = Instant::now() + FIRST_REPORT_DELAY;
+    loop {
+        context.table().close_expired(Instant::now());
+        report_missing_nodes(&context, &mut report_at);
+        let accepted = tokio::select! {
+            accepted = accept_next(&mut listeners) => accepted,
+            () = sleep(RETRY_INTERVAL) => continue,
+        };
+        let Ok((stream, peer)) = accepted else {
+            sleep(RETRY_INTERVAL).await;
+            continue;
+        };
+        if let Some(closed) = handshakes.make_space(peer.ip()) {
+            context.warn(closed, "too many connections from there wait");
+        }
+        number += 1;
+        let task = tokio::spawn(admit_connection(stream, peer, number, context.clone()));
+        handshakes.add(peer.ip(), task.abort_handle());
+    }
+}
+
+/// Reports which nodes are missing if `report_at` has passed, and sets the time of the next report.
+fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
+    let awaited = context.table().list_awaited();
+    let now = Instant::now();
+    if awaited.is_empty() {
+        *report_at = now + FIRST_REPORT_DELAY;
+    } else if now >= *report_at {
+        *report_at = now + REPORT_INTERVAL;
+        let ranks: Vec<String> = awaited.iter().map(u32::to_string).collect();
+        let nodes = format_count(awaited.len(), "node");
+        context.show_line(format!("launch: waiting for {nodes} of {}: {}", context.nodes, ranks.join(", ")));
+    }
+}
+
+/// Authenticates a node and passes its connection to its slot. Warns the user about a node that
+/// cannot join.
+async fn admit_connection(
+    stream: TcpStream,
+    peer: SocketAddr,
+    number: ConnectionNumber,
+    context: Arc<JoinContext>,
+) {
+    let received = timeout(HANDSHAKE_TIMEOUT, receive_request(stream, &context.key)).await;
+    let (connection, request) = match received.unwrap_or(Err(HandshakeError::Timeout)) {
+        Ok(received) => received,
+        // A node tries several addresses, and port scanners send nothing.
+        Err(HandshakeError::Io(_)) => return,
+        Err(error) => return context.warn(peer.ip(), &error.to_string()),
+    };
+    let mut claims = Claims { number, context: &context };
+    if let Err(error) = context.check_request(&request) {
+        return claims.reject(connection, peer, error).await;
+    }
+    let mut candidate = Candidate::new(number, request.node_rank, Instant::now());
+    claims.wait_for_place(connection, peer, &mut candidate, &request).await;
+}
+
+/// Performs the handshake with a node and reads its request.
+async fn receive_request(
+    stream: TcpStream,
+    key: &HandshakeKey,
+) -> Result<(AgentConnection, JoinRequest), HandshakeError> {
+    stream.set_nodelay(true)?;
+    let (stream, _) = authenticate_node(stream, key).await?;
+    let mut connection = AgentConnection::new(stream)?;
+    match read_frame(&mut connection.reader).await {
+        Ok(Some(request)) => Ok((connection, request)),
+        // The node has chosen another address of node 0.
+        Ok(None) => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+        Err(_) => Err(HandshakeError::WrongProtocol),
+    }
+}
+
+/// The claims of a connection in the table of nodes, which are released when the value is dropped.
+struct Claims<'a> {
+    number: ConnectionNumber,
+    context: &'a JoinContext,
+}
+
+impl Drop for Claims<'_> {
+    fn drop(&mut self) {
+        self.context.table().release(self.number, None);
+    }
+}
+
+impl Claims<'_> {
+    /// Waits until the place of the node is free, and passes the connection to its slot. Rejects
+    /// the node if it cannot get a place.
+    async fn wait_for_place(
+        &mut self,
+        mut connection: AgentConnection,
+        peer: SocketAddr,
+        candidate: &mut Candidate,
+        request: &JoinRequest,
+    ) {
+        loop {
+            let decision = self.context.table().decide(candidate, Instant::now());
+            let message = match decision {
+                Decision::Take(slot, rank) => {
+                    return self.fill_slot(connection, &slot, rank, &request.host).await;
+                }
+                Decision::Wait => {
+                    if is_closed(&mut connection).await {
+                        return;
+                    }
+                    continue;
+                }
+                Decision::Duplicate(rank, host) => {
+                    format!("{} has the node rank {rank}, with which {host} has joined", request.host)
+                }
+                Decision::Full => {
+                    format!("{} comes too late: all {} nodes have joined", request.host, self.context.nodes)
+                }
+            };
+            let error = Diagnostic::error(host::JOIN_REJECTED, message).with_remedy();
+            return self.reject(connection, peer, error).await;
+        }
+    }
+
+    /// Answers the node, and passes the connection to the slot of the node.
+    async fn fill_slot(
+        &mut self,
+        mut connection: AgentConnection,
+        slot: &AgentConnectionSlot,
+        node_rank: u32,
+        node: &str,
+    ) {
+        if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.fill(connection) {
+            self.context.table().release(self.number, Some(node));
+        }
+    }
+
+    /// Answers the node that it cannot join, and warns the user.
+    async fn reject(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
+        // Nodes with the key are few, so that their warnings need no limit.
+        self.context.show_line(format_rejection(peer.ip(), error.message()));
+        send_answer(&mut connection, &JoinAnswer::Rejected(error)).await;
+    }
+}
+
+/// Sends an answer to a node. Returns whether the connection is alive.
+async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> bool {
+    let Ok(frame) = encode_frame(answer) else { return false };
+    let send = async {
+        connection.writer.write_all(&frame).await?;
+        connection.writer.flush().await
+    };
+    matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
+}
+
+/// Waits for [`RETRY_INTERVAL`]. Returns whether the node has closed the connection, or sent data
+/// before the answer.
+async fn is_closed(connection: &mut AgentConnection) -> bool {
+    let mut byte = [0];
+    tokio::select! {
+        _ = connection.reader.transport_mut().peek(&mut byte) => true,
+        () = sleep(RETRY_INTERVAL) => false,
+    }
+}

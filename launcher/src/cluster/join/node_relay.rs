@@ -1,0 +1,248 @@
+//! [`NodeRelay`]: passes the control messages between node 0 and the agent of this node.
+use super::{dial::JoinedNode, node_signals::NodeSignals};
+use crate::{
+    cluster::{
+        local::start_local_agent,
+        transport::{AgentHandle, AgentOutput},
+    },
+    connection::{FrameError, read_frames, write_frames},
+    processes::reap_children,
+    report::command_output::write_message,
+    worker_end::describe_process_end,
+};
+use diagnostic::Diagnostic;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use protocol::control::{ExitStatus, FromAgent, ToAgent};
+use std::{io, time::Duration};
+use tokio::{
+    io::AsyncReadExt as _,
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
+
+/// The number of messages that may wait in each direction. A full queue stops the reader.
+const QUEUE_CAPACITY: usize = 256;
+/// How long the agent may take to end after its control stream has ended.
+const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long this process waits for the last messages to reach node 0.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+/// The size of one read of the agent's stderr, in bytes.
+const STDERR_CHUNK_BYTES: usize = 4 << 10;
+
+/// How a node that had joined ended.
+#[derive(Debug)]
+pub(super) enum NodeEnd {
+    /// The run has ended with this exit code.
+    RunEnded(u8),
+    /// The run continues without this node.
+    Released,
+    /// A second signal ended the node, which exits with this code.
+    Signalled(u8),
+    /// The connection to node 0 ended, or node 0 was silent.
+    ControllerLost,
+    /// The agent reported an error.
+    AgentFailed(Diagnostic),
+    /// The agent ended in this way.
+    AgentEnded(String),
+}
+
+/// A message of one side, the end of its stream, or a read error.
+type Incoming<T> = ((), Result<Option<T>, FrameError>);
+
+/// The agent of this node and the connection to node 0.
+pub(super) struct NodeRelay {
+    agent: u32,
+    /// The queue of messages to the agent; `None` after its control stream was closed.
+    to_agent: Option<mpsc::Sender<ToAgent>>,
+    /// The queue of messages to node 0; `None` after the connection was closed.
+    to_controller: Option<mpsc::Sender<FromAgent>>,
+    from_controller: mpsc::Receiver<Incoming<ToAgent>>,
+    from_agent: mpsc::Receiver<Incoming<FromAgent>>,
+    /// Ends when the last message to node 0 was written.
+    writer: tokio::task::JoinHandle<()>,
+    /// What node 0 sent at the end of the run; `None` before.
+    end: Option<NodeEnd>,
+    is_controller_gone: bool,
+    failure: Option<Diagnostic>,
+    /// The exit code of the signal that requested the end of the run.
+    signalled: Option<u8>,
+    is_killed: bool,
+    agent_status: Option<ExitStatus>,
+    /// The time at which the agent is killed.
+    kill_at: Option<Instant>,
+}
+
+impl NodeRelay {
+    /// Starts the agent and the tasks that read and write the messages.
+    pub(super) fn start(joined: JoinedNode) -> io::Result<NodeRelay> {
+        let process = start_local_agent()?;
+        let AgentHandle::Child(agent) = process.handle else {
+            return Err(io::Error::other("the agent is not a child process"));
+        };
+        let (to_agent, agent_queue) = mpsc::channel(QUEUE_CAPACITY);
+        let (to_controller, controller_queue) = mpsc::channel(QUEUE_CAPACITY);
+        let (controller_inbox, from_controller) = mpsc::channel(QUEUE_CAPACITY);
+        let (agent_inbox, from_agent) = mpsc::channel(QUEUE_CAPACITY);
+        tokio::spawn(write_frames(process.input, agent_queue));
+        tokio::spawn(read_frames((), process.output, agent_inbox));
+        tokio::spawn(read_frames((), joined.reader, controller_inbox));
+        tokio::spawn(show_stderr(process.stderr));
+        let writer = tokio::spawn(write_frames(joined.writer, controller_queue));
+        Ok(NodeRelay {
+            agent,
+            to_agent: Some(to_agent),
+            to_controller: Some(to_controller),
+            from_controller,
+            from_agent,
+            writer,
+            end: None,
+            is_controller_gone: false,
+            failure: None,
+            signalled: None,
+            is_killed: false,
+            agent_status: None,
+            kill_at: None,
+        })
+    }
+
+    /// Passes messages until the agent has ended.
+    pub(super) async fn run(mut self, signals: &mut NodeSignals) -> NodeEnd {
+        while self.agent_status.is_none() || self.to_controller.is_some() {
+            let kill_at = self.kill_at;
+            let kill_time = async {
+                match kill_at {
+                    Some(at) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                Some((_, message)) = self.from_controller.recv(), if !self.is_controller_gone => {
+                    self.pass_to_agent(message.ok().flatten()).await;
+                }
+                Some((_, message)) = self.from_agent.recv(), if self.to_controller.is_some() => {
+                    self.pass_to_controller(message.ok().flatten()).await;
+                }
+                signal = signals.receive_any() => match signal {
+                    Some(code) => self.handle_signal(code).await,
+                    None => self.reap_agent(),
+                },
+                () = kill_time => self.kill_agent(),
+            }
+        }
+        // The last messages explain the end of the node to node 0.
+        _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut self.writer).await;
+        self.conclude()
+    }
+
+    /// Returns how the node ended.
+    fn conclude(self) -> NodeEnd {
+        let how = |status| format!("was {}", describe_process_end(status, false));
+        match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
+            (Some(end), ..) => end,
+            (None, Some(code), _) => NodeEnd::Signalled(code),
+            (None, None, Some(failure)) => NodeEnd::AgentFailed(failure),
+            (None, None, None) if self.is_controller_gone => NodeEnd::ControllerLost,
+            (None, None, None) => match self.agent_status {
+                Some(ExitStatus::Code(code)) => NodeEnd::AgentEnded(format!("exited with code {code}")),
+                Some(status) => NodeEnd::AgentEnded(how(status)),
+                None => NodeEnd::AgentEnded("ended".to_owned()),
+            },
+        }
+    }
+
+    /// Passes a message of node 0 to the agent. `None` is the end of the connection.
+    async fn pass_to_agent(&mut self, message: Option<ToAgent>) {
+        match (message, &self.to_agent) {
+            (Some(message), Some(queue)) => {
+                if let ToAgent::End { exit_code } = message {
+                    self.end = Some(exit_code.map_or(NodeEnd::Released, NodeEnd::RunEnded));
+                }
+                // An error means that the agent has ended.
+                _ = queue.send(message).await;
+            }
+            (Some(_), None) => {}
+            (None, _) => {
+                self.is_controller_gone = true;
+                self.close_agent();
+            }
+        }
+    }
+
+    /// Passes a message of the agent to node 0. `None` is the end of the agent's stream.
+    async fn pass_to_controller(&mut self, message: Option<FromAgent>) {
+        let (Some(message), Some(queue)) = (message, &self.to_controller) else {
+            self.to_controller = None;
+            self.close_agent();
+            return;
+        };
+        self.failure = self.failure.take().or_else(|| find_agent_failure(&message));
+        // An error means that the connection has ended.
+        _ = queue.send(message).await;
+    }
+
+    /// Requests that the run save and stop. A second signal ends the workers of this node.
+    async fn handle_signal(&mut self, code: u8) {
+        if self.signalled.replace(code).is_some() {
+            write_message("launch: a second signal ends the workers of this node\n");
+            self.is_killed = true;
+            return self.close_agent();
+        }
+        write_message(
+            "launch: asked node 0 to save and stop the run; a second signal ends the workers of this node\n",
+        );
+        if let Some(queue) = &self.to_controller {
+            // An error means that the connection has ended.
+            _ = queue.send(FromAgent::Terminating).await;
+        }
+    }
+
+    /// Closes the control stream of the agent, which then ends its workers and exits.
+    fn close_agent(&mut self) {
+        self.to_agent = None;
+        self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
+    }
+
+    /// Reaps ended child processes.
+    fn reap_agent(&mut self) {
+        let agent = self.agent;
+        reap_children(
+            |_| false,
+            |pid, status| {
+                if pid == agent {
+                    self.agent_status = Some(status);
+                }
+            },
+        );
+    }
+
+    /// Kills the agent, which has not ended in time.
+    fn kill_agent(&mut self) {
+        self.kill_at = None;
+        if self.agent_status.is_none() {
+            // The child was not reaped, so no other process can have its pid.
+            _ = kill(Pid::from_raw(self.agent as i32), Signal::SIGKILL);
+        }
+        // A process that holds the agent's stdout open must not delay the end.
+        self.to_controller = None;
+    }
+}
+
+/// Returns the error in a message with which an agent reports that it cannot continue.
+fn find_agent_failure(message: &FromAgent) -> Option<Diagnostic> {
+    match message {
+        FromAgent::Report { message, .. } => find_agent_failure(message),
+        FromAgent::Failed { rank: None, diagnostic, .. } => Some(diagnostic.clone()),
+        _ => None,
+    }
+}
+
+/// Shows the stderr of the agent to the user.
+async fn show_stderr(mut stream: AgentOutput) {
+    let mut buffer = [0; STDERR_CHUNK_BYTES];
+    while let Ok(n @ 1..) = stream.read(&mut buffer).await {
+        write_message(&String::from_utf8_lossy(&buffer[..n]));
+    }
+}

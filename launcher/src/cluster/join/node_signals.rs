@@ -1,0 +1,44 @@
+//! [`NodeSignals`]: the signals that a node catches.
+use protocol::exit;
+use std::io;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// The streams of the signals that end a node.
+pub(super) struct NodeSignals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Signal,
+    pub(super) child: Signal,
+}
+
+impl NodeSignals {
+    /// Installs the signal handlers.
+    pub(super) fn install() -> io::Result<NodeSignals> {
+        Ok(NodeSignals {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+            child: signal(SignalKind::child())?,
+        })
+    }
+
+    /// Waits for a signal that ends the node, and returns the exit code for it. Cancel-safe.
+    pub(super) async fn receive(&mut self) -> u8 {
+        tokio::select! {
+            _ = self.interrupt.recv() => exit::INTERRUPTED,
+            _ = self.terminate.recv() => exit::TERMINATED,
+            _ = self.hangup.recv() => exit::TERMINATED,
+        }
+    }
+
+    /// Waits for a signal as [`NodeSignals::receive`] does, or for the end of a child process, for
+    /// which it returns `None`. Cancel-safe.
+    pub(super) async fn receive_any(&mut self) -> Option<u8> {
+        tokio::select! {
+            _ = self.interrupt.recv() => Some(exit::INTERRUPTED),
+            _ = self.terminate.recv() => Some(exit::TERMINATED),
+            _ = self.hangup.recv() => Some(exit::TERMINATED),
+            _ = self.child.recv() => None,
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! [`NodeTable`]: which nodes have joined, and which connection takes the place of a node.
+//!
+//! A node that is started again has the rank of its predecessor, whose connection may look alive
+//! for a while. A second node with the rank of a living one is a mistake of the user. The table
+//! distinguishes the two by the messages of the first node: agents send one each second.
+use crate::cluster::pending_agent::AgentConnectionSlot;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// How long a connection is ignored as a sign of life after a second node with its rank has
+/// arrived. Its last messages may be on the way.
+const SETTLE_TIME: Duration = Duration::from_millis(1500);
+/// How long a node without a rank waits for a place if all nodes have joined.
+const FULL_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The number of a connection to node 0.
+pub(super) type ConnectionNumber = u64;
+
+/// A node that has proved the key and asks for its place.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    pub(super) number: ConnectionNumber,
+    /// The rank of the node; `None` if it takes any free one.
+    pub(super) rank: Option<u32>,
+    pub(super) arrived: Instant,
+    /// How often bytes of the node with the same rank had arrived, once [`SETTLE_TIME`] had passed.
+    baseline: Option<u64>,
+}
+
+impl Candidate {
+    /// Creates a candidate that arrived at the time `now`.
+    pub(super) fn new(number: ConnectionNumber, rank: Option<u32>, now: Instant) -> Candidate {
+        Candidate { number, rank, arrived: now, baseline: None }
+    }
+}
+
+/// What the table decides about a candidate.
+pub(super) enum Decision {
+    /// The candidate takes this slot of the node with this rank. The caller must call
+    /// [`NodeTable::release`] afterwards.
+    Take(AgentConnectionSlot, u32),
+    /// The candidate waits, because its place is not free yet.
+    Wait,
+    /// The node with this rank has joined, from the host in the text.
+    Duplicate(u32, String),
+    /// All nodes have joined.
+    Full,
+}
+
+/// The place of one node.
+#[derive(Default)]
+struct NodeEntry {
+    /// The slot that the controller has opened last; `None` before the first one.
+    slot: Option<AgentConnectionSlot>,
+    /// Set when the slot was closed because no node joined in time.
+    expired: Arc<AtomicBool>,
+    opened_at: Option<Instant>,
+    /// The connection that is taking the slot.
+    claim: Option<ConnectionNumber>,
+    /// The connection that waits until the controller opens a slot.
+    parked: Option<ConnectionNumber>,
+    /// The host of the last node that has joined.
+    host: String,
+}
+
+impl NodeEntry {
+    /// Returns whether the slot waits for a node.
+    fn is_waiting(&self) -> bool {
+        self.slot.as_ref().is_some_and(AgentConnectionSlot::is_waiting)
+    }
+
+    /// Returns whether a node has taken the slot.
+    fn is_connected(&self) -> bool {
+        self.slot.as_ref().is_some_and(AgentConnectionSlot::is_connected)
+    }
+}
+
+/// The nodes of a job except node 0, by rank.
+pub(super) struct NodeTable {
+    entries: Vec<NodeEntry>,
+    /// The number of nodes with which the job can begin, with node 0.
+    min_nodes: usize,
+    /// How long a slot waits for its node.
+    timeout: Duration,
+    /// How long the slots wait for further nodes, once `min_nodes` have joined.
+    last_call: Duration,
+    /// The time since which `min_nodes` nodes have joined.
+    enough_since: Option<Instant>,
+}
+
+impl NodeTable {
+    /// Creates a table of `nodes` nodes that have not joined.
+    pub(super) fn new(nodes: u32, min_nodes: u32, timeout: Duration, last_call: Duration) -> NodeTable {
+        let entries = (0..nodes).map(|_| NodeEntry::default()).collect();
+        NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
+    }
+
+    /// Opens a slot for the node with this rank. Returns the flag that is set if the slot is closed
+    /// because no node joined in time.
+    pub(super) fn open_slot(
+        &mut self,
+        rank: u32,
+        slot: AgentConnectionSlot,
+        now: Instant,
+    ) -> Arc<AtomicBool> {
+        let Some(entry) = self.entries.get_mut(rank as usize) else { return Arc::default() };
+        (entry.slot, entry.opened_at, entry.claim) = (Some(slot), Some(now), None);
+        entry.expired = Arc::default();
+        self.enough_since = None;
+        entry.expired.clone()
+    }
+
+    /// Decides about a candidate at the time `now`. The caller repeats the question while the
+    /// answer is [`Decision::Wait`].
+    pub(super) fn decide(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
+        match candidate.rank {
+            Some(rank) => self.decide_for_rank(rank, candidate, now),
+            None => self.decide_for_any(candidate, now),
+        }
+    }
+
+    /// Decides about a candidate with this rank.
+    fn decide_for_rank(&mut self, rank: u32, candidate: &mut Candidate, now: Instant) -> Decision {
+        let Some(entry) = self.entries.get_mut(rank as usize) else { return Decision::Full };
+        let age = now.saturating_duration_since(candidate.arrived);
+        match &entry.slot {
+            Some(slot) if slot.is_waiting() => match entry.claim {
+                Some(other) if other != candidate.number => Decision::Wait,
+                _ => {
+                    entry.claim = Some(candidate.number);
+                    Decision::Take(slot.clone(), rank)
+                }
+            },
+            Some(slot) if slot.is_connected() => {
+                let received = slot.count_received();
+                let baseline = match age >= SETTLE_TIME {
+                    true => *candidate.baseline.get_or_insert(received),
+                    false => received,
+                };
+                match received > baseline {
+                    true => Decision::Duplicate(rank, entry.host.clone()),
+                    false => Decision::Wait,
+                }
+            }
+            _ => match entry.parked {
+                Some(other) if other != candidate.number && age >= SETTLE_TIME => {
+                    Decision::Duplicate(rank, "another host".to_owned())
+                }
+                Some(_) => Decision::Wait,
+                None => {
+                    entry.parked = Some(candidate.number);
+                    Decision::Wait
+                }
+            },
+        }
+    }
+
+    /// Decides about a candidate that takes any free place.
+    fn decide_for_any(&mut self, candidate: &mut Candidate, now: Instant) -> Decision {
+        let ranks = || 1..self.entries.len();
+        let is_own = |other: Option<ConnectionNumber>| other.is_none_or(|other| other == candidate.number);
+        let is_free = |rank: &usize| {
+            let entry = &self.entries[*rank];
+            entry.is_waiting() && is_own(entry.claim) && is_own(entry.parked)
+        };
+        let can_park = |rank: &usize| {
+            let entry = &self.entries[*rank];
+            !entry.is_waiting() && !entry.is_connected() && is_own(entry.parked)
+        };
+        if let Some(rank) = ranks().find(is_free).or_else(|| ranks().find(can_park)) {
+            return self.decide_for_rank(rank as u32, candidate, now);
+        }
+        match now.saturating_duration_since(candidate.arrived) >= FULL_TIMEOUT {
+            true => Decision::Full,
+            false => Decision::Wait,
+        }
+    }
+
+    /// Forgets the claims of a connection. `host` is the host of its node if the node has joined.
+    pub(super) fn release(&mut self, number: ConnectionNumber, host: Option<&str>) {
+        for entry in &mut self.entries {
+            if entry.claim == Some(number) {
+                entry.claim = None;
+                host.iter().for_each(|host| entry.host = (*host).to_owned());
+            }
+            entry.parked = entry.parked.filter(|parked| *parked != number);
+        }
+    }
+
+    /// Closes the slots that have waited long enough at the time `now`.
+    pub(super) fn close_expired(&mut self, now: Instant) {
+        let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
+        self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };
+        let is_last_call_over = self.min_nodes < self.entries.len()
+            && self.enough_since.is_some_and(|since| now >= since + self.last_call);
+        for entry in self.entries.iter().filter(|entry| entry.is_waiting() && entry.claim.is_none()) {
+            let is_late = entry.opened_at.is_some_and(|opened| now >= opened + self.timeout);
+            if is_late || is_last_call_over {
+                entry.expired.store(true, Ordering::Relaxed);
+                entry.slot.iter().for_each(AgentConnectionSlot::close);
+            }
+        }
+    }
+
+    /// Returns the ranks of the nodes that are awaited.
+    pub(super) fn list_awaited(&self) -> Vec<u32> {
+        let awaited = self.entries.iter().enumerate().filter(|(_, entry)| entry.is_waiting());
+        awaited.map(|(rank, _)| rank as u32).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::pending_agent::PendingAgent;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Returns the decision as a word.
+    fn describe(decision: &Decision) -> String {
+        match decision {
+            Decision::Take(slot, rank) => format!("take {} {rank}", slot.name),
+            Decision::Wait => "wait".to_owned(),
+            Decision::Duplicate(rank, host) => format!("duplicate {rank} {host}"),
+            Decision::Full => "full".to_owned(),
+        }
+    }
+
+    /// A table, and the agents that keep its slots open.
+    struct Bench {
+        table: NodeTable,
+        agents: Vec<PendingAgent>,
+        start: Instant,
+    }
+
+    impl Bench {
+        fn new(nodes: u32, min_nodes: u32) -> Bench {
+            let table = NodeTable::new(nodes, min_nodes, 60 * SECOND, 5 * SECOND);
+            Bench { table, agents: Vec::new(), start: Instant::now() }
+        }
+
+        fn open(&mut self, rank: u32, at: Duration) -> Arc<AtomicBool> {
+            let agent = PendingAgent::new(&format!("node-{rank}"));
+            let expired = self.table.open_slot(rank, agent.slot.clone(), self.start + at);
+            self.agents.push(agent);
+            expired
+        }
+
+        fn decide(&mut self, candidate: &mut Candidate, at: Duration) -> String {
+            describe(&self.table.decide(candidate, self.start + at))
+        }
+
+        fn candidate(&self, number: u64, rank: Option<u32>) -> Candidate {
+            Candidate::new(number, rank, self.start)
+        }
+    }
+
+    #[test]
+    fn early_nodes_wait_and_second_ones_are_duplicates() {
+        let mut bench = Bench::new(3, 3);
+        let (mut first, mut second) = (bench.candidate(1, Some(2)), bench.candidate(2, Some(2)));
+        assert_eq!(bench.decide(&mut first, Duration::ZERO), "wait");
+        assert_eq!(bench.decide(&mut second, Duration::ZERO), "wait", "the first one may be gone");
+        assert_eq!(bench.decide(&mut second, 2 * SECOND), "duplicate 2 another host");
+        bench.open(2, 2 * SECOND);
+        assert_eq!(bench.decide(&mut first, 2 * SECOND), "take node-2 2");
+        assert_eq!(bench.decide(&mut second, 2 * SECOND), "wait");
+        // The first connection breaks before it has joined.
+        bench.table.release(1, None);
+        assert_eq!(bench.decide(&mut second, 2 * SECOND), "take node-2 2");
+        assert_eq!(bench.decide(&mut bench.candidate(3, Some(7)), SECOND), "full");
+    }
+
+    #[test]
+    fn nodes_without_a_rank_take_free_places() {
+        let mut bench = Bench::new(3, 3);
+        (1..3).for_each(|rank| _ = bench.open(rank, Duration::ZERO));
+        let mut any: Vec<Candidate> = (1..4).map(|number| bench.candidate(number, None)).collect();
+        assert_eq!(bench.decide(&mut any[0], Duration::ZERO), "take node-1 1");
+        assert_eq!(bench.decide(&mut any[1], Duration::ZERO), "take node-2 2");
+        assert_eq!(bench.decide(&mut any[2], Duration::ZERO), "wait");
+        assert_eq!(bench.decide(&mut any[2], 16 * SECOND), "full");
+    }
+
+    #[test]
+    fn slots_close_at_their_time_limit_or_after_the_last_call() {
+        let mut bench = Bench::new(3, 3);
+        let expired = bench.open(1, Duration::ZERO);
+        bench.table.close_expired(bench.start + 59 * SECOND);
+        assert_eq!(bench.table.list_awaited(), [1]);
+        bench.table.close_expired(bench.start + 60 * SECOND);
+        assert!(bench.table.list_awaited().is_empty() && expired.load(Ordering::Relaxed));
+        let mut bench = Bench::new(3, 1);
+        let expired = bench.open(1, Duration::ZERO);
+        bench.table.close_expired(bench.start);
+        bench.table.close_expired(bench.start + 4 * SECOND);
+        assert!(!expired.load(Ordering::Relaxed));
+        bench.table.close_expired(bench.start + 5 * SECOND);
+        assert!(expired.load(Ordering::Relaxed), "node 0 alone is enough for the job");
+    }
+}

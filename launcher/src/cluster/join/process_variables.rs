@@ -1,0 +1,42 @@
+//! [`describes_process`]: the environment variables by which launchers describe one process.
+//!
+//! launch is one process of a node, and its workers inherit its environment. Libraries that find
+//! these variables would take all workers of a node for the same process: MPI, Accelerate and
+//! DeepSpeed read their rank from them.
+
+/// The beginnings of the names of variables of MPI, its process managers and their relatives.
+const PREFIXES: &[&str] = &[
+    "HYDI_",
+    "JSM_",
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_FIRST_RANKS",
+    "OMPI_UNIVERSE_SIZE",
+    "PALS_",
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "PRTE_",
+];
+
+/// Returns whether the variable `name` describes one process of another launcher.
+pub(super) fn describes_process(name: &str) -> bool {
+    PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_the_job_are_not_those_of_a_process() {
+        for name in ["OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMIX_RANK", "PALS_NODEID", "MPI_LOCALRANKID"] {
+            assert!(describes_process(name), "{name}");
+        }
+        for name in ["OMPI_MCA_btl", "PET_NNODES", "JOB_COMPLETION_INDEX", "MPI_HOME", "LSB_HOSTS"] {
+            assert!(!describes_process(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The address of the rendezvous: whether it belongs to this machine, and the listeners of node 0.
+use super::dial::{DialError, JoinTarget, dial_once};
+use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::hosts::RendezvousAddress;
+use protocol::control::{JobKeyHash, JoinRequest, PROTOCOL_VERSION};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _},
+    time::Duration,
+};
+
+/// The time limit for asking the process that listens at the rendezvous address who it is.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Returns the addresses of the rendezvous that belong to this machine. Blocks for the resolution
+/// of the name. A name that cannot be resolved has no addresses.
+pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
+    let own: Vec<IpAddr> = list_addresses().into_iter().map(|known| known.address).collect();
+    let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();
+    let mut found = Vec::new();
+    for candidate in
+        resolved.filter(|candidate| candidate.ip().is_loopback() || own.contains(&candidate.ip()))
+    {
+        if !found.contains(&candidate) {
+            found.push(candidate);
+        }
+    }
+    found
+}
+
+/// Opens the listeners of node 0: at the addresses of the rendezvous that belong to this machine
+/// or, if none does, at every address. Fails if the port is in use. The error names the job that
+/// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
+/// job.
+pub(super) fn open_listeners(
+    address: &RendezvousAddress,
+    key: &HandshakeKey,
+    (nodes, job): (u32, &[JobKeyHash]),
+) -> diagnostic::Result<Vec<TcpListener>> {
+    let own = find_own_addresses(address);
+    let probe = || {
+        let request = JoinRequest {
+            version: PROTOCOL_VERSION,
+            node_rank: Some(0),
+            nodes,
+            host: protocol::host_name::read_host_name(),
+            pid: std::process::id(),
+            job: job.to_vec(),
+        };
+        find_other_job(&JoinTarget { address: address.clone(), key: key.clone(), request })
+    };
+    if own.is_empty()
+        && let Some(other) = probe()
+    {
+        return Err(other);
+    }
+    let opened = match own.as_slice() {
+        [] => open_at_every_address(address.port).map(|listener| vec![listener]),
+        own => own.iter().map(TcpListener::bind).collect(),
+    };
+    let listeners = opened.map_err(|error| {
+        let other = if error.kind() == io::ErrorKind::AddrInUse { probe() } else { None };
+        other.unwrap_or_else(|| {
+            let message = format!("node 0 cannot listen at the rendezvous address {address}");
+            Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message)
+                .with_subject(address.to_string())
+                .with_cause(&error)
+                .with_remedy()
+        })
+    })?;
+    for listener in &listeners {
+        listener.set_nonblocking(true).map_err(|error| {
+            let message = format!("node 0 cannot listen at the rendezvous address {address}");
+            Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message).with_cause(&error)
+        })?;
+    }
+    Ok(listeners)
+}
+
+/// Opens a listener at every address of this machine: of IPv6 and IPv4 or, without IPv6, of IPv4.
+fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
+    match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
+        Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
+        }
+        result => result,
+    }
+}
+
+/// Asks the process that listens at the rendezvous address to let this node join as node 0.
+/// Returns its objection, or `None` if no job of launch answers.
+fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
+    let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, dial_once(target)).await });
+    match dial {
+        Ok(Err(DialError::Rejected(error))) => {
+            let message = format!("another job uses the rendezvous address {}", target.address);
+            Some(
+                Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message)
+                    .with_subject(target.address.to_string())
+                    .with_cause(&error)
+                    .with_remedy(),
+            )
+        }
+        _ => None,
+    }
+}

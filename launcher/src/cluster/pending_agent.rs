@@ -1,0 +1,225 @@
+//! [`PendingAgent`]: the controller's streams to and from an agent that may not have connected yet,
+//! and [`AgentConnectionSlot`], which the agent's TCP connection fills.
+use crate::connection::{EncryptedReader, EncryptedStream, EncryptedWriter};
+use std::{
+    future::Future,
+    io,
+    net::Shutdown,
+    os::fd::{AsFd, OwnedFd},
+    pin::{Pin, pin},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll, ready},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{
+        TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::oneshot,
+};
+
+/// The half of an agent's TCP connection that reads from the agent.
+pub(super) type AgentReader = EncryptedReader<OwnedReadHalf>;
+/// The half of an agent's TCP connection that writes to the agent.
+pub(super) type AgentWriter = EncryptedWriter<OwnedWriteHalf>;
+
+/// The TCP connection of an agent that has proved the key.
+pub(super) struct AgentConnection {
+    pub(super) reader: AgentReader,
+    pub(super) writer: AgentWriter,
+    /// A duplicate of the socket, to shut the connection down.
+    socket: OwnedFd,
+}
+
+impl AgentConnection {
+    /// Splits the stream of an agent into its two directions.
+    pub(super) fn new(stream: EncryptedStream<TcpStream>) -> io::Result<AgentConnection> {
+        let socket = stream.transport().as_fd().try_clone_to_owned()?;
+        let (reader, writer) = stream.into_halves(TcpStream::into_split);
+        Ok(AgentConnection { reader, writer, socket })
+    }
+}
+
+/// The controller's byte streams to and from an agent that may not have connected yet, and the slot
+/// that the agent's TCP connection fills.
+pub(super) struct PendingAgent {
+    pub(super) input: PendingAgentInput,
+    pub(super) output: PendingAgentOutput,
+    pub(super) slot: AgentConnectionSlot,
+}
+
+impl PendingAgent {
+    /// Creates the streams and the slot of the agent of the host `name`.
+    pub(super) fn new(name: &str) -> PendingAgent {
+        let (send_read_half, read_half) = oneshot::channel();
+        let (send_write_half, write_half) = oneshot::channel();
+        let state = Mutex::new(AgentSlotState::Waiting(send_read_half, send_write_half));
+        let received = Arc::new(AtomicU64::new(0));
+        let shared = Arc::new(SharedSlot { state, received: received.clone() });
+        PendingAgent {
+            input: PendingAgentInput(PendingStream::Pending(write_half)),
+            output: PendingAgentOutput { stream: PendingStream::Pending(read_half), received },
+            slot: AgentConnectionSlot { name: name.to_owned(), shared },
+        }
+    }
+}
+
+/// The state of an [`AgentConnectionSlot`]: whether its agent has connected.
+enum AgentSlotState {
+    /// The agent has not connected. Holds the channels that pass the two halves of the connection
+    /// to the controller's streams.
+    Waiting(oneshot::Sender<AgentReader>, oneshot::Sender<AgentWriter>),
+    /// The agent has connected. Holds a duplicate of its socket, to shut the connection down.
+    Connected(OwnedFd),
+    /// The slot accepts no connection any more, or the connection was aborted.
+    Closed,
+}
+
+/// The part of a slot that all its clones share.
+struct SharedSlot {
+    state: Mutex<AgentSlotState>,
+    /// The number of reads that returned bytes of the agent.
+    received: Arc<AtomicU64>,
+}
+
+/// The slot of one agent's TCP connection. [`AgentConnectionSlot::fill`] passes the connection to
+/// the streams of the [`PendingAgent`]. Clones are the same slot.
+#[derive(Clone)]
+pub(super) struct AgentConnectionSlot {
+    pub(super) name: String,
+    shared: Arc<SharedSlot>,
+}
+
+impl AgentConnectionSlot {
+    /// Locks the state of the slot.
+    fn lock(&self) -> MutexGuard<'_, AgentSlotState> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Passes the TCP connection of the agent to the streams of the [`PendingAgent`]. Returns
+    /// `false` if the slot does not wait for the agent, because the agent has connected before or
+    /// the slot is closed.
+    pub(super) fn fill(&self, connection: AgentConnection) -> bool {
+        let mut state = self.lock();
+        if !matches!(*state, AgentSlotState::Waiting(..)) {
+            return false;
+        }
+        let connected = AgentSlotState::Connected(connection.socket);
+        if let AgentSlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
+            _ = to_output.send(connection.reader);
+            _ = to_input.send(connection.writer);
+        }
+        true
+    }
+
+    /// Returns whether the agent has not connected and is still awaited.
+    pub(super) fn is_waiting(&self) -> bool {
+        matches!(*self.lock(), AgentSlotState::Waiting(..))
+    }
+
+    /// Returns whether the agent has connected and the connection was not aborted. The connection
+    /// may have ended by itself.
+    pub(super) fn is_connected(&self) -> bool {
+        matches!(*self.lock(), AgentSlotState::Connected(_))
+    }
+
+    /// Returns how often bytes of the agent have arrived.
+    pub(super) fn count_received(&self) -> u64 {
+        self.shared.received.load(Ordering::Relaxed)
+    }
+
+    /// Stops waiting for the agent, which ends the agent's streams. Does nothing if the agent has
+    /// connected.
+    pub(super) fn close(&self) {
+        let mut state = self.lock();
+        if matches!(*state, AgentSlotState::Waiting(..)) {
+            *state = AgentSlotState::Closed;
+        }
+    }
+
+    /// Closes the slot and shuts the connection of its agent down.
+    pub(super) fn abort(&self) {
+        let previous = std::mem::replace(&mut *self.lock(), AgentSlotState::Closed);
+        if let AgentSlotState::Connected(socket) = previous {
+            let stream = std::net::TcpStream::from(socket);
+            // An error means that the connection has ended already.
+            _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// One direction of a TCP connection that may not exist yet.
+enum PendingStream<S> {
+    Pending(oneshot::Receiver<S>),
+    Connected(S),
+    Closed,
+}
+
+impl<S: Unpin> PendingStream<S> {
+    /// Returns the stream once it is connected, or `None` if the slot was closed before a
+    /// connection.
+    fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
+        if let PendingStream::Pending(receiver) = self {
+            *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);
+        }
+        Poll::Ready(match self {
+            PendingStream::Connected(stream) => Some(Pin::new(stream)),
+            _ => None,
+        })
+    }
+}
+
+/// The stream of bytes to an agent that may not have connected yet.
+pub(super) struct PendingAgentInput(PendingStream<AgentWriter>);
+
+impl AsyncWrite for PendingAgentInput {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match ready!(self.0.poll_connected(cx)) {
+            Some(stream) => stream.poll_write(cx, bytes),
+            None => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.0 {
+            PendingStream::Connected(stream) => Pin::new(stream).poll_flush(cx),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.0 {
+            PendingStream::Connected(stream) => Pin::new(stream).poll_shutdown(cx),
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+}
+
+/// The stream of bytes from an agent that may not have connected yet.
+pub(super) struct PendingAgentOutput {
+    stream: PendingStream<AgentReader>,
+    /// The number of reads that returned bytes, for the slot.
+    received: Arc<AtomicU64>,
+}
+
+impl AsyncRead for PendingAgentOutput {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let filled_before = buffer.filled().len();
+        match ready!(self.stream.poll_connected(cx)) {
+            Some(stream) => ready!(stream.poll_read(cx, buffer))?,
+            None => return Poll::Ready(Ok(())),
+        }
+        if buffer.filled().len() > filled_before {
+            self.received.fetch_add(1, Ordering::Relaxed);
+        }
+        Poll::Ready(Ok(()))
+    }
+}

@@ -1,0 +1,122 @@
+//! [`SlurmConnection`]: the connection to an agent in a Slurm step, and [`StepAgentOutput`], the
+//! stream of bytes from the agent, whose end waits for the exit status of srun.
+use super::{srun, step::SlurmStep};
+use crate::cluster::{
+    pending_agent::{AgentConnectionSlot, PendingAgentOutput},
+    transport::RemoteConnection,
+};
+use diagnostic::{Diagnostic, codes::slurm};
+use protocol::control::ExitStatus;
+use std::{
+    fmt,
+    future::Future,
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, ReadBuf},
+    time::{Sleep, sleep},
+};
+
+/// How long the end of an agent's stream is withheld from the controller while srun is running. If
+/// srun ends within this time, its exit status is known when the controller asks why the stream has
+/// ended.
+const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// The connection to an agent in a Slurm step, before and after the agent has connected.
+pub(super) struct SlurmConnection {
+    pub(super) slot: AgentConnectionSlot,
+    pub(super) step: Arc<SlurmStep>,
+}
+
+impl fmt::Debug for SlurmConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlurmConnection").field("name", &self.slot.name).finish_non_exhaustive()
+    }
+}
+
+impl RemoteConnection for SlurmConnection {
+    fn abort(&self) {
+        self.slot.abort();
+    }
+
+    fn failure(&self) -> Option<Diagnostic> {
+        let was_connected = self.slot.is_connected();
+        let name = &self.slot.name;
+        let (default_code, message) = match self.step.exit_status() {
+            Some(ExitStatus::Code(0)) | None if was_connected => return None,
+            Some(ExitStatus::Code(code)) => (
+                slurm::SLURM_STEP_FAILED,
+                format!("srun, which runs the agent of host {name}, ended with exit code {code}"),
+            ),
+            Some(ExitStatus::Signal(number, _)) => (
+                slurm::SLURM_STEP_FAILED,
+                format!("srun, which runs the agent of host {name}, was killed by signal {number}"),
+            ),
+            None => (
+                slurm::SLURM_AGENT_FAILED,
+                format!("the agent of host {name} ended before it connected to the controller"),
+            ),
+        };
+        let output = self.step.join_output_tail();
+        let known_code = srun::classify_output(&output);
+        let message = if output.is_empty() { message } else { format!("{message}: {output}") };
+        let diagnostic = Diagnostic::error(known_code.unwrap_or(default_code), message)
+            .with_subject(name)
+            .with_field("output", output);
+        Some(if known_code.is_some() { diagnostic.with_remedy() } else { diagnostic })
+    }
+
+    fn exit_status(&self) -> Option<ExitStatus> {
+        // srun reports one status for all tasks, which may be the status of another agent.
+        None
+    }
+}
+
+/// The stream of bytes from an agent in a Slurm step.
+///
+/// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
+/// still running.
+pub(super) struct StepAgentOutput {
+    pub(super) stream: PendingAgentOutput,
+    pub(super) step: Arc<SlurmStep>,
+    pub(super) end: Option<DelayedStreamEnd>,
+}
+
+/// The end of an agent's stream, which is held back until srun has ended or the deadline has
+/// passed.
+pub(super) struct DelayedStreamEnd {
+    result: io::Result<()>,
+    deadline: Pin<Box<Sleep>>,
+    step_exit: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl AsyncRead for StepAgentOutput {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.end.is_none() {
+            let filled_before = buffer.filled().len();
+            let result = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer));
+            if result.is_ok() && (buffer.filled().len() > filled_before || buffer.remaining() == 0) {
+                return Poll::Ready(Ok(()));
+            }
+            let mut exit = self.step.watch_exit();
+            let step_exit = Box::pin(async move { _ = exit.wait_for(Option::is_some).await });
+            let deadline = Box::pin(sleep(STEP_EXIT_TIMEOUT));
+            self.end = Some(DelayedStreamEnd { result, deadline, step_exit });
+        }
+        if let Some(end) = &mut self.end
+            && end.deadline.as_mut().poll(cx).is_pending()
+            && end.step_exit.as_mut().poll(cx).is_pending()
+        {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.end.take().map_or(Ok(()), |end| end.result))
+    }
+}

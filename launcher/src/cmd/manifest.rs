@@ -1,0 +1,62 @@
+//! `launch manifest`: prints what a scheduler needs to run a job: Kubernetes objects or a batch
+//! script.
+mod kubernetes;
+mod yaml_text;
+
+use super::{
+    context::CommandContext,
+    output::{print_file_text, print_json},
+    prepare::{JobArgs, JobRequest, LoadedJob},
+};
+use crate::cluster::{self, Submission, SubmitRequest};
+use clap::{Args, Subcommand};
+use diagnostic::{Diagnostic, codes::run};
+use jobspec::JobSource;
+use kubernetes::KubernetesArgs;
+use serde_json::json;
+use yaml_text::format_yaml_documents;
+
+/// Arguments of `launch manifest`.
+#[derive(Debug, Args)]
+pub(crate) struct ManifestArgs {
+    #[command(subcommand)]
+    scheduler: Scheduler,
+}
+
+/// A scheduler for which a job can be described.
+#[derive(Debug, Subcommand)]
+enum Scheduler {
+    /// Print a JobSet or an Indexed Job with the objects that it needs, among them a new key
+    Kubernetes(KubernetesArgs),
+    /// Print the batch script of `launch sbatch`
+    Slurm(JobArgs),
+}
+
+/// Runs `launch manifest`.
+pub(crate) fn run(args: ManifestArgs, context: &CommandContext) -> diagnostic::Result<u8> {
+    match args.scheduler {
+        Scheduler::Slurm(args) => print_batch_script(&args),
+        Scheduler::Kubernetes(args) => {
+            let source = JobSource::File(args.job.job.clone());
+            let loaded = LoadedJob::load(&JobRequest { source, set: args.job.set.clone() })?;
+            let objects = kubernetes::build_objects(&args, &loaded.job)?;
+            match context.format.json {
+                true => print_json(&json!({"apiVersion": "v1", "kind": "List", "items": objects})),
+                false => print_file_text(&format_yaml_documents(&objects)),
+            }
+        }
+    }
+}
+
+/// Prints the batch script of a job.
+fn print_batch_script(args: &JobArgs) -> diagnostic::Result<u8> {
+    let loaded = LoadedJob::load(&args.to_request())?;
+    let job = loaded.job.clone();
+    let request = SubmitRequest { job, job_file: &args.job, set: &args.set, options: &[], print: true };
+    match cluster::submit_job("sbatch", request).map_err(|error| loaded.cluster_error(error))? {
+        Submission::Script(text) => print_file_text(&text),
+        Submission::Queued { .. } => {
+            Err(Diagnostic::error(run::INTERNAL, "the job was submitted instead of printed"))
+        }
+    }
+}

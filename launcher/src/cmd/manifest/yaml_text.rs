@@ -1,0 +1,103 @@
+//! [`format_yaml_documents`]: formats JSON values as YAML, as people write Kubernetes manifests.
+use jobspec::quote_yaml;
+use serde_json::Value;
+use std::fmt::Write as _;
+
+/// Formats each value as one YAML document.
+pub(super) fn format_yaml_documents(values: &[Value]) -> String {
+    let mut text = String::new();
+    for value in values {
+        text.push_str("---\n");
+        write_block(value, 0, &mut text);
+    }
+    text
+}
+
+/// Appends the lines of a mapping or a list with this indentation.
+fn write_block(value: &Value, indent: usize, text: &mut String) {
+    let pad = " ".repeat(indent);
+    match value {
+        Value::Object(entries) => {
+            for (key, value) in entries {
+                _ = write!(text, "{pad}{}:", quote_yaml(key));
+                write_value(value, indent + 2, text);
+            }
+        }
+        Value::Array(items) => {
+            for item in items {
+                let mut block = String::new();
+                let is_nested = match item {
+                    Value::Object(entries) => !entries.is_empty(),
+                    Value::Array(items) => !items.is_empty(),
+                    _ => false,
+                };
+                if is_nested {
+                    // The first line of the item follows the dash.
+                    write_block(item, indent + 2, &mut block);
+                    _ = write!(text, "{pad}- {}", &block[indent + 2..]);
+                } else {
+                    write_value(item, indent + 2, &mut block);
+                    _ = write!(text, "{pad}-{block}");
+                }
+            }
+        }
+        scalar => _ = writeln!(text, "{pad}{}", format_scalar(scalar)),
+    }
+}
+
+/// Appends the value of a key, after its colon.
+fn write_value(value: &Value, indent: usize, text: &mut String) {
+    match value {
+        Value::Object(entries) if entries.is_empty() => text.push_str(" {}\n"),
+        Value::Array(items) if items.is_empty() => text.push_str(" []\n"),
+        Value::Object(_) | Value::Array(_) => {
+            text.push('\n');
+            write_block(value, indent, text);
+        }
+        Value::String(lines) if is_literal(lines) => {
+            text.push_str(" |\n");
+            for line in lines.lines() {
+                match line.is_empty() {
+                    true => text.push('\n'),
+                    false => _ = writeln!(text, "{}{line}", " ".repeat(indent)),
+                }
+            }
+        }
+        scalar => _ = writeln!(text, " {}", format_scalar(scalar)),
+    }
+}
+
+/// Returns whether a text can be written as a literal block: several lines of printable text.
+fn is_literal(text: &str) -> bool {
+    text.ends_with('\n')
+        && !text.ends_with("\n\n")
+        && !text.starts_with([' ', '\n'])
+        && text
+            .chars()
+            .all(|c| c == '\n' || !c.is_control() && !matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}'))
+}
+
+/// Formats a text, number, boolean or null.
+fn format_scalar(value: &Value) -> String {
+    match value {
+        Value::String(text) => quote_yaml(text),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn values_are_formatted_as_blocks() {
+        let value = json!({
+            "a": {"text": "x: y", "lines": "one\n\n  two\n", "empty": {}, "none": []},
+            "list": [{"name": "b", "values": [1, true]}, "c", ["d"]],
+            "number": 400,
+            "quoted": "0400",
+        });
+        insta::assert_snapshot!(format_yaml_documents(&[value]));
+    }
+}

@@ -1,0 +1,307 @@
+//! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
+//! these nodes. The options and the environment variables of the process decide.
+use super::prepare::{JobRequest, LoadedJob};
+use crate::cluster::{NodeEnvironment, find_node_environment, is_own_address};
+use clap::Args;
+use diagnostic::{Diagnostic, codes::host};
+use jobspec::{
+    HostSelection, JobSource, JobSpec, env,
+    hosts::{NodeCount, RendezvousAddress},
+    quote_yaml,
+};
+use std::path::PathBuf;
+
+/// The options of a command that is started once on each node.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct NodeArgs {
+    /// Number of nodes on which launch is started, once on each: N or MIN:MAX
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(NodeCount))]
+    pub(crate) nodes: Option<NodeCount>,
+    /// Number of this node, from 0; node 0 controls the job
+    #[arg(long, alias = "node_rank", value_name = "K")]
+    pub(crate) node_rank: Option<u32>,
+    /// Address of node 0, to which the other nodes connect [default port: 29400]
+    #[arg(long, value_name = "HOST:PORT", value_parser = clap::value_parser!(RendezvousAddress))]
+    pub(crate) rendezvous: Option<RendezvousAddress>,
+    /// File with the secret key that all nodes share [default: LAUNCH_KEY_FILE]
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure")]
+    pub(crate) key_file: Option<PathBuf>,
+    /// Let every process that reaches node 0 join, without a key
+    #[arg(long)]
+    pub(crate) insecure: bool,
+}
+
+impl NodeArgs {
+    /// Returns the name of an option that was given, or `None` without any.
+    fn find_option(&self) -> Option<&'static str> {
+        let given = [
+            (self.nodes.is_some(), "--nodes"),
+            (self.node_rank.is_some(), "--node-rank"),
+            (self.rendezvous.is_some(), "--rendezvous"),
+            (self.key_file.is_some(), "--key-file"),
+            (self.insecure, "--insecure"),
+        ];
+        given.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
+    }
+}
+
+/// What this process does for a job.
+#[derive(Debug)]
+pub(super) enum NodeRole {
+    /// Runs the job, on the hosts that the job names.
+    Alone(JobRequest),
+    /// Controls the nodes that join.
+    Controller {
+        /// The job with the settings of the nodes.
+        request: JobRequest,
+        /// Where to join instead if another process of this machine controls the nodes; `None` if
+        /// this process must control them.
+        fallback: Option<RendezvousAddress>,
+    },
+    /// Joins the nodes.
+    Member {
+        /// The job with the settings of the nodes.
+        request: JobRequest,
+        /// The address of node 0.
+        address: RendezvousAddress,
+        /// The number of the node; `None` for any number.
+        node_rank: Option<u32>,
+    },
+}
+
+/// Chooses the role of this process for the job of a request. Fails if this process is one node of
+/// several, but cannot join the others.
+pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
+    let option = args.find_option();
+    if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
+        return Ok(NodeRole::Alone(request));
+    }
+    let job = LoadedJob::load(&request)?.job;
+    // Without a job file, `local` is only the default.
+    let is_default =
+        matches!(request.source, JobSource::CommandLine { .. }) && job.cluster.hosts == HostSelection::Local;
+    let can_join = is_default || matches!(job.cluster.hosts, HostSelection::Auto | HostSelection::Join);
+    match option {
+        Some(option) if !can_join => {
+            let message =
+                format!("`{option}` is for hosts that join, but `cluster.hosts` selects other hosts");
+            return Err(Diagnostic::error(host::JOIN_OPTION_UNSUPPORTED, message)
+                .with_subject(option)
+                .with_help("remove the option, or set `cluster.hosts: join`"));
+        }
+        None if !can_join => return Ok(NodeRole::Alone(request)),
+        _ => {}
+    }
+    let found =
+        if args.nodes.is_some() && args.node_rank.is_some() { None } else { find_node_environment()? };
+    if option.is_none() && found.is_none() && job.cluster.hosts != HostSelection::Join {
+        return Ok(NodeRole::Alone(request));
+    }
+    let settings = NodeSettings::collect(args, found, &job)?;
+    if settings.nodes.max == 1 {
+        return Ok(NodeRole::Alone(request));
+    }
+    settings.into_role(request)
+}
+
+/// The settings of a node, from options, environment variables and the job.
+#[derive(Debug)]
+struct NodeSettings {
+    nodes: NodeCount,
+    node_rank: Option<u32>,
+    rendezvous: RendezvousAddress,
+    /// The absolute path of the key file; `None` for insecure nodes.
+    key_file: Option<PathBuf>,
+}
+
+impl NodeSettings {
+    /// Collects the settings: options come before environment variables, and these before the job.
+    fn collect(
+        args: &NodeArgs,
+        found: Option<NodeEnvironment>,
+        job: &JobSpec,
+    ) -> diagnostic::Result<NodeSettings> {
+        let join = &job.cluster.join;
+        let nodes = args.nodes.or(found.as_ref().and_then(|found| found.nodes));
+        let nodes = nodes.or(join.nodes.map(NodeCount::exactly));
+        let node_rank = args.node_rank.or(found.as_ref().and_then(|found| found.node_rank));
+        let source = found.as_ref().map(|found| found.source.clone());
+        let label = describe_node(nodes, node_rank, source.as_deref());
+        let Some(nodes) = nodes else {
+            let message = format!("{label}, but the number of nodes is not known");
+            return Err(Diagnostic::error(host::JOIN_NODES_INVALID, message)
+                .with_help("add `--nodes N`; `--nodes 1` runs a separate job on this machine"));
+        };
+        if let Some(rank) = node_rank.filter(|rank| *rank >= nodes.max) {
+            let message = format!(
+                "the node rank is {rank}, but the ranks of {} nodes are below {}",
+                nodes.max, nodes.max
+            );
+            return Err(Diagnostic::error(host::JOIN_NODES_INVALID, message)
+                .with_subject("--node-rank")
+                .with_field("node_rank", rank)
+                .with_field("nodes", nodes.max)
+                .with_remedy());
+        }
+        let in_job = join.rendezvous.as_ref().and_then(|text| text.parse().ok());
+        let rendezvous = args.rendezvous.clone().or(found.and_then(|found| found.rendezvous)).or(in_job);
+        let rendezvous = match rendezvous {
+            _ if nodes.max == 1 => RendezvousAddress::with_default_port("localhost"),
+            Some(rendezvous) => rendezvous,
+            None => {
+                let message = format!("{label}, but the address of node 0 is not known");
+                return Err(Diagnostic::error(host::JOIN_RENDEZVOUS_INVALID, message)
+                    .with_remedy()
+                    .with_help("`--nodes 1` runs a separate job on this machine"));
+            }
+        };
+        let key_file = choose_key_file(args, job, &label, nodes)?;
+        Ok(NodeSettings { nodes, node_rank, rendezvous, key_file })
+    }
+
+    /// Returns the role of a node with these settings. Adds the settings to the job of the request.
+    fn into_role(self, mut request: JobRequest) -> diagnostic::Result<NodeRole> {
+        let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
+        let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));
+        set("cluster.hosts", "join".to_owned());
+        set("cluster.join.nodes", nodes.max.to_string());
+        set("cluster.join.rendezvous", quote_yaml(&rendezvous.to_string()));
+        match key_file {
+            Some(file) => {
+                let file = std::path::absolute(&file).unwrap_or(file);
+                let text = file.to_str().ok_or_else(|| {
+                    let message = format!("the path of the key file {} is not UTF-8 text", file.display());
+                    Diagnostic::error(host::JOIN_KEY_INVALID, message).with_help("use another path")
+                })?;
+                set("cluster.join.key_file", quote_yaml(text));
+                set("cluster.join.insecure", "false".to_owned());
+            }
+            None => set("cluster.join.insecure", "true".to_owned()),
+        }
+        if nodes.min < nodes.max {
+            set("run.min_hosts", nodes.min.to_string());
+        }
+        Ok(match node_rank {
+            Some(0) => NodeRole::Controller { request, fallback: None },
+            None if is_own_address(&rendezvous) => {
+                NodeRole::Controller { request, fallback: Some(rendezvous) }
+            }
+            node_rank => NodeRole::Member { request, address: rendezvous, node_rank },
+        })
+    }
+}
+
+/// Describes this node in messages, such as `this is node 1 of 4 (PET_NNODES)`.
+fn describe_node(nodes: Option<NodeCount>, rank: Option<u32>, source: Option<&str>) -> String {
+    let source = source.map(|source| format!(" ({source})")).unwrap_or_default();
+    match (rank, nodes) {
+        (Some(rank), Some(nodes)) => format!("this is node {rank} of {}{source}", nodes.max),
+        (None, Some(nodes)) => format!("this is one node of {}{source}", nodes.max),
+        (Some(rank), None) => format!("this is node {rank} of several{source}"),
+        (None, None) => format!("the job is for nodes that join{source}"),
+    }
+}
+
+/// Returns the key file of a node, or `None` if its user has requested nodes without a key. Fails
+/// if there is neither.
+fn choose_key_file(
+    args: &NodeArgs,
+    job: &JobSpec,
+    label: &str,
+    nodes: NodeCount,
+) -> diagnostic::Result<Option<PathBuf>> {
+    let join = &job.cluster.join;
+    if args.insecure || nodes.max == 1 {
+        return Ok(None);
+    }
+    let in_environment = std::env::var_os(env::LAUNCH_KEY_FILE).filter(|file| !file.is_empty());
+    let file = args.key_file.clone().or(in_environment.map(PathBuf::from)).or(join.key_file.clone());
+    if file.is_some() {
+        return Ok(file);
+    }
+    match std::env::var(env::LAUNCH_INSECURE).as_deref() {
+        Ok("1") => return Ok(None),
+        Ok("" | "0") | Err(_) => {}
+        Ok(other) => {
+            let message = format!("{} is `{}`; expected 0 or 1", env::LAUNCH_INSECURE, other.escape_debug());
+            return Err(Diagnostic::error(host::JOIN_KEY_MISSING, message).with_subject(env::LAUNCH_INSECURE));
+        }
+    }
+    if join.insecure {
+        return Ok(None);
+    }
+    Err(Diagnostic::error(host::JOIN_KEY_MISSING, format!("{label}, but the nodes have no key"))
+        .with_help("give all nodes the same key: `--key-file FILE`, or LAUNCH_KEY_FILE=FILE")
+        .with_help("`--insecure`, or LAUNCH_INSECURE=1, lets every process that reaches node 0 join")
+        .with_help("`--nodes 1` runs a separate job on this machine"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(args: &NodeArgs, found: Option<NodeEnvironment>) -> diagnostic::Result<NodeSettings> {
+        NodeSettings::collect(args, found, &crate::testing::sample_job())
+    }
+
+    /// The environment of node 2 of 4.
+    fn environment() -> NodeEnvironment {
+        NodeEnvironment {
+            source: "PET_NNODES".to_owned(),
+            nodes: Some(NodeCount::exactly(4)),
+            node_rank: Some(2),
+            rendezvous: Some(RendezvousAddress::with_default_port("h0")),
+        }
+    }
+
+    #[test]
+    fn options_come_before_the_environment() {
+        let args = NodeArgs { node_rank: Some(1), key_file: Some("/k".into()), ..NodeArgs::default() };
+        let found = settings(&args, Some(environment())).expect("settings");
+        assert_eq!(
+            (found.nodes.max, found.node_rank, found.rendezvous.to_string()),
+            (4, Some(1), "h0:29400".into())
+        );
+        assert_eq!(found.key_file, Some(PathBuf::from("/k")));
+    }
+
+    #[test]
+    fn a_node_that_cannot_join_is_an_error() {
+        let key = NodeArgs { insecure: true, ..NodeArgs::default() };
+        let partial = |change: &dyn Fn(&mut NodeEnvironment)| {
+            let mut found = environment();
+            change(&mut found);
+            Some(found)
+        };
+        for (args, found, code) in [
+            (&key, partial(&|found| found.nodes = None), host::JOIN_NODES_INVALID),
+            (&key, partial(&|found| found.node_rank = Some(4)), host::JOIN_NODES_INVALID),
+            (&key, partial(&|found| found.rendezvous = None), host::JOIN_RENDEZVOUS_INVALID),
+            (&NodeArgs::default(), partial(&|_| {}), host::JOIN_KEY_MISSING),
+            (&key, None, host::JOIN_NODES_INVALID),
+        ] {
+            let error = settings(args, found).expect_err("rejected");
+            assert_eq!(error.code(), code, "{error}");
+        }
+    }
+
+    #[test]
+    fn the_settings_of_a_node_become_keys_of_its_job() {
+        let source = JobSource::Text { name: "a.yaml".to_owned(), text: "run: {command: [a]}".to_owned() };
+        let request = JobRequest { source, set: Vec::new() };
+        let args = NodeArgs {
+            nodes: Some(NodeCount { min: 2, max: 4 }),
+            node_rank: Some(3),
+            rendezvous: Some("h0:7".parse().expect("an address")),
+            key_file: Some("/a key".into()),
+            insecure: false,
+        };
+        let role = choose_role(&args, request).expect("a role");
+        let NodeRole::Member { request, address, node_rank } = role else { panic!("{role:?}") };
+        assert_eq!((address.to_string().as_str(), node_rank), ("h0:7", Some(3)));
+        let job = LoadedJob::load(&request).expect("a job").job;
+        assert_eq!(job.cluster.hosts, HostSelection::Join);
+        assert_eq!((job.cluster.join.nodes, job.cluster.join.key_file), (Some(4), Some("/a key".into())));
+        assert_eq!(job.run.min_hosts, jobspec::MinHosts::AtLeast(2));
+    }
+}

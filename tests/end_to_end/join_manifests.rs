@@ -1,0 +1,106 @@
+//! Tests the Kubernetes objects of a job: their structure, and that the job in them can be planned.
+use crate::support::{JobDirectory, output_to_text};
+use serde_json::{Value, json};
+
+/// Runs `launch manifest kubernetes job.yaml ARGS…`, and returns the objects by kind.
+fn build_objects(job_dir: &JobDirectory, args: &[&str]) -> impl Fn(&str) -> Value {
+    let words =
+        [&["--json", "manifest", "kubernetes", "job.yaml", "--image", "example.org/train:1"], args].concat();
+    let output = job_dir.run_launch(&words);
+    assert_eq!(output.status.code(), Some(0), "{}", output_to_text(&output));
+    let list: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let items = list["items"].as_array().unwrap().clone();
+    move |kind| items.iter().find(|item| item["kind"] == kind).cloned().unwrap_or(Value::Null)
+}
+
+#[test]
+fn a_job_set_has_the_pods_of_all_nodes() {
+    let job_dir = JobDirectory::new();
+    let objects = build_objects(
+        &job_dir,
+        &[
+            "--nodes",
+            "2:4",
+            "--gpus",
+            "8",
+            "--rdma",
+            "rdma/ib=2",
+            "--volume",
+            "data:/data",
+            "--set",
+            "run.restarts=3",
+        ],
+    );
+    let set = objects("JobSet");
+    assert_eq!(set["apiVersion"], "jobset.x-k8s.io/v1alpha2");
+    assert_eq!(set["spec"]["failurePolicy"]["maxRestarts"], 3);
+    let job = &set["spec"]["replicatedJobs"][0]["template"]["spec"];
+    assert_eq!(
+        (&job["completionMode"], &job["completions"], &job["parallelism"]),
+        (&json!("Indexed"), &json!(4), &json!(4))
+    );
+    assert_eq!(job["backoffLimit"], 12);
+    let pod = &job["template"]["spec"];
+    assert_eq!(
+        (&pod["restartPolicy"], &pod["terminationGracePeriodSeconds"]),
+        (&json!("Never"), &json!(600))
+    );
+    let container = &pod["containers"][0];
+    assert_eq!(container["resources"]["limits"], json!({"nvidia.com/gpu": 8, "rdma/ib": 2}));
+    assert_eq!(container["securityContext"]["capabilities"]["add"], json!(["IPC_LOCK"]));
+    assert_eq!(
+        container["env"],
+        json!([
+            {"name": "LAUNCH_NODES", "value": "2:4"},
+            {"name": "LAUNCH_RENDEZVOUS", "value": "tiny-node-0-0.tiny:29400"},
+            {"name": "LAUNCH_KEY_FILE", "value": "/etc/launch/key/key"},
+        ])
+    );
+    assert_eq!(
+        container["command"],
+        json!(["launch", "run", "/etc/launch/job/job.yaml", "--set=run.restarts=3"])
+    );
+    let volumes = pod["volumes"].as_array().unwrap();
+    assert!(volumes.contains(&json!({"name": "shm", "emptyDir": {"medium": "Memory"}})), "{volumes:?}");
+    assert!(
+        volumes.contains(&json!({"name": "key", "secret": {"secretName": "tiny-key", "defaultMode": 256}}))
+    );
+    let key = objects("Secret")["stringData"]["key"].as_str().unwrap().to_owned();
+    assert_eq!(key.len(), 64);
+    let again = build_objects(&job_dir, &["--nodes", "4"])("Secret");
+    assert_ne!(again["stringData"]["key"], json!(key), "each manifest has a new key");
+    assert_eq!(objects("ConfigMap")["data"]["job.yaml"], crate::support::TINY_JOB);
+    assert_eq!(objects("Service"), Value::Null, "the JobSet controller creates it");
+}
+
+#[test]
+fn an_indexed_job_has_a_headless_service() {
+    let job_dir = JobDirectory::new();
+    let objects = build_objects(&job_dir, &["--kind", "job", "--nodes", "3", "--namespace", "research"]);
+    let (job, service) = (objects("Job"), objects("Service"));
+    assert_eq!(
+        (&job["metadata"]["namespace"], &job["metadata"]["name"]),
+        (&json!("research"), &json!("tiny"))
+    );
+    let pod = &job["spec"]["template"]["spec"];
+    assert_eq!((&pod["subdomain"], &service["metadata"]["name"]), (&json!("tiny"), &json!("tiny")));
+    assert_eq!(
+        (&service["spec"]["clusterIP"], &service["spec"]["publishNotReadyAddresses"]),
+        (&json!("None"), &json!(true))
+    );
+    assert_eq!(
+        service["spec"]["selector"]["app.kubernetes.io/instance"],
+        job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"]
+    );
+    assert_eq!(pod["containers"][0]["env"][1]["value"], "tiny-0.tiny:29400");
+    assert_eq!(job["spec"]["backoffLimit"], 0, "a job without restarts is not retried");
+}
+
+#[test]
+fn the_batch_script_is_that_of_sbatch() {
+    let job_dir = JobDirectory::new();
+    let [manifest, sbatch] = [&["manifest", "slurm", "job.yaml"][..], &["sbatch", "--print", "job.yaml"]]
+        .map(|args| job_dir.run_launch(args));
+    assert_eq!(output_to_text(&manifest), output_to_text(&sbatch));
+    assert!(output_to_text(&manifest).starts_with("#!/bin/bash"), "{}", output_to_text(&manifest));
+}
