@@ -111,6 +111,7 @@ const RESTRICTION_EXCEPTIONS: &[(&str, &str, &str)] = &[
         "stderr()",
         "the controller cannot be informed when the stream to it failed",
     ),
+    ("launcher/src/cmd/manifest.rs", "Slurm", "the name of a subcommand"),
     ("launcher/src/executable.rs", "stdout()", "the script that copies it to a host reads the hash"),
     ("launcher/src/executable.rs", "stderr()", "that script passes the error on"),
     ("worker/src/data/record.rs", "minijinja::", "the type of a JSON value; nothing is interpreted"),

@@ -10,6 +10,7 @@ mod join_key;
 mod join_transport;
 mod listener;
 mod node;
+mod node_name;
 mod node_relay;
 mod node_signals;
 mod node_table;
@@ -29,6 +30,7 @@ use super::{
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAddress};
 use join_transport::JoinTransport;
+use node_name::{format_node_name, parse_node_name};
 
 /// The provider of the hosts that join.
 pub(super) struct JoinCluster;
@@ -57,7 +59,7 @@ impl Cluster for JoinCluster {
             slots: None,
             selected_slots: None,
         };
-        Ok(join_transport::list_names(nodes).map(target).collect())
+        Ok((0..nodes).map(format_node_name).map(target).collect())
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
@@ -93,14 +95,4 @@ impl Cluster for JoinCluster {
 /// the resolution of the name.
 pub(crate) fn is_own_address(address: &RendezvousAddress) -> bool {
     !rendezvous::find_own_addresses(address).is_empty()
-}
-
-/// Returns the name of the host with this node rank.
-fn node_name(rank: u32) -> String {
-    format!("node-{rank}")
-}
-
-/// Returns the node rank in the name of a host.
-fn parse_node_name(name: &str) -> Option<u32> {
-    name.strip_prefix("node-")?.parse().ok()
 }

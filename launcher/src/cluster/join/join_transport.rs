@@ -4,9 +4,8 @@ use super::{
     job_hashes::hash_job,
     join_key::read_join_key,
     listener::{JoinContext, accept_nodes},
-    node_name,
+    node_name::parse_node_name,
     node_table::NodeTable,
-    parse_node_name,
     rendezvous::open_listeners,
 };
 use crate::{
@@ -180,9 +179,4 @@ impl RemoteConnection for NodeConnection {
     fn exit_status(&self) -> Option<ExitStatus> {
         None
     }
-}
-
-/// Returns the names of the hosts of a job with this number of nodes.
-pub(super) fn list_names(nodes: u32) -> impl Iterator<Item = String> {
-    (0..nodes).map(node_name)
 }

@@ -1,0 +1,11 @@
+//! The names of hosts that join: `node-0`, `node-1` and so on.
+
+/// Returns the name of the host with this node rank.
+pub(super) fn format_node_name(rank: u32) -> String {
+    format!("node-{rank}")
+}
+
+/// Returns the node rank in the name of a host.
+pub(super) fn parse_node_name(name: &str) -> Option<u32> {
+    name.strip_prefix("node-")?.parse().ok()
+}
