@@ -352,6 +352,21 @@ fn sort_message_lines(message: &str) -> String {
     format!("{sentence}controller: {}", lines.join(" | "))
 }
 
+/// Checks that one launch on each node of a step joins if it has a key, and that a program without
+/// a job file is rejected otherwise.
+fn check_one_launch_per_node(cluster: &SlurmCluster) {
+    cluster.run_on_node_successfully("h0", "seq 100 > key && chmod 600 key");
+    let program = "-- sh -c 'echo $RANK of $WORLD_SIZE, task $SLURM_PROCID > joined.$RANK'";
+    let without = cluster.run_on_node("h0", &format!("srun -N2 -n2 ./launch run {program}"));
+    assert!(output_to_text(&without).contains("join-key-missing"), "{}", output_to_text(&without));
+    let joined = cluster.run_on_node("h0", &format!("srun -N2 -n2 ./launch run --key-file key {program}"));
+    assert!(joined.status.success(), "{}", output_to_text(&joined));
+    for rank in 0..2 {
+        let text = cluster.read_shared_file(&format!("joined.{rank}"));
+        assert!(text.starts_with(&format!("{rank} of 2, task")), "{text}");
+    }
+}
+
 #[test]
 fn wrong_uses_of_an_allocation_are_rejected_with_help() {
     let Some(cluster) = SlurmCluster::start("wrong_uses_of_an_allocation_are_rejected_with_help", 2) else {
@@ -379,6 +394,7 @@ fn wrong_uses_of_an_allocation_are_rejected_with_help() {
     let failure = expect_failure_event(&cluster.read_shared_file("task-0.json"));
     assert_eq!(failure["code"], "slurm-started-per-task", "{failure}");
     append(&failure);
+    check_one_launch_per_node(&cluster);
     let outside = cluster.run_on_node("h0", "./launch job.yaml --json --set cluster.hosts=slurm");
     assert_eq!(outside.status.code(), Some(3), "{}", output_to_text(&outside));
     let failure = expect_failure_event(&output_to_text(&outside));

@@ -1,7 +1,7 @@
 //! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
 //! these nodes. The options and the environment variables of the process decide.
 use super::prepare::{JobRequest, LoadedJob};
-use crate::cluster::{NodeEnvironment, find_node_environment, is_own_address};
+use crate::cluster::{NodeEnvironment, find_cluster, find_node_environment, is_own_address};
 use clap::Args;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{
@@ -76,7 +76,8 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
     if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
         return Ok(NodeRole::Alone(request));
     }
-    let job = LoadedJob::load(&request)?.job;
+    let loaded = LoadedJob::load(&request)?;
+    let job = &loaded.job;
     // Without a job file, `local` is only the default.
     let is_default =
         matches!(request.source, JobSource::CommandLine { .. }) && job.cluster.hosts == HostSelection::Local;
@@ -92,12 +93,18 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
         None if !can_join => return Ok(NodeRole::Alone(request)),
         _ => {}
     }
-    let found =
-        if args.nodes.is_some() && args.node_rank.is_some() { None } else { find_node_environment()? };
-    if option.is_none() && found.is_none() && job.cluster.hosts != HostSelection::Join {
+    let has_options = option.is_some();
+    let explain = |error: Diagnostic| match find_cluster(job) {
+        // The provider of the job's hosts knows better how launch is started.
+        Err(specific) if !has_options && !is_default => loaded.cluster_error(specific),
+        _ => error,
+    };
+    let is_complete = args.nodes.is_some() && args.node_rank.is_some();
+    let found = if is_complete { None } else { find_node_environment().map_err(explain)? };
+    if !has_options && found.is_none() && job.cluster.hosts != HostSelection::Join {
         return Ok(NodeRole::Alone(request));
     }
-    let settings = NodeSettings::collect(args, found, &job)?;
+    let settings = NodeSettings::collect(args, found, job).map_err(explain)?;
     if settings.nodes.max == 1 {
         return Ok(NodeRole::Alone(request));
     }

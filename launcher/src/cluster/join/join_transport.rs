@@ -17,7 +17,7 @@ use crate::{
     },
     leases::HELLO_TIMEOUT,
 };
-use diagnostic::{Diagnostic, codes::host, quantity::format_duration};
+use diagnostic::{Diagnostic, codes::host};
 use jobspec::{JobSpec, MinHosts, hosts::RendezvousAddress};
 use protocol::control::ExitStatus;
 use std::{
@@ -97,7 +97,7 @@ impl JoinTransport {
     fn await_node(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.table().open_slot(rank, slot.clone(), Instant::now());
-        let connection = NodeConnection { slot, expired, timeout: self.timeout };
+        let connection = NodeConnection { slot, expired };
         AgentProcess {
             handle: AgentHandle::Connection(Box::new(connection)),
             input: Box::new(input),
@@ -152,7 +152,6 @@ struct NodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.
     expired: Arc<AtomicBool>,
-    timeout: Duration,
 }
 
 impl fmt::Debug for NodeConnection {
@@ -168,10 +167,8 @@ impl RemoteConnection for NodeConnection {
 
     fn failure(&self) -> Option<Diagnostic> {
         let name = &self.slot.name;
-        let message = format!(
-            "{name} did not join in time (`cluster.join.timeout` is {})",
-            format_duration(self.timeout.as_secs_f64())
-        );
+        let message =
+            format!("{name} did not join in time (`cluster.join.timeout`, `cluster.join.last_call`)");
         let error = || Diagnostic::error(host::JOIN_TIMEOUT, message).with_subject(name).with_remedy();
         self.expired.load(Ordering::Relaxed).then(error)
     }

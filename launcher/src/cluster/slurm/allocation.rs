@@ -147,6 +147,9 @@ fn check_single_instance(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::Re
             Err(Diagnostic::error(codes::SLURM_STARTED_PER_TASK, message)
                 .with_field("tasks", tasks)
                 .with_help("start launch once, without srun; it starts a step on all nodes of the allocation")
+                .with_help(
+                    "for one launch on each node, as in containers, give them all a key: `--key-file FILE`",
+                )
                 .with_help("to stay on one machine in each task, set `cluster.hosts: local`"))
         }
         _ => Ok(()),
