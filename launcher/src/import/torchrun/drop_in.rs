@@ -114,11 +114,26 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
         let reason = format!("`{}` is not a number such as 4 or a range such as 1:4", text.escape_debug());
         return Err(reject_option(PROGRAM, "--nnodes", reason, ""));
     };
+    if let Some(rank) = rank.as_ref().filter(|rank| rank.trim().parse::<u32>().is_ok_and(|n| n >= count.max))
+    {
+        let reason = format!("`{}` is not a number below {}", rank.escape_debug(), count.max);
+        return Err(reject_option(PROGRAM, "--node-rank", reason, ""));
+    }
     if count.max == 1 {
         return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
     }
     let endpoint = given.last_value("rdzv-endpoint").filter(|text| !text.is_empty()).map(str::to_owned);
-    let is_static = given.last_value("rdzv-backend").is_none_or(|backend| backend == "static");
+    let backend = given.last_value("rdzv-backend").unwrap_or("static");
+    if !["static", "c10d"].contains(&backend) {
+        let reason = format!("the nodes meet at node 0, and not at a server of `{}`", backend.escape_debug());
+        return Err(reject_option(
+            PROGRAM,
+            "--rdzv-backend",
+            reason,
+            "use `c10d`, and the address of node 0",
+        ));
+    }
+    let is_static = backend == "static";
     let invalid = |option: &str, text: &str| {
         reject_option(PROGRAM, option, format!("`{}` is not `HOST:PORT`", text.escape_debug()), "")
     };
@@ -133,15 +148,8 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
         }
         (None, None) => None,
     };
-    let node_rank = match rank {
-        Some(rank) => {
-            let number = rank.trim().parse().ok().filter(|number| *number < count.max);
-            let reason = format!("`{}` is not a number below {}", rank.escape_debug(), count.max);
-            Some(number.ok_or_else(|| reject_option(PROGRAM, "--node-rank", reason, ""))?)
-        }
-        // torchrun's default, which only fits the first node.
-        None => is_static.then_some(0),
-    };
+    // torchrun's default without a dynamic rendezvous is 0, which only fits the first node.
+    let node_rank = rank.and_then(|rank| rank.trim().parse().ok()).or(is_static.then_some(0));
     Ok(Some(ImportedNodes { count, node_rank, rendezvous }))
 }
 
