@@ -98,6 +98,25 @@ mod tests {
             "number": 400,
             "quoted": "0400",
         });
-        insta::assert_snapshot!(format_yaml_documents(&[value]));
+        let expected = r#"---
+a:
+  empty: {}
+  lines: |
+    one
+
+      two
+  none: []
+  text: "x: y"
+list:
+  - name: b
+    values:
+      - 1
+      - true
+  - c
+  - - d
+number: 400
+quoted: "0400"
+"#;
+        assert_eq!(format_yaml_documents(&[value]), expected);
     }
 }
