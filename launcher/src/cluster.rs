@@ -44,8 +44,13 @@ pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, Cluste
 pub(crate) fn find_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
     let read_file = |path: &str| std::fs::read_to_string(path).ok();
-    let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_scheduler_facts(&get));
-    join::find_node_environment(&join::HostFacts { get: &get, read_file: &read_file, host: &host, scheduler })
+    let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_scheduler_variables(&get));
+    join::find_node_environment(&join::ProcessEnvironment {
+        get: &get,
+        read_file: &read_file,
+        host: &host,
+        scheduler,
+    })
 }
 
 /// Returns the first of `providers` that accepts a job.

@@ -18,7 +18,7 @@ mod process_variables;
 mod rendezvous;
 
 pub(crate) use environment::NodeEnvironment;
-pub(super) use environment::{HostFacts, SchedulerFacts, StepFacts, find_node_environment};
+pub(super) use environment::{ProcessEnvironment, SchedulerVariables, StepVariables, find_node_environment};
 pub(crate) use node::join_run;
 
 use super::{

@@ -7,11 +7,11 @@ mod slurm_transport;
 mod srun;
 mod step;
 mod step_connection;
-mod step_facts;
+mod step_variables;
 mod task_variables;
 
 pub(crate) use allocation::parse_untrusted_variables;
-pub(super) use step_facts::read_scheduler_facts;
+pub(super) use step_variables::read_scheduler_variables;
 
 use super::{
     batch_job::{BatchJob, Preemption, Submission, SubmitRequest},

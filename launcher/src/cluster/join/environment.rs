@@ -25,18 +25,18 @@ pub(crate) struct NodeEnvironment {
 
 /// What a scheduler with a provider states about this process.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct SchedulerFacts {
+pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
     pub(crate) is_allocated: bool,
     /// The variables of a step with several tasks, of which this process is one.
-    pub(crate) step: Option<StepFacts>,
+    pub(crate) step: Option<StepVariables>,
     /// The first host of the allocation or step.
     pub(crate) first_host: Option<String>,
 }
 
 /// The position of this process in a step of a scheduler with several tasks.
 #[derive(Clone, Debug)]
-pub(crate) struct StepFacts {
+pub(crate) struct StepVariables {
     /// The variables, as messages name them.
     pub(crate) source: String,
     pub(crate) nodes: u32,
@@ -44,15 +44,15 @@ pub(crate) struct StepFacts {
     pub(crate) tasks: u32,
 }
 
-/// The facts about this machine and process from which the environment is derived.
-pub(crate) struct HostFacts<'a> {
+/// The environment of this process, and the facts about this machine that belong to it.
+pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
     /// Reads a file. Returns `None` if the file cannot be read.
     pub(crate) read_file: &'a dyn Fn(&str) -> Option<String>,
     /// The host name of this machine.
     pub(crate) host: &'a str,
-    pub(crate) scheduler: SchedulerFacts,
+    pub(crate) scheduler: SchedulerVariables,
 }
 
 /// The variables by which a launcher describes each process that it starts.
@@ -91,38 +91,40 @@ const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
 /// Finds out whether another launcher has started this process as one node of several. Returns
 /// `None` if no variable describes a node, or if there is one node. Fails if the variables
 /// contradict each other, or describe one worker of several.
-pub(crate) fn find_node_environment(facts: &HostFacts<'_>) -> diagnostic::Result<Option<NodeEnvironment>> {
-    if let Some(found) = facts.find_own_variables()? {
+pub(crate) fn find_node_environment(
+    environment: &ProcessEnvironment<'_>,
+) -> diagnostic::Result<Option<NodeEnvironment>> {
+    if let Some(found) = environment.find_own_variables()? {
         return Ok(found.into_several());
     }
-    facts.check_worker_variables()?;
-    let in_allocation = facts.scheduler.is_allocated;
+    environment.check_worker_variables()?;
+    let in_allocation = environment.scheduler.is_allocated;
     let find = || -> diagnostic::Result<Option<NodeEnvironment>> {
         if !in_allocation {
-            if let Some(found) = facts.find_torchrun_variables()? {
+            if let Some(found) = environment.find_torchrun_variables()? {
                 return Ok(Some(found));
             }
-            if let Some(found) = facts.find_training_operator_variables()? {
+            if let Some(found) = environment.find_training_operator_variables()? {
                 return Ok(Some(found));
             }
-            if let Some(found) = facts.find_indexed_job_variables()? {
+            if let Some(found) = environment.find_indexed_job_variables()? {
                 return Ok(Some(found));
             }
         }
         for variables in MPI_LAUNCHERS {
-            if let Some(found) = facts.find_mpi_variables(variables)? {
+            if let Some(found) = environment.find_mpi_variables(variables)? {
                 return Ok(Some(found));
             }
         }
-        if let Some(found) = facts.find_step_variables()? {
+        if let Some(found) = environment.find_step_variables()? {
             return Ok(Some(found));
         }
         if in_allocation {
             return Ok(None);
         }
-        match facts.find_mpi_variables(&PMI_LAUNCHER)? {
+        match environment.find_mpi_variables(&PMI_LAUNCHER)? {
             Some(found) => Ok(Some(found)),
-            None => Ok(facts.find_pmix_variables()?.or_else(|| facts.find_batch_variables())),
+            None => Ok(environment.find_pmix_variables()?.or_else(|| environment.find_batch_variables())),
         }
     };
     Ok(find()?.and_then(NodeEnvironment::into_several))
@@ -135,7 +137,7 @@ impl NodeEnvironment {
     }
 }
 
-impl HostFacts<'_> {
+impl ProcessEnvironment<'_> {
     /// Returns the value of a variable that is set and not empty.
     fn value(&self, name: &str) -> Option<String> {
         (self.get)(name).filter(|value| !value.is_empty())
@@ -285,12 +287,12 @@ impl HostFacts<'_> {
     fn find_batch_variables(&self) -> Option<NodeEnvironment> {
         let (source, hosts) = self.list_batch_hosts()?;
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
-        let own = short(self.host);
+        let this_host = short(self.host);
         let nodes = hosts.len() as u32;
         Some(NodeEnvironment {
             source: source.to_owned(),
             nodes: Some(NodeCount::exactly(nodes)),
-            node_rank: hosts.iter().position(|name| short(name) == own).map(|rank| rank as u32),
+            node_rank: hosts.iter().position(|name| short(name) == this_host).map(|rank| rank as u32),
             rendezvous: self.find_first_host(),
         })
     }

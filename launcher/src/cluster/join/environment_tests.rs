@@ -3,7 +3,7 @@ use super::*;
 
 /// Finds the environment of a node with these variables, in the notation `NAME=value NAME=value`,
 /// on the host `web-2`. The file `nodes` has the hosts of a PBS job.
-fn find_with(text: &str, scheduler: SchedulerFacts) -> diagnostic::Result<Option<NodeEnvironment>> {
+fn find_with(text: &str, scheduler: SchedulerVariables) -> diagnostic::Result<Option<NodeEnvironment>> {
     let variables: Vec<(&str, &str)> = text.split(' ').filter_map(|word| word.split_once('=')).collect();
     let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| v.replace('+', " "));
     let read_file = |path: &str| match path {
@@ -13,15 +13,15 @@ fn find_with(text: &str, scheduler: SchedulerFacts) -> diagnostic::Result<Option
         "nodes" => Some("web-1.example\nweb-1.example\nweb-2.example\n".to_owned()),
         _ => None,
     };
-    find_node_environment(&HostFacts { get: &get, read_file: &read_file, host: "web-2", scheduler })
+    find_node_environment(&ProcessEnvironment { get: &get, read_file: &read_file, host: "web-2", scheduler })
 }
 
 /// Describes the environment of a node as `NODES RANK ADDRESS`, with `-` for unknown parts.
 fn describe(text: &str) -> String {
-    describe_with(text, SchedulerFacts::default())
+    describe_with(text, SchedulerVariables::default())
 }
 
-fn describe_with(text: &str, scheduler: SchedulerFacts) -> String {
+fn describe_with(text: &str, scheduler: SchedulerVariables) -> String {
     let found = match find_with(text, scheduler) {
         Ok(Some(found)) => found,
         Ok(None) => return "none".to_owned(),
@@ -84,15 +84,15 @@ fn several_processes_on_a_node_and_malformed_values_are_errors() {
 
 #[test]
 fn an_allocation_belongs_to_its_provider_unless_a_step_has_several_tasks() {
-    let allocated = SchedulerFacts { is_allocated: true, first_host: Some("n1".to_owned()), step: None };
+    let allocated = SchedulerVariables { is_allocated: true, first_host: Some("n1".to_owned()), step: None };
     for variables in ["", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1", "PET_NNODES=2", "PMI_SIZE=2 PMI_RANK=0"] {
         assert_eq!(describe_with(variables, allocated.clone()), "none", "{variables}");
     }
     assert_eq!(describe_with("LAUNCH_NODES=2", allocated.clone()), "2:2 - -");
     let mpi = "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=1";
     assert_eq!(describe_with(mpi, allocated.clone()), "2:2 1 n1:29400");
-    let step = |nodes, tasks| SchedulerFacts {
-        step: Some(StepFacts { source: "the step".to_owned(), nodes, node_rank: 1, tasks }),
+    let step = |nodes, tasks| SchedulerVariables {
+        step: Some(StepVariables { source: "the step".to_owned(), nodes, node_rank: 1, tasks }),
         ..allocated.clone()
     };
     assert_eq!(describe_with("PMI_SIZE=2 PMI_RANK=0", step(2, 2)), "2:2 1 n1:29400");

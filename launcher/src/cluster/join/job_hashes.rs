@@ -24,12 +24,12 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobKeyHash> {
 }
 
 /// Returns the paths of the keys in which two jobs differ.
-pub(super) fn find_differences(own: &[JobKeyHash], other: &[JobKeyHash]) -> Vec<String> {
+pub(super) fn find_differences(first: &[JobKeyHash], second: &[JobKeyHash]) -> Vec<String> {
     let by_path = |keys: &[JobKeyHash]| -> BTreeMap<String, u64> {
         keys.iter().map(|key| (key.path.clone(), key.hash)).collect()
     };
-    let (own, other) = (by_path(own), by_path(other));
-    let paths = own.keys().chain(other.keys()).filter(|path| own.get(*path) != other.get(*path));
+    let (first, second) = (by_path(first), by_path(second));
+    let paths = first.keys().chain(second.keys()).filter(|path| first.get(*path) != second.get(*path));
     let mut different: Vec<String> = paths.cloned().collect();
     different.sort();
     different.dedup();

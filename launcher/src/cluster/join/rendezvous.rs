@@ -16,11 +16,11 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Returns the addresses of the rendezvous that belong to this machine. Blocks for the resolution
 /// of the name. A name that cannot be resolved has no addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
-    let own: Vec<IpAddr> = list_addresses().into_iter().map(|known| known.address).collect();
+    let known: Vec<IpAddr> = list_addresses().into_iter().map(|interface| interface.address).collect();
     let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();
     let mut found = Vec::new();
     for candidate in
-        resolved.filter(|candidate| candidate.ip().is_loopback() || own.contains(&candidate.ip()))
+        resolved.filter(|candidate| candidate.ip().is_loopback() || known.contains(&candidate.ip()))
     {
         if !found.contains(&candidate) {
             found.push(candidate);
@@ -38,7 +38,7 @@ pub(super) fn open_listeners(
     key: &HandshakeKey,
     (nodes, job): (u32, &[JobKeyHash]),
 ) -> diagnostic::Result<Vec<TcpListener>> {
-    let own = find_own_addresses(address);
+    let local = find_own_addresses(address);
     let probe = || {
         let request = JoinRequest {
             version: PROTOCOL_VERSION,
@@ -50,14 +50,14 @@ pub(super) fn open_listeners(
         };
         find_other_job(&JoinTarget { address: address.clone(), key: key.clone(), request })
     };
-    if own.is_empty()
+    if local.is_empty()
         && let Some(other) = probe()
     {
         return Err(other);
     }
-    let opened = match own.as_slice() {
+    let opened = match local.as_slice() {
         [] => open_at_every_address(address.port).map(|listener| vec![listener]),
-        own => own.iter().map(TcpListener::bind).collect(),
+        local => local.iter().map(TcpListener::bind).collect(),
     };
     let listeners = opened.map_err(|error| {
         let other = if error.kind() == io::ErrorKind::AddrInUse { probe() } else { None };

@@ -220,9 +220,9 @@ impl Conversion<'_> {
         given: &mut CommandLine,
         merged: &MergedConfig,
     ) -> Result<Option<ImportedNodes>, Diagnostic> {
-        let own = |name: &'static str| merged.value(name).map(|item| item.text.clone());
+        let configured = |name: &'static str| merged.value(name).map(|item| item.text.clone());
         let [rank, address] = ["machine_rank", "main_process_ip"]
-            .map(|name| given.last_value(name).map(str::to_owned).or_else(|| own(name)));
+            .map(|name| given.last_value(name).map(str::to_owned).or_else(|| configured(name)));
         let Some(machines) = merged.value("num_machines").and_then(read_integer) else { return Ok(None) };
         let is_mpi = self.is_simple() && merged.value("mpirun_config").is_some();
         if machines <= 1 || is_mpi {

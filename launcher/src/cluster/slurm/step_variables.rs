@@ -1,13 +1,15 @@
-//! [`read_scheduler_facts`]: whether launch runs in an allocation, and whether srun has started it
-//! once for each of several tasks.
+//! [`read_scheduler_variables`]: whether launch runs in an allocation, and whether srun has started
+//! launch once for each of several tasks.
 use super::allocation::expand_node_list;
-use crate::cluster::join::{SchedulerFacts, StepFacts};
+use crate::cluster::join::{SchedulerVariables, StepVariables};
 
 /// Reads the facts from environment variables, whose values `get` returns. Malformed variables are
 /// ignored here, because [`read_allocation`](super::allocation::read_allocation) reports them.
-pub(in crate::cluster) fn read_scheduler_facts(get: &dyn Fn(&str) -> Option<String>) -> SchedulerFacts {
+pub(in crate::cluster) fn read_scheduler_variables(
+    get: &dyn Fn(&str) -> Option<String>,
+) -> SchedulerVariables {
     if get("SLURM_JOB_ID").is_none() {
-        return SchedulerFacts::default();
+        return SchedulerVariables::default();
     }
     let number = |name: &str| get(name).and_then(|text| text.parse::<u32>().ok());
     let tasks = number("SLURM_STEP_NUM_TASKS").filter(|tasks| *tasks > 1 && get("SLURM_STEP_ID").is_some());
@@ -15,11 +17,11 @@ pub(in crate::cluster) fn read_scheduler_facts(get: &dyn Fn(&str) -> Option<Stri
         let nodes = number("SLURM_STEP_NUM_NODES").or_else(|| number("SLURM_NNODES"))?;
         let node_rank = number("SLURM_NODEID")?;
         let source = "SLURM_STEP_NUM_TASKS and SLURM_NODEID".to_owned();
-        Some(StepFacts { source, nodes, node_rank, tasks })
+        Some(StepVariables { source, nodes, node_rank, tasks })
     });
     let list = get("SLURM_STEP_NODELIST").filter(|_| step.is_some()).or_else(|| get("SLURM_JOB_NODELIST"));
     let first_host = list.and_then(|list| expand_node_list(&list)?.into_iter().next());
-    SchedulerFacts { is_allocated: true, step, first_host }
+    SchedulerVariables { is_allocated: true, step, first_host }
 }
 
 #[cfg(test)]
@@ -32,7 +34,7 @@ mod tests {
             let variables: Vec<(&str, &str)> =
                 text.split(' ').filter_map(|word| word.split_once('=')).collect();
             let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
-            read_scheduler_facts(&get)
+            read_scheduler_variables(&get)
         };
         assert!(!read("HOME=/").is_allocated);
         let batch = read("SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[3-4] SLURM_STEP_NUM_TASKS=2");
