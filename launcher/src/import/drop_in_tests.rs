@@ -68,8 +68,8 @@ fn variable<'a>(job: &'a JobSpec, name: &str) -> Option<&'a str> {
     job.run.env.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
 }
 
-/// Describes the nodes of a command line as `NODES RANK ADDRESS`, with `-` for parts that it does not
-/// state. Checks that the ranks get another port than the nodes.
+/// Describes the nodes of a command line as `NODES RANK ADDRESS`, with `-` for parts that it does
+/// not state. Checks that the ranks get another port than the nodes.
 fn describe_nodes(imported: Result<ImportedJob, Vec<Diagnostic>>) -> String {
     let imported = match imported {
         Ok(imported) => imported,

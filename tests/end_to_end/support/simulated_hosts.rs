@@ -120,8 +120,8 @@ impl SimulatedHosts {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Creates a command that runs `program` on a host without SSH, with an empty environment except
-    /// the search path of programs. Dropping the process does not end the program.
+    /// Creates a command that runs `program` on a host without SSH, with an empty environment
+    /// except the search path of programs. Dropping the process does not end the program.
     pub(crate) fn create_command(&self, host: &str, program: &[&str]) -> Command {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hosts/hosts.sh");
         let mut command = clean_command(script);

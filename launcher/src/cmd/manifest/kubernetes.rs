@@ -213,7 +213,7 @@ impl Manifest<'_> {
         let ignore = |values: &[u8]| json!({"containerName": "launch", "operator": "In", "values": values});
         let rules = json!([
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            // A pod that was asked to end has saved and stopped the run, which the next start resumes.
+            // A pod that was asked to end has saved and stopped the run. The next start resumes.
             {"action": "Ignore", "onExitCodes": ignore(&[143])},
             // launch has restarted the workers itself, or a restart would fail again.
             {"action": "FailJob", "onExitCodes": ignore(&[1, 2, 4])},
