@@ -574,5 +574,4 @@ fn protocol_error(message: &str) -> Diagnostic {
 }
 
 #[cfg(test)]
-#[path = "core_tests.rs"]
 mod tests;

@@ -12,8 +12,10 @@ use crate::{
 };
 use diagnostic::codes::run;
 use jobspec::{ReloadValues, ids::Rank};
-use proptest::prelude::*;
 use protocol::control::{HostInventory, PROTOCOL_VERSION, RendezvousRequest, WorkerAddresses};
+
+mod random_events;
+mod stop_requests;
 
 /// The exit status of a process that succeeded.
 const DONE: ExitStatus = ExitStatus::Code(0);
@@ -165,160 +167,6 @@ fn an_aborted_rank_is_a_failure_when_all_others_finish() {
     let actions = harness.report_workers_ended(0);
     assert!(find_failure(&actions).is_some());
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
-}
-
-#[test]
-fn interrupt_saves_and_stops_built_in_workers() {
-    for (stop, code) in [(StopRequest::Interrupt, 130), (StopRequest::Terminate, 143)] {
-        let mut harness = CoreHarness::with_running_workers(1, 2, true);
-        let actions = harness.feed_input(ControllerInput::Stop(stop));
-        assert!(
-            actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None }))
-        );
-        assert!(
-            harness.tick_at(millis(20_000)).is_empty()
-                && harness.send_from_agent(0, FromAgent::Heartbeat).is_empty()
-        );
-        assert!(harness.report_worker_exit(0, ExitStatus::Code(75)).is_empty());
-        assert!(harness.report_worker_exit(1, ExitStatus::Code(75)).is_empty());
-        let actions = harness.report_workers_ended(0);
-        let outcome = find_outcome(&actions).unwrap();
-        assert_eq!((outcome.exit_code, outcome.stopped, outcome.killed), (code, true, false));
-    }
-}
-
-#[test]
-fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
-    let mut harness = CoreHarness::with_running_workers(1, 3, false);
-    let actions = harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
-    assert!(
-        actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: Some(3000) }))
-    );
-    for (rank, status) in [(0, DONE), (1, ExitStatus::Code(1)), (2, ExitStatus::Signal(15, false))] {
-        assert!(harness.report_worker_exit(rank, status).is_empty());
-    }
-    assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 130);
-}
-
-#[test]
-fn a_second_signal_kills_the_workers() {
-    for builtin in [true, false] {
-        let mut harness = CoreHarness::with_running_workers(1, 2, builtin);
-        harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
-        assert_eq!(
-            find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Terminate))),
-            [(0, 0)]
-        );
-        harness.report_worker_exit(0, KILLED);
-        harness.report_worker_exit(1, KILLED);
-        let actions = harness.report_workers_ended(0);
-        let outcome = find_outcome(&actions).unwrap();
-        assert_eq!(
-            (outcome.exit_code, outcome.killed),
-            (130, true),
-            "the first signal decides the exit code"
-        );
-        assert_eq!(find_failure(&actions), None);
-    }
-}
-
-#[test]
-fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
-    for (then, is_time_limit) in
-        [(None, true), (Some(StopRequest::TimeLimit), true), (Some(StopRequest::Terminate), false)]
-    {
-        let mut harness = CoreHarness::with_running_workers(1, 2, true);
-        let actions = harness.feed_input(ControllerInput::Stop(StopRequest::TimeLimit));
-        assert!(
-            actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None }))
-        );
-        if let Some(stop) = then {
-            assert!(harness.feed_input(ControllerInput::Stop(stop)).is_empty(), "no second signal");
-        }
-        harness.report_worker_exit(0, ExitStatus::Code(75));
-        harness.report_worker_exit(1, ExitStatus::Code(75));
-        let actions = harness.report_workers_ended(0);
-        let outcome = find_outcome(&actions).unwrap();
-        assert_eq!(
-            (outcome.exit_code, outcome.stopped, outcome.near_time_limit),
-            (143, true, is_time_limit),
-            "then {then:?}"
-        );
-        assert!(!outcome.made_progress, "no step was seen");
-    }
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
-    harness.feed_input(ControllerInput::Stop(StopRequest::TimeLimit));
-    assert_eq!(
-        find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt))),
-        [(0, 0)],
-        "Ctrl-C is a second signal"
-    );
-}
-
-#[test]
-fn the_first_notice_of_termination_stops_the_job_and_the_others_are_no_second_signal() {
-    let mut harness = CoreHarness::with_running_workers(2, 1, true);
-    let actions = harness.send_from_agent(1, FromAgent::Terminating);
-    assert!(actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None })));
-    assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
-    for rank in [0, 1] {
-        harness.report_worker_exit(rank, ExitStatus::Code(75));
-    }
-    harness.report_workers_ended(0);
-    let actions = harness.report_workers_ended(1);
-    let outcome = find_outcome(&actions).unwrap();
-    assert_eq!((outcome.exit_code, outcome.stopped, outcome.ended_by_batch_system), (143, true, true));
-}
-
-#[test]
-fn a_signal_of_the_user_decides_before_a_notice_of_termination() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
-    harness.feed_input(ControllerInput::Stop(StopRequest::Terminate));
-    assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
-    harness.report_worker_exit(0, ExitStatus::Code(75));
-    let actions = harness.report_workers_ended(0);
-    let outcome = find_outcome(&actions).unwrap();
-    assert_eq!((outcome.exit_code, outcome.ended_by_batch_system), (143, false));
-}
-
-#[test]
-fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, false);
-    harness.report_worker_exit(0, ExitStatus::Code(7));
-    assert_eq!(
-        find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt))),
-        [(0, 0)]
-    );
-    harness.report_worker_exit(1, KILLED);
-    let actions = harness.report_workers_ended(0);
-    assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
-}
-
-#[test]
-fn a_signal_before_the_workers_started_ends_at_once() {
-    let mut harness = CoreHarness::new(2, 1, true);
-    harness.send_hello(0);
-    let actions = harness.feed_input(ControllerInput::Stop(StopRequest::Terminate));
-    assert_eq!(find_outcome(&actions).unwrap().exit_code, 143);
-}
-
-#[test]
-fn a_save_that_fails_while_stopping_is_a_failure() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
-    harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
-    harness.send_final_report(1, WorkerExit::Failed);
-    let actions = harness.report_worker_exit(1, ExitStatus::Code(1));
-    assert_eq!(find_failure_reason(&actions), Some((Some(1), build_worker_error_reason())));
-    harness.report_worker_exit(0, ExitStatus::Code(76));
-    assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 1);
-}
-
-#[test]
-fn workers_that_finished_before_a_stop_request_are_a_success() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
-    harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
-    harness.report_worker_exit(0, DONE);
-    assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 0);
 }
 
 #[test]
@@ -486,115 +334,6 @@ fn workers_cannot_report_events_of_the_controller() {
     );
 }
 
-/// An event that may happen to a running job, for tests with random orders.
-#[derive(Clone, Debug)]
-enum RandomEvent {
-    Tick(u16),
-    Stop(bool),
-    Exit(Rank, u8),
-    Signal(Rank),
-    Fatal(Rank, u8),
-    AgentGone(HostIndex),
-    WorkersEnded(HostIndex),
-    Failed(Option<Rank>),
-}
-
-/// Generates a random event for a job of two hosts with two ranks each.
-fn any_event() -> impl Strategy<Value = RandomEvent> {
-    let rank = 0u32..4;
-    prop_oneof![
-        (0u16..400).prop_map(RandomEvent::Tick),
-        any::<bool>().prop_map(RandomEvent::Stop),
-        (rank.clone(), prop_oneof![Just(0u8), Just(1), Just(2), Just(75), Just(76), Just(101)])
-            .prop_map(|(r, c)| RandomEvent::Exit(r, c)),
-        rank.clone().prop_map(RandomEvent::Signal),
-        (rank.clone(), prop_oneof![Just(1u8), Just(2), Just(75), Just(76)])
-            .prop_map(|(r, c)| RandomEvent::Fatal(r, c)),
-        (0usize..2).prop_map(RandomEvent::AgentGone),
-        (0usize..2).prop_map(RandomEvent::WorkersEnded),
-        proptest::option::of(rank).prop_map(RandomEvent::Failed),
-    ]
-}
-
-/// Gives the core the input that corresponds to an event, and returns the actions.
-fn apply_event(harness: &mut CoreHarness, step: RandomEvent) -> Vec<ControllerAction> {
-    match step {
-        RandomEvent::Tick(pause) => {
-            let now = harness.now + millis(pause.into());
-            harness.tick_at(now)
-        }
-        RandomEvent::Stop(interrupt) => harness.feed_input(ControllerInput::Stop(if interrupt {
-            StopRequest::Interrupt
-        } else {
-            StopRequest::Terminate
-        })),
-        RandomEvent::Exit(rank, code) => harness.report_worker_exit(rank, ExitStatus::Code(code)),
-        RandomEvent::Signal(rank) => harness.report_worker_exit(rank, KILLED),
-        RandomEvent::Fatal(rank, code) => {
-            let exit = WorkerExit::from_exit_code(code).unwrap_or(WorkerExit::Failed);
-            harness.send_final_report(rank, exit)
-        }
-        RandomEvent::AgentGone(host) => {
-            harness.feed_input(ControllerInput::AgentGone { host, end: AgentEnd::NeverRan })
-        }
-        RandomEvent::WorkersEnded(host) => harness.report_workers_ended(host),
-        RandomEvent::Failed(rank) => {
-            let host = rank.unwrap_or(0) / harness.local;
-            let diagnostic = Diagnostic::error(run::INTERNAL, "the log is not writable");
-            harness.feed_input(ControllerInput::Agent(
-                host as usize,
-                FromAgent::Failed { attempt: 0, rank, diagnostic },
-            ))
-        }
-    }
-}
-
-proptest! {
-    /// In any order of events, the run reports at most one failure, the running workers are killed
-    /// after a failure, and the run ends exactly once.
-    #[test]
-    fn every_order_of_events_ends_once(builtin in any::<bool>(), steps in proptest::collection::vec(any_event(), 0..40)) {
-        let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
-        let mut all_actions = Vec::new();
-        for step in steps {
-            let was_inactive: Vec<bool> = harness.core.hosts.iter().map(|host| !host.active).collect();
-            let had_cause = harness.core.cause.is_some();
-            let actions = apply_event(&mut harness, step);
-            if !had_cause && harness.core.cause.is_some() {
-                for (host, was_inactive) in was_inactive.into_iter().enumerate() {
-                    let was_sent = find_kill_messages(&actions).iter().any(|(h, _)| *h == host);
-                    prop_assert!(was_sent || was_inactive || !harness.core.hosts[host].active, "no kill for host {}", host);
-                }
-            }
-            all_actions.extend(actions);
-        }
-        for rank in 0..4 {
-            all_actions.extend(harness.report_worker_exit(rank, DONE));
-        }
-        all_actions.extend(harness.report_workers_ended(0));
-        all_actions.extend(harness.report_workers_ended(1));
-        prop_assert_eq!(all_actions.iter().filter(|action| matches!(action, ControllerAction::End(_))).count(), 1);
-        let failures = all_actions.iter().filter(|action| matches!(action, ControllerAction::Event(Event::Failure(_)))).count();
-        let outcome = find_outcome(&all_actions).unwrap();
-        prop_assert!(failures <= 1);
-        prop_assert_eq!(failures == 1, !matches!(outcome.exit_code, 0 | 130 | 143));
-        let at_end = all_actions.iter().position(|action| matches!(action, ControllerAction::End(_)));
-        prop_assert_eq!(at_end, Some(all_actions.len() - 1), "nothing follows the end");
-    }
-
-    /// The run ends even if the agents never answer again.
-    #[test]
-    fn a_run_with_silent_agents_ends(builtin in any::<bool>(), steps in proptest::collection::vec(any_event(), 0..10)) {
-        let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
-        let mut ended = steps.into_iter().any(|step| find_outcome(&apply_event(&mut harness, step)).is_some());
-        for _ in 0..200 {
-            let now = harness.now + millis(1000);
-            ended |= find_outcome(&harness.tick_at(now)).is_some();
-        }
-        prop_assert!(ended);
-    }
-}
-
 #[test]
 fn addresses_are_sent_when_all_workers_listen() {
     let mut harness = CoreHarness::with_running_workers(2, 2, true);
@@ -613,17 +352,6 @@ fn addresses_are_sent_when_all_workers_listen() {
         harness.send_from_agent(2, listening(2, 0)),
         [ControllerAction::SendPeers { attempt: 0, members }]
     );
-}
-
-#[test]
-fn a_kill_request_needs_no_second_signal() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
-    assert_eq!(find_kill_messages(&harness.feed_input(ControllerInput::Kill)), [(0, 0)]);
-    harness.report_worker_exit(0, KILLED);
-    harness.report_worker_exit(1, KILLED);
-    let actions = harness.report_workers_ended(0);
-    let outcome = find_outcome(&actions).unwrap();
-    assert_eq!((outcome.exit_code, outcome.killed), (143, true));
 }
 
 #[test]

@@ -1,12 +1,15 @@
 //! Tests of the agent's state machine.
 use super::*;
 use jobspec::ControllerLossAction;
-use proptest::prelude::*;
 use protocol::{
     control::{ControllerToken, FromWorker, JobKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
     event::WorkerPhase,
     exit::WorkerExit,
 };
+
+mod leases;
+mod random_events;
+mod worker_ends;
 
 /// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a
 /// built-in worker, `false` for a program.
@@ -353,165 +356,6 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
 }
 
 #[test]
-fn exits_are_reported_in_order_after_the_final_reports() {
-    let mut agent = TestAgent::start(&[true, false]);
-    agent.feed_input(AgentInput::Worker {
-        rank: 0,
-        message: FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 },
-    });
-    // Rank 0 ends first, but the rank's control connection has not been read to the end yet.
-    assert!(
-        select_controller_messages(&agent.feed_input(AgentInput::WorkerExited {
-            rank: 0,
-            status: ExitStatus::Code(1),
-            oom: false,
-            gpu: None
-        }))
-        .is_empty()
-    );
-    assert!(
-        select_controller_messages(&agent.end_worker(1, ExitStatus::Code(2))).is_empty(),
-        "rank 1 ended after rank 0"
-    );
-    let diagnostic = Diagnostic::error(run::INTERNAL, "the loss is NaN");
-    let fatal = FromWorker::Fatal { exit: WorkerExit::Failed, diagnostic };
-    assert!(matches!(
-        select_controller_messages(&agent.feed_input(AgentInput::Worker { rank: 0, message: fatal }))[..],
-        [FromAgent::Fatal { .. }]
-    ));
-    let commands = agent.feed_input(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
-    let sent = select_controller_messages(&commands);
-    assert!(
-        matches!(sent[..], [FromAgent::Exited { rank: 0, .. }, FromAgent::Exited { rank: 1, .. }]),
-        "{sent:?}"
-    );
-}
-
-#[test]
-fn the_wait_for_a_final_report_is_limited() {
-    let mut agent = TestAgent::start(&[true]);
-    agent.feed_input(AgentInput::WorkerExited {
-        rank: 0,
-        status: ExitStatus::Code(1),
-        oom: false,
-        gpu: None,
-    });
-    assert!(select_controller_messages(&agent.advance_to(FINAL_OUTPUT_TIMEOUT - ms(1))).is_empty());
-    let commands = agent.advance_to(FINAL_OUTPUT_TIMEOUT);
-    assert!(matches!(select_controller_messages(&commands)[..], [FromAgent::Exited { rank: 0, .. }]));
-    assert!(has_sweep(&commands));
-}
-
-/// Checks that the report of a SIGKILL is delayed under a scheduler that may kill the agent a
-/// moment after the worker.
-#[test]
-fn the_report_of_a_sigkill_is_delayed_if_the_agent_may_be_killed_next() {
-    for (report_delay, status, oom, delay) in [
-        (ms(300), ExitStatus::Signal(9, false), false, ms(300)),
-        (ms(300), ExitStatus::Signal(9, false), true, ms(0)),
-        (ms(300), ExitStatus::Signal(11, false), false, ms(0)),
-        (ms(300), ExitStatus::Code(9), false, ms(0)),
-        (ms(0), ExitStatus::Signal(9, false), false, ms(0)),
-    ] {
-        let mut agent = TestAgent::start(&[false]);
-        agent.core.kill_report_delay = report_delay;
-        let mut commands = agent.feed_input(AgentInput::WorkerExited { rank: 0, status, oom, gpu: None });
-        commands.extend(agent.feed_input(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None }));
-        if delay > ms(0) {
-            assert!(select_controller_messages(&commands).is_empty(), "{status:?}: {commands:?}");
-            assert_eq!(agent.core.next_deadline(), delay);
-            assert!(select_controller_messages(&agent.advance_to(delay - ms(1))).is_empty());
-            commands = agent.advance_to(delay);
-        }
-        let reports = select_controller_messages(&commands);
-        assert!(matches!(reports[..], [FromAgent::Exited { rank: 0, .. }]), "{status:?}: {reports:?}");
-    }
-}
-
-#[test]
-fn silence_longer_than_the_lease_is_reported_once() {
-    let mut agent = TestAgent::start(&[true, false]);
-    let heartbeat = || FromWorker::Progress { phase: WorkerPhase::Training, step: 1 };
-    agent.now = ms(20_000);
-    agent.feed_input(AgentInput::Worker { rank: 0, message: heartbeat() });
-    assert!(select_controller_messages(&agent.advance_to(ms(20_000) + WORKER_LEASE)).is_empty());
-    let commands = agent.advance_to(ms(20_001) + WORKER_LEASE);
-    let sent_now = select_controller_messages(&commands);
-    assert!(
-        matches!(sent_now[..], [FromAgent::Failed { rank: Some(0), diagnostic, .. }] if diagnostic.code() == run::WORKER_SILENT)
-    );
-    assert!(select_controller_messages(&agent.advance_to(ms(30_000) + WORKER_LEASE)).is_empty());
-}
-
-#[test]
-fn the_loss_of_the_controller_kills_all_workers() {
-    let mut agent = TestAgent::start(&[true, false]);
-    let commands = agent.feed_input(AgentInput::ControllerLost);
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Kill), (1, GroupSignal::Kill)]);
-    agent.end_worker(0, ExitStatus::Signal(9, false));
-    assert!(has_sweep(&agent.end_worker(1, ExitStatus::Signal(9, false))));
-    assert_eq!(find_exit_code(&agent.feed_input(AgentInput::Swept { left: vec![] })), Some(1));
-}
-
-#[test]
-fn a_termination_is_reported_to_the_controller_or_stops_unattended_workers_once() {
-    let mut agent = TestAgent::start_with_action(&[false], ControllerLossAction::Continue);
-    let commands = agent.feed_input(AgentInput::Terminated);
-    assert_eq!(select_controller_messages(&commands), [&FromAgent::Terminating]);
-    assert!(select_signals(&commands).is_empty(), "the controller decides");
-
-    assert!(select_signals(&agent.feed_input(AgentInput::ControllerLost)).is_empty());
-    let commands = agent.feed_input(AgentInput::Terminated);
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Terminate)]);
-    assert!(agent.feed_input(AgentInput::Terminated).is_empty());
-}
-
-#[test]
-fn the_lease_applies_only_to_a_controller_that_sends_heartbeats() {
-    let mut agent = TestAgent::start(&[false]);
-    assert!(select_signals(&agent.advance_to(Duration::from_secs(86_400))).is_empty());
-    agent.receive_message(ToAgent::Heartbeat);
-    assert!(select_signals(&agent.advance_to(Duration::from_secs(86_400) + CONTROLLER_LEASE)).is_empty());
-    assert_eq!(
-        select_signals(&agent.advance_to(Duration::from_secs(86_401) + CONTROLLER_LEASE)),
-        [(0, GroupSignal::Kill)]
-    );
-}
-
-#[test]
-fn heartbeats_are_sent_every_second() {
-    let mut agent = TestAgent::start(&[false]);
-    let heartbeats = (1..=100u64).filter(|i| {
-        agent.advance_to(ms(i * 100)).iter().any(|c| matches!(c, AgentAction::Send(FromAgent::Heartbeat)))
-    });
-    assert_eq!(heartbeats.count(), 10);
-}
-
-#[test]
-fn processes_that_cannot_be_killed_are_reported() {
-    let mut agent = TestAgent::start(&[false]);
-    agent.end_worker(0, ExitStatus::Code(0));
-    let commands = agent.feed_input(AgentInput::Swept { left: vec![4242] });
-    assert!(
-        matches!(select_controller_messages(&commands)[..], [FromAgent::Failed { rank: None, diagnostic, .. }] if diagnostic.code() == run::PROCESS_UNKILLABLE)
-    );
-    assert_eq!(find_exit_code(&commands), Some(1));
-}
-
-#[test]
-fn the_recorded_error_is_reported_only_for_failed_workers() {
-    let mut agent = TestAgent::start(&[false, false]);
-    for (rank, status, expected) in [(0, ExitStatus::Code(0), None), (1, ExitStatus::Code(1), Some("why"))] {
-        let commands = agent.end_worker(rank, status);
-        let error = select_controller_messages(&commands).into_iter().find_map(|m| match m {
-            FromAgent::Exited { error, .. } => Some(error.as_deref()),
-            _ => None,
-        });
-        assert_eq!(error, Some(expected));
-    }
-}
-
-#[test]
 fn a_restart_resets_the_state_of_the_agent() {
     let mut agent = TestAgent::start(&[false]);
     agent.receive_message(ToAgent::Kill { attempt: 0, stacks: false, reason: String::new(), grace_ms: 0 });
@@ -521,81 +365,6 @@ fn a_restart_resets_the_state_of_the_agent() {
         .receive_message(ToAgent::Start(Box::new(HostPlan { attempt: 1, ..make_plan(&[false, false]) })));
     assert_eq!(commands.iter().filter(|c| matches!(c, AgentAction::Spawn(_))).count(), 2);
     assert!(select_signals(&agent.advance_to(ms(60_000))).is_empty());
-}
-
-/// A random event, for the test that every order of events ends cleanly.
-#[derive(Clone, Debug)]
-enum RandomEvent {
-    Tick(u16),
-    Stop(Option<u64>),
-    Save,
-    Kill(u64),
-    Heartbeat,
-    ControllerLost,
-    Hello(Rank),
-    Fatal(Rank),
-    ConnectionEnds(Rank),
-    Ends(Rank, u8),
-}
-
-fn random_event_strategy() -> impl Strategy<Value = RandomEvent> {
-    prop_oneof![
-        (0u16..5000).prop_map(RandomEvent::Tick),
-        proptest::option::of(0u64..3000).prop_map(RandomEvent::Stop),
-        Just(RandomEvent::Save),
-        (0u64..3000).prop_map(RandomEvent::Kill),
-        Just(RandomEvent::Heartbeat),
-        Just(RandomEvent::ControllerLost),
-        (0u32..4).prop_map(RandomEvent::Hello),
-        (0u32..4).prop_map(RandomEvent::Fatal),
-        (0u32..4).prop_map(RandomEvent::ConnectionEnds),
-        (0u32..4, 0u8..3).prop_map(|(r, c)| RandomEvent::Ends(r, c)),
-    ]
-}
-
-proptest! {
-    /// Checks that in every order of events the end of each process is reported once, and that one
-    /// sweep follows the last exit.
-    #[test]
-    fn every_order_of_events_ends_cleanly(builtin in proptest::collection::vec(any::<bool>(), 1..4), events in proptest::collection::vec(random_event_strategy(), 0..40)) {
-        let mut agent = TestAgent::start(&builtin);
-        let mut actions = Vec::new();
-        for event in events {
-            actions.extend(match event {
-                RandomEvent::Tick(step) => { let now = agent.now + ms(step.into()); agent.advance_to(now) }
-                RandomEvent::Stop(deadline_ms) => agent.receive_message(ToAgent::Stop { attempt: 0, deadline_ms }),
-                RandomEvent::Save => agent.receive_message(ToAgent::Save { attempt: 0, signal: 10 }),
-                RandomEvent::Kill(grace_ms) => agent.receive_message(ToAgent::Kill { attempt: 0, stacks: false, reason: "r".into(), grace_ms }),
-                RandomEvent::Heartbeat => agent.receive_message(ToAgent::Heartbeat),
-                RandomEvent::ControllerLost => agent.feed_input(AgentInput::ControllerLost),
-                RandomEvent::Hello(rank) => agent.feed_input(AgentInput::Worker { rank, message: FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 + rank } }),
-                RandomEvent::Fatal(rank) => agent.feed_input(AgentInput::Worker { rank, message: FromWorker::Fatal { exit: WorkerExit::Failed, diagnostic: Diagnostic::error(run::INTERNAL, "m") } }),
-                RandomEvent::ConnectionEnds(rank) => agent.feed_input(AgentInput::WorkerConnectionEnded { rank, error: None }),
-                RandomEvent::Ends(rank, code) => agent.feed_input(AgentInput::WorkerExited { rank, status: ExitStatus::Code(code), oom: false, gpu: None }),
-            });
-        }
-        for rank in 0..builtin.len() as u32 {
-            actions.extend(agent.end_worker(rank, ExitStatus::Code(0)));
-        }
-        prop_assert_eq!(actions.iter().filter(|c| matches!(c, AgentAction::Sweep)).count(), 1);
-        actions.extend(agent.feed_input(AgentInput::Swept { left: vec![] }));
-        for rank in 0..builtin.len() as u32 {
-            let reports = select_controller_messages(&actions).iter().filter(|m| matches!(m, FromAgent::Exited { rank: r, .. } if *r == rank)).count();
-            prop_assert_eq!(reports, 1, "rank {}", rank);
-        }
-        prop_assert_eq!(select_controller_messages(&actions).iter().filter(|m| ***m == FromAgent::WorkersEnded { attempt: 0 }).count(), 1);
-        actions.extend(agent.feed_input(AgentInput::ControllerLost));
-        prop_assert!(find_exit_code(&actions).is_some());
-        // A worker that has ended is not signalled, because its pid may belong to another process.
-        let mut ended = std::collections::BTreeSet::new();
-        for command in &actions {
-            match command {
-                AgentAction::DrainOutput(rank) => _ = ended.insert(*rank),
-                AgentAction::Signal(rank, _) => prop_assert!(!ended.contains(rank)),
-                _ => {}
-            }
-        }
-    }
 }
 
 #[test]

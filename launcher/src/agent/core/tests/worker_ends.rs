@@ -1,0 +1,102 @@
+//! Tests how the agent reports the ends of its workers.
+use super::*;
+
+#[test]
+fn exits_are_reported_in_order_after_the_final_reports() {
+    let mut agent = TestAgent::start(&[true, false]);
+    agent.feed_input(AgentInput::Worker {
+        rank: 0,
+        message: FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 },
+    });
+    // Rank 0 ends first, but the rank's control connection has not been read to the end yet.
+    assert!(
+        select_controller_messages(&agent.feed_input(AgentInput::WorkerExited {
+            rank: 0,
+            status: ExitStatus::Code(1),
+            oom: false,
+            gpu: None
+        }))
+        .is_empty()
+    );
+    assert!(
+        select_controller_messages(&agent.end_worker(1, ExitStatus::Code(2))).is_empty(),
+        "rank 1 ended after rank 0"
+    );
+    let diagnostic = Diagnostic::error(run::INTERNAL, "the loss is NaN");
+    let fatal = FromWorker::Fatal { exit: WorkerExit::Failed, diagnostic };
+    assert!(matches!(
+        select_controller_messages(&agent.feed_input(AgentInput::Worker { rank: 0, message: fatal }))[..],
+        [FromAgent::Fatal { .. }]
+    ));
+    let commands = agent.feed_input(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
+    let sent = select_controller_messages(&commands);
+    assert!(
+        matches!(sent[..], [FromAgent::Exited { rank: 0, .. }, FromAgent::Exited { rank: 1, .. }]),
+        "{sent:?}"
+    );
+}
+
+#[test]
+fn the_wait_for_a_final_report_is_limited() {
+    let mut agent = TestAgent::start(&[true]);
+    agent.feed_input(AgentInput::WorkerExited {
+        rank: 0,
+        status: ExitStatus::Code(1),
+        oom: false,
+        gpu: None,
+    });
+    assert!(select_controller_messages(&agent.advance_to(FINAL_OUTPUT_TIMEOUT - ms(1))).is_empty());
+    let commands = agent.advance_to(FINAL_OUTPUT_TIMEOUT);
+    assert!(matches!(select_controller_messages(&commands)[..], [FromAgent::Exited { rank: 0, .. }]));
+    assert!(has_sweep(&commands));
+}
+
+/// Checks that the report of a SIGKILL is delayed under a scheduler that may kill the agent a
+/// moment after the worker.
+#[test]
+fn the_report_of_a_sigkill_is_delayed_if_the_agent_may_be_killed_next() {
+    for (report_delay, status, oom, delay) in [
+        (ms(300), ExitStatus::Signal(9, false), false, ms(300)),
+        (ms(300), ExitStatus::Signal(9, false), true, ms(0)),
+        (ms(300), ExitStatus::Signal(11, false), false, ms(0)),
+        (ms(300), ExitStatus::Code(9), false, ms(0)),
+        (ms(0), ExitStatus::Signal(9, false), false, ms(0)),
+    ] {
+        let mut agent = TestAgent::start(&[false]);
+        agent.core.kill_report_delay = report_delay;
+        let mut commands = agent.feed_input(AgentInput::WorkerExited { rank: 0, status, oom, gpu: None });
+        commands.extend(agent.feed_input(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None }));
+        if delay > ms(0) {
+            assert!(select_controller_messages(&commands).is_empty(), "{status:?}: {commands:?}");
+            assert_eq!(agent.core.next_deadline(), delay);
+            assert!(select_controller_messages(&agent.advance_to(delay - ms(1))).is_empty());
+            commands = agent.advance_to(delay);
+        }
+        let reports = select_controller_messages(&commands);
+        assert!(matches!(reports[..], [FromAgent::Exited { rank: 0, .. }]), "{status:?}: {reports:?}");
+    }
+}
+
+#[test]
+fn processes_that_cannot_be_killed_are_reported() {
+    let mut agent = TestAgent::start(&[false]);
+    agent.end_worker(0, ExitStatus::Code(0));
+    let commands = agent.feed_input(AgentInput::Swept { left: vec![4242] });
+    assert!(
+        matches!(select_controller_messages(&commands)[..], [FromAgent::Failed { rank: None, diagnostic, .. }] if diagnostic.code() == run::PROCESS_UNKILLABLE)
+    );
+    assert_eq!(find_exit_code(&commands), Some(1));
+}
+
+#[test]
+fn the_recorded_error_is_reported_only_for_failed_workers() {
+    let mut agent = TestAgent::start(&[false, false]);
+    for (rank, status, expected) in [(0, ExitStatus::Code(0), None), (1, ExitStatus::Code(1), Some("why"))] {
+        let commands = agent.end_worker(rank, status);
+        let error = select_controller_messages(&commands).into_iter().find_map(|m| match m {
+            FromAgent::Exited { error, .. } => Some(error.as_deref()),
+            _ => None,
+        });
+        assert_eq!(error, Some(expected));
+    }
+}
