@@ -1,5 +1,6 @@
 //! [`detect_gpus`]: detects the GPUs of this machine from files of the GPU drivers, without loading
 //! a GPU library.
+use nix::unistd::{AccessFlags, access};
 use protocol::hardware::{GpuDevice, GpuVendor};
 use std::{fs, path::Path};
 
@@ -8,8 +9,17 @@ const MAX_GPUS: usize = 1024;
 
 /// Detects the GPUs of NVIDIA, or those of AMD if there are none, in the order of the PCI bus. CUDA
 /// uses the same order if all GPUs are of one model. The files are read below `root`.
+///
+/// GPUs that the cgroup of this process denies are left out, because CUDA and ROCm do not number
+/// them. With ConstrainDevices, Slurm denies the GPUs of other jobs, and the numbers in
+/// `CUDA_VISIBLE_DEVICES` count only the GPUs of the job.
 pub(super) fn detect_gpus(root: &Path) -> Vec<GpuDevice> {
-    let mut found = list_nvidia_gpus(root);
+    detect_permitted_gpus(root, &is_device_permitted)
+}
+
+/// Detects the GPUs whose device node `is_permitted` accepts.
+fn detect_permitted_gpus(root: &Path, is_permitted: &dyn Fn(&Path) -> bool) -> Vec<GpuDevice> {
+    let mut found = list_nvidia_gpus(root, is_permitted);
     if found.is_empty() {
         found = list_amd_gpus(root);
     }
@@ -24,12 +34,20 @@ pub(super) fn simulate_gpus(count: Option<&str>) -> Option<Vec<GpuDevice>> {
     Some(vec![GpuDevice { vendor: GpuVendor::Nvidia, bus: None, uuid: None, numa_node: None }; count])
 }
 
-/// Lists the GPUs of NVIDIA's driver that this process can open, in the order of the PCI bus.
-fn list_nvidia_gpus(root: &Path) -> Vec<GpuDevice> {
+/// Returns whether this process may open a device node. The kernel also checks the cgroup, and the
+/// driver does not notice the check.
+fn is_device_permitted(node: &Path) -> bool {
+    access(node, AccessFlags::R_OK | AccessFlags::W_OK).is_ok()
+}
+
+/// Lists the GPUs of NVIDIA's driver that this process may open, in the order of the PCI bus.
+fn list_nvidia_gpus(root: &Path, is_permitted: &dyn Fn(&Path) -> bool) -> Vec<GpuDevice> {
     let mut buses: Vec<String> = list_entry_names(&root.join("proc/driver/nvidia/gpus"));
     buses.sort();
     let number = |name: String| name.strip_prefix("nvidia")?.parse::<u32>().ok();
-    let devices: Vec<u32> = list_entry_names(&root.join("dev")).into_iter().filter_map(number).collect();
+    let nodes: Vec<u32> = list_entry_names(&root.join("dev")).into_iter().filter_map(number).collect();
+    let is_usable = |number: &u32| is_permitted(&root.join(format!("dev/nvidia{number}")));
+    let devices: Vec<u32> = nodes.iter().copied().filter(is_usable).collect();
     if buses.is_empty() {
         // A container may hide the driver's list but show the device nodes.
         return vec![
@@ -41,9 +59,10 @@ fn list_nvidia_gpus(root: &Path) -> Vec<GpuDevice> {
         let information = root.join("proc/driver/nvidia/gpus").join(&bus).join("information");
         let text = fs::read_to_string(information).unwrap_or_default();
         let field = |what: &str| text.lines().find_map(|l| l.strip_prefix(what)).map(str::trim);
-        // A container may show the list of the whole host but only some of its devices.
+        // A container may show the list of the whole host but only some of its devices, and a
+        // cgroup may deny some of them. Without any device node, the list is all there is.
         let device = field("Device Minor:").and_then(|n| n.parse::<u32>().ok());
-        if !devices.is_empty() && device.is_some_and(|n| !devices.contains(&n)) {
+        if !nodes.is_empty() && device.is_some_and(|n| !devices.contains(&n)) {
             return None;
         }
         let uuid = field("GPU UUID:").filter(|u| !u.contains('?')).map(str::to_owned);
@@ -123,6 +142,29 @@ pub(crate) mod tests {
         write_file(root.path(), "dev/nvidia10", "");
         let given: Vec<_> = detect_gpus(root.path()).into_iter().filter_map(|g| g.bus).collect();
         assert_eq!(given, ["0000:17:00.0"]);
+    }
+
+    /// Four GPUs, two on each NUMA node. The device numbers are not in the order of the bus.
+    #[test]
+    fn gpus_that_the_cgroup_denies_are_not_counted() {
+        let root = tempfile::tempdir().expect("directory");
+        for (bus, node, minor) in [("17", 0, 2), ("65", 0, 3), ("a1", 1, 0), ("c1", 1, 1)] {
+            let text = format!("Device Minor: \t {minor}\n");
+            write_file(root.path(), &format!("proc/driver/nvidia/gpus/0000:{bus}:00.0/information"), &text);
+            let numa = format!("sys/bus/pci/devices/0000:{bus}:00.0/numa_node");
+            write_file(root.path(), &numa, &node.to_string());
+            write_file(root.path(), &format!("dev/nvidia{minor}"), "");
+        }
+        let nodes_with = |permitted: &[&str]| {
+            let is_permitted = |node: &Path| permitted.iter().any(|name| node.ends_with(name));
+            let found = detect_permitted_gpus(root.path(), &is_permitted);
+            found.iter().map(|gpu| gpu.numa_node).collect::<Vec<_>>()
+        };
+        assert_eq!(nodes_with(&["nvidia0", "nvidia1"]), [Some(1); 2]);
+        assert_eq!(nodes_with(&["nvidia1", "nvidia2"]), [Some(0), Some(1)]);
+        assert_eq!(nodes_with(&[]), []);
+        fs::remove_dir_all(root.path().join("proc")).expect("a list to remove");
+        assert_eq!(nodes_with(&["nvidia1", "nvidia2", "nvidia3"]), [None; 3]);
     }
 
     #[test]
