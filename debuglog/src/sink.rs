@@ -56,10 +56,15 @@ impl LineSink {
 
     /// Opens the file, writes the collected lines and starts the writing thread. Does nothing if a
     /// file is open.
+    ///
+    /// Blocks while the disk stalls. Meanwhile, lines are collected in memory.
     pub(crate) fn open(&self, path: &Path) -> io::Result<()> {
+        if matches!(&*self.lock(), Destination::Thread(_)) {
+            return Ok(());
+        }
+        let mut file = CappedFile::open(path, MAX_FILE_BYTES)?;
         let mut destination = self.lock();
         let Destination::Memory(lines) = &mut *destination else { return Ok(()) };
-        let mut file = CappedFile::open(path, MAX_FILE_BYTES)?;
         let (sender, requests) = sync_channel(QUEUE_LINES);
         let (lines, dropped) = (mem::take(lines), self.dropped.clone());
         thread::Builder::new().name("launch-debuglog".to_owned()).spawn(move || {

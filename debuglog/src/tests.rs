@@ -36,3 +36,28 @@ fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
     assert!(lines[2].contains("WARN controller: selected"), "{text}");
     assert_eq!(directives(), "agent=debug,warn");
 }
+
+/// A pipe stands for a file on a disk that stalls: opening it blocks until another process reads it.
+#[test]
+fn lines_do_not_wait_for_a_file_whose_disk_stalls() {
+    use std::io::{Read, Write};
+    use tracing_subscriber::fmt::MakeWriter;
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("agent.debug.log");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+    let sink = sink::LineSink::new();
+    let opened = std::thread::scope(|scope| {
+        let opened = scope.spawn(|| sink.open(&path));
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let began = std::time::Instant::now();
+        sink.make_writer().write_all(b"written meanwhile\n").expect("collected");
+        let elapsed = began.elapsed();
+        assert!(!opened.is_finished() && elapsed.as_millis() < 1000, "the line took {elapsed:?}");
+        let mut reader = fs::File::open(&path).expect("the pipe");
+        opened.join().expect("no panic").expect("opened");
+        let mut line = [0; 18];
+        reader.read_exact(&mut line).expect("a line");
+        line
+    });
+    assert_eq!(&opened, b"written meanwhile\n");
+}
