@@ -386,11 +386,11 @@ impl AgentCore {
         self.out.push(AgentAction::PrepareWorkers(plan));
     }
 
-    /// Requests the start of the next worker of the plan. Does nothing if a kill of the workers is
-    /// scheduled.
+    /// Requests the start of the next worker of the plan. Does nothing if the workers are to stop or
+    /// if a kill of the workers is scheduled.
     fn spawn_next(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
-        self.spawning = self.next < count && self.kill_at.is_none();
+        self.spawning = self.next < count && self.kill_at.is_none() && !self.stop_requested;
         if self.spawning {
             self.out.push(AgentAction::Spawn(self.next));
             self.next += 1;
@@ -403,15 +403,22 @@ impl AgentCore {
         // A second SIGTERM, from a later controller, would end some programs without a save.
         let is_repeated = std::mem::replace(&mut self.stop_requested, true);
         let ranks = if is_repeated { Vec::new() } else { self.running_ranks() };
-        for rank in ranks {
-            if self.workers[&rank].builtin {
-                self.send_to_worker(rank, ToWorker::Stop);
-            } else {
-                self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
-            }
+        ranks.into_iter().for_each(|rank| self.stop_worker(rank));
+        if self.preparing {
+            // No worker was started, and the preparation may be blocked by a disk.
+            (self.preparing, self.spawning) = (false, false);
         }
         if let Some(ms) = deadline_ms {
             self.schedule_kill(now + Duration::from_millis(ms));
+        }
+    }
+
+    /// Requests that a worker stop.
+    fn stop_worker(&mut self, rank: Rank) {
+        if self.workers[&rank].builtin {
+            self.send_to_worker(rank, ToWorker::Stop);
+        } else {
+            self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
         }
     }
 

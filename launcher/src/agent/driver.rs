@@ -2,6 +2,7 @@
 mod controller_connection;
 mod controller_messages;
 mod opened_logs;
+mod worker_spawner;
 mod worker_start;
 
 use super::{
@@ -21,7 +22,7 @@ use crate::{
     clock::RunningClock,
     cluster,
     connection::{FrameError, MessagePriority, Outbox},
-    processes::{kill_descendants, reap_children},
+    processes::{kill_descendants, reap_children, reap_group_leader},
     rendezvous::{BoundRendezvous, StoreServer},
 };
 use controller_connection::{ConnectionNumber, ControllerConnection};
@@ -37,6 +38,7 @@ use std::{
     io::{self, Write},
     os::{fd::OwnedFd, unix::net::UnixListener},
     rc::Rc,
+    sync::Arc,
     time::Duration,
 };
 use tokio::{
@@ -44,6 +46,7 @@ use tokio::{
     sync::mpsc,
     time::{Instant, sleep},
 };
+use worker_spawner::WorkerSpawner;
 
 /// The time limit for processes to end after SIGKILL in a sweep. Processes that remain are reported
 /// as unkillable.
@@ -124,7 +127,8 @@ pub(super) struct AgentDriver {
     /// signal.
     missing_handler_reported: Option<u32>,
     plan: Option<Rc<HostPlan>>,
-    shm: Option<OwnedFd>,
+    shm: Option<Arc<OwnedFd>>,
+    spawner: WorkerSpawner,
     file_limit: process::OpenFileLimits,
     workers: HashMap<Rank, WorkerHandle>,
     /// The pids and ranks of the workers that have not been reaped.
@@ -177,6 +181,7 @@ impl AgentDriver {
             missing_handler_reported: None,
             plan: None,
             shm: None,
+            spawner: WorkerSpawner::start()?,
             file_limit: process::raise_file_limit()?,
             workers: HashMap::new(),
             leaders: HashMap::new(),
@@ -204,6 +209,7 @@ impl AgentDriver {
                 Some(lock) = self.host_locks.1.recv() => self.on_host_locked(lock),
                 Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
                 Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
+                result = self.spawner.receive_result() => self.on_worker_spawned(result),
                 () = wait_for_space(self.connection.as_ref()), if self.core.has_report() => AgentInput::Tick,
                 _ = self.children.recv() => AgentInput::Tick,
                 () = receive_signal(&mut self.termination) => AgentInput::Terminated,
@@ -291,7 +297,13 @@ impl AgentDriver {
     fn reap_workers(&mut self) {
         let mut ended = Vec::new();
         let leaders = &self.leaders;
-        reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+        if self.spawner.is_busy() {
+            // The pid of the worker that is being started is not known yet.
+            let reap = |pid: &u32| reap_group_leader(*pid).map(|status| (*pid, status));
+            ended.extend(leaders.keys().filter_map(reap));
+        } else {
+            reap_children(|pid| leaders.contains_key(&pid), |pid, status| ended.push((pid, status)));
+        }
         for (pid, status) in ended {
             if let Some(rank) = self.leaders.remove(&pid) {
                 // Checked once for each worker that died of SIGKILL, because each OOM kill explains

@@ -2,7 +2,7 @@
 //!
 //! Each worker leads a separate process group. Because of `PR_SET_PDEATHSIG`, the kernel kills a
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
-//! from its main thread.
+//! from a thread that ends with the agent (`driver/worker_spawner.rs`).
 use super::core::GroupSignal;
 use crate::{core_dumps::restore_core_dumps, discover::topology::find_common_numa_node};
 use diagnostic::{

@@ -53,6 +53,24 @@ pub(crate) fn reap_children(
     }
 }
 
+/// Reaps the child process with this pid, which leads a process group, if the child has ended.
+/// Kills the group before. Returns the exit status. Returns `None` if the process has not ended.
+/// Does not block.
+pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
+    // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
+    let has_ended = unsafe {
+        let mut info = std::mem::zeroed::<libc::siginfo_t>();
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        libc::waitid(libc::P_PID, pid, &mut info, flags) == 0 && info.si_pid() == pid as i32
+    };
+    if !has_ended {
+        return None;
+    }
+    // An error means that the process group has ended.
+    _ = killpg(Pid::from_raw(pid as i32), Signal::SIGKILL);
+    reap_child(pid)
+}
+
 /// Reaps the child process with this pid, and returns its exit status. Returns `None` if the
 /// process has not ended. Does not block.
 pub(crate) fn reap_child(pid: u32) -> Option<ExitStatus> {

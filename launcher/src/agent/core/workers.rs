@@ -71,6 +71,10 @@ impl AgentCore {
         };
         self.workers.insert(rank, worker);
         self.send_to_controller(FromAgent::Started { attempt: self.attempt, rank, pid });
+        if self.stop_requested {
+            // The request arrived while the worker was being started.
+            self.stop_worker(rank);
+        }
         self.spawn_next();
     }
 

@@ -3,13 +3,14 @@
 use super::{
     AgentDriver, WorkerHandle, WorkerId, WorkerMessage,
     opened_logs::{OpenedLogs, open_logs},
+    worker_spawner::{SpawnRequest, SpawnResult},
 };
 use crate::{
     agent::{
         core::{AgentInput, GroupSignal},
         debug_log,
         output::{OutputPump, PumpEvent, PumpOptions},
-        process,
+        process::{self, SpawnedWorker},
         rank_log::RankLogWriter,
     },
     cluster,
@@ -18,7 +19,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use protocol::control::{HostPlan, ToWorker, WorkerPlan};
-use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread};
+use std::{io, rc::Rc, sync::Arc, thread};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
@@ -41,7 +42,7 @@ impl AgentDriver {
         };
         if let Some(builtin) = plan.workers.iter().find(|w| w.command.is_none()) {
             match process::create_shared_memory() {
-                Ok(shm) => self.shm = Some(shm),
+                Ok(shm) => self.shm = Some(Arc::new(shm)),
                 Err(error) => {
                     let message = "cannot create the shared memory of the host (memfd)";
                     return failed(builtin.rank, message, &error);
@@ -77,32 +78,61 @@ impl AgentDriver {
         }
     }
 
-    /// Starts the worker at this index of the current plan. Returns the answer for the core:
-    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    /// Begins to start the worker at this index of the current plan.
+    ///
+    /// Returns [`AgentInput::SpawnFailed`] if the log of the worker is not open.
     pub(super) fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
         let plan = self.plan.clone()?;
         let worker = plan.workers.get(index)?;
+        if !self.logs.logs.as_ref().is_ok_and(|logs| logs.contains_key(&worker.rank)) {
+            let diagnostic = Diagnostic::error(codes::run::INTERNAL, "the log is not open");
+            return Some(AgentInput::SpawnFailed { rank: worker.rank, diagnostic });
+        }
+        self.spawner.begin(SpawnRequest {
+            attempt: plan.attempt,
+            index,
+            worker: worker.clone(),
+            hidden: cluster::list_hidden_variables(&plan.job),
+            shm: self.shm.clone(),
+            file_limit: self.file_limit,
+        });
+        None
+    }
+
+    /// Connects the agent to a worker's process that was started. Returns the answer for the core:
+    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    pub(super) fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
+        let SpawnResult { attempt, index, spawned } = result;
+        let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);
+        let Some((plan, worker)) = plan.as_ref().and_then(|plan| Some((plan, plan.workers.get(index)?)))
+        else {
+            // No attempt begins while a worker is being started. Such a process must not run.
+            spawned.iter().for_each(|spawned| process::signal_group(spawned.pid, GroupSignal::Kill));
+            return AgentInput::Tick;
+        };
         let rank = worker.rank;
-        match self.start_worker_process(&plan, worker) {
-            Ok(pid) => Some(AgentInput::Spawned { rank, pid }),
-            Err(diagnostic) => Some(AgentInput::SpawnFailed { rank, diagnostic }),
+        match spawned.and_then(|spawned| self.connect_worker(plan, worker, spawned)) {
+            Ok(pid) => AgentInput::Spawned { rank, pid },
+            Err(diagnostic) => AgentInput::SpawnFailed { rank, diagnostic },
         }
     }
 
-    /// Starts a worker's process, output pump and control connection. Returns the pid of the
-    /// process.
+    /// Starts the output pump and the control connection of a worker's process. Returns the pid of
+    /// the process.
     ///
-    /// Fails if one of them cannot be started. Kills the process if the pump or the connection
-    /// fails.
-    fn start_worker_process(&mut self, plan: &HostPlan, worker: &WorkerPlan) -> diagnostic::Result<u32> {
-        let rank = worker.rank;
-        let log = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank));
-        let log = log.ok_or_else(|| Diagnostic::error(codes::run::INTERNAL, "the log is not open"))?;
-        let hidden = cluster::list_hidden_variables(&plan.job);
-        let shm = self.shm.as_ref().map(AsFd::as_fd);
-        let spawned = process::spawn_worker_process(worker, &hidden, shm, self.file_limit)?;
-        let pid = spawned.pid;
+    /// Kills the process if one of them cannot be started.
+    fn connect_worker(
+        &mut self,
+        plan: &HostPlan,
+        worker: &WorkerPlan,
+        spawned: SpawnedWorker,
+    ) -> diagnostic::Result<u32> {
+        let (rank, pid) = (worker.rank, spawned.pid);
         self.leaders.insert(pid, rank);
+        let Some(log) = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank)) else {
+            process::signal_group(pid, GroupSignal::Kill);
+            return Err(Diagnostic::error(codes::run::INTERNAL, "the log is not open"));
+        };
         let events = self.pump_events.0.clone();
         let warnings = events.clone();
         let warn = move |warning| {

@@ -100,3 +100,42 @@ fn the_recorded_error_is_reported_only_for_failed_workers() {
         assert_eq!(error, Some(expected));
     }
 }
+
+#[test]
+fn a_stop_request_before_the_logs_are_open_ends_the_attempt_without_a_worker() {
+    let mut core = create_core();
+    let mut feed = |input| core.handle_input(ms(0), input);
+    let terms = Some(Box::new(make_terms(ControllerLossAction::Stop)));
+    feed(AgentInput::Controller(ToAgent::Hello { version: PROTOCOL_VERSION, terms }));
+    feed(AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[true])))));
+    let stop = ToAgent::Stop { attempt: 0, deadline_ms: None };
+    assert!(has_sweep(&feed(AgentInput::Controller(stop))));
+    assert!(feed(AgentInput::Prepared { attempt: 0 }).is_empty(), "too late");
+}
+
+#[test]
+fn a_worker_that_is_being_started_during_a_stop_request_is_stopped_and_no_further_one_is_started() {
+    for builtin in [true, false] {
+        let mut core = create_core();
+        let mut feed = |input| core.handle_input(ms(0), input);
+        let terms = Some(Box::new(make_terms(ControllerLossAction::Stop)));
+        feed(AgentInput::Controller(ToAgent::Hello { version: PROTOCOL_VERSION, terms }));
+        feed(AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[builtin; 3])))));
+        feed(AgentInput::Prepared { attempt: 0 });
+        let stop = ToAgent::Stop { attempt: 0, deadline_ms: None };
+        assert!(select_signals(&feed(AgentInput::Controller(stop))).is_empty(), "no worker runs yet");
+        let mut actions = feed(AgentInput::Spawned { rank: 0, pid: 100 });
+        assert!(!actions.iter().any(|action| matches!(action, AgentAction::Spawn(_))), "{actions:?}");
+        let message = FromWorker::Hello { version: PROTOCOL_VERSION, pid: 100 };
+        if builtin {
+            actions.extend(feed(AgentInput::Worker { rank: 0, message }));
+        }
+        let stops = select_worker_messages(&actions).iter().filter(|m| **m == (0, &ToWorker::Stop)).count();
+        let signals = select_signals(&actions);
+        assert_eq!((stops, signals.len()), if builtin { (1, 0) } else { (0, 1) }, "{actions:?}");
+        feed(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
+        feed(AgentInput::WorkerExited { rank: 0, status: ExitStatus::Code(75), oom: false, gpu: None });
+        let ended = feed(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None });
+        assert!(has_sweep(&ended), "{ended:?}");
+    }
+}
