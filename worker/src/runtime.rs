@@ -77,6 +77,10 @@ pub fn main() -> u8 {
     record_fault_points(&init);
     match result {
         Ok(exit) => exit.exit_code(),
+        Err(e) if session.is_stopped_before_first_step(&e) => {
+            tracing::info!(target: "worker", "stopped with another rank before the first step");
+            WorkerExit::Stopped.exit_code()
+        }
         Err(e) => {
             tracing::warn!(target: "worker", code = e.diagnostic().code().name(), "failed");
             eprint!("{}", diagnostic::render(e.diagnostic(), false));
@@ -154,6 +158,10 @@ fn train_as_rank(session: &AgentSession, init: &WorkerInit, comm: Arc<dyn Comm>)
     if !is_leader || held_out.as_ref().is_none_or(|eval| eval.generation.is_none()) {
         // No rank but the leader decodes generated text.
         tokenizer.end_sandbox_process();
+    }
+    if !session.begin_first_step(running.trainer.engine.queue())? {
+        wait_for_all_ranks(&running)?;
+        return Ok(WorkerExit::Stopped);
     }
     let run_spec = RunContext { job, session, source: &samples.train, held_out, is_leader };
     let mut exit = train_until_done(&mut running, &run_spec, &mut saver)?;

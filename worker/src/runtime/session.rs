@@ -2,7 +2,11 @@
 //!
 //! One thread reads requests (stop, save, reload, abort), and another one sends a heartbeat each
 //! second. Events are sent by the thread in which they happen.
-use crate::error::{Error, Result, build_thread_start_error};
+use crate::{
+    consensus::is_any_true,
+    error::{Error, Result, build_thread_start_error},
+    zero::collective_queue::CollectiveQueue,
+};
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ReloadValues, env};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -33,8 +37,28 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait until all ranks of the job accept connections. Ranks start at about the same
 /// time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
+/// The longest wait for a stop request after a collective failed before the first step. The request
+/// reaches all ranks at about the same time.
+const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time between two checks for a stop request.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// The longest time for the notice that a run stopped before its first step.
+const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The reason of the abort that follows when the agent ends.
 const AGENT_ENDED: &str = "the agent closed the control connection";
+
+/// How far a rank is on the way to its first step, which decides what a stop request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StepReadiness {
+    /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
+    /// state would be lost.
+    Preparing,
+    /// The rank waits for the others. The first step may already have begun on other ranks, so a
+    /// stop request no longer ends the process.
+    Waiting,
+    /// Every rank is ready. A stop request takes effect at the next stop point.
+    Training,
+}
 
 /// The agent's requests to stop, save or reload. Reloads and saves take effect at the next step
 /// boundary. A stop also ends evaluations and gathers early.
@@ -85,6 +109,9 @@ pub(super) struct AgentSession {
     phase: Mutex<WorkerPhase>,
     step: AtomicU64,
     aborts: Mutex<AbortHandlers>,
+    readiness: Mutex<StepReadiness>,
+    /// Whether this rank reports events for all ranks.
+    is_leader: bool,
 }
 
 /// A function that an abort calls with its reason, to end blocked operations.
@@ -135,6 +162,8 @@ impl AgentSession {
             phase: Mutex::new(WorkerPhase::Starting),
             step: AtomicU64::new(0),
             aborts: Mutex::default(),
+            readiness: Mutex::new(StepReadiness::Preparing),
+            is_leader: false,
         }
     }
 
@@ -148,7 +177,7 @@ impl AgentSession {
         })?;
         let mut read = UnixStream::from(fd);
         let write = read.try_clone().map_err(build_connection_lost_error)?;
-        let session = AgentSession::new(write);
+        let mut session = AgentSession::new(write);
         session.send_message(&FromWorker::Hello { version: PROTOCOL_VERSION, pid: std::process::id() })?;
         read.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(build_connection_lost_error)?;
         let init = match receive_message(&mut read)? {
@@ -170,6 +199,7 @@ impl AgentSession {
             }
         };
         read.set_read_timeout(None).map_err(build_connection_lost_error)?;
+        session.is_leader = init.rank == 0;
         Ok((Arc::new(session), read, init))
     }
 
@@ -186,7 +216,7 @@ impl AgentSession {
         let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive_message(&mut read) {
-                    Ok(Some(ToWorker::Stop)) => session.requests.request_stop(),
+                    Ok(Some(ToWorker::Stop)) => session.handle_stop_request(),
                     Ok(Some(ToWorker::Save)) => session.requests.save.store(true, Relaxed),
                     Ok(Some(ToWorker::Reload(values))) => session.requests.set_reload(values),
                     Ok(Some(ToWorker::Abort { reason })) => {
@@ -213,6 +243,75 @@ impl AgentSession {
         });
         heartbeat.map_err(|e| build_thread_start_error("heartbeat", &e))?;
         Ok(())
+    }
+
+    /// Records that the agent requested to save and stop. Ends the process if this rank still
+    /// prepares its first step.
+    ///
+    /// The preparation may take long (tokenizing, reading a checkpoint), and no part of it is lost
+    /// that a kill would not lose. The other ranks get the same request.
+    fn handle_stop_request(&self) {
+        let readiness = self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
+        self.requests.request_stop();
+        if *readiness != StepReadiness::Preparing {
+            return;
+        }
+        // The lock is still locked, so that the rank does not become ready meanwhile.
+        self.report_stop_before_first_step();
+        tracing::info!(target: "worker", "stopped before the first step");
+        // SAFETY: ends the process without the destructors of libraries, which would wait for the
+        // threads that still work.
+        unsafe { libc::_exit(WorkerExit::Stopped.exit_code().into()) }
+    }
+
+    /// Waits until every rank is ready for the first step. Returns false if a rank was asked to
+    /// stop before, so that no rank begins the step. Collective: every rank must call it.
+    pub(super) fn begin_first_step(&self, queue: &CollectiveQueue) -> Result<bool> {
+        self.set_readiness(StepReadiness::Waiting);
+        let is_stopping = is_any_true(queue, self.requests.is_stop_requested())?;
+        if is_stopping {
+            self.report_stop_before_first_step();
+        } else {
+            self.set_readiness(StepReadiness::Training);
+        }
+        Ok(!is_stopping)
+    }
+
+    /// Returns whether `error` is only the consequence of a stop request: no rank has begun its
+    /// first step, and a collective failed because another rank has stopped. Waits up to
+    /// [`STOP_ARRIVAL_TIMEOUT`] for the request.
+    pub(super) fn is_stopped_before_first_step(&self, error: &Error) -> bool {
+        let readiness = *self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
+        if readiness == StepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
+            return false;
+        }
+        let deadline = Instant::now() + STOP_ARRIVAL_TIMEOUT;
+        while !self.requests.is_stop_requested() {
+            let is_aborted = self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.is_some();
+            if is_aborted || Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(STOP_POLL_INTERVAL);
+        }
+        true
+    }
+
+    /// Sets how far this rank is on the way to its first step.
+    fn set_readiness(&self, readiness: StepReadiness) {
+        *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
+    }
+
+    /// Reports that the run stopped before its first step, on the leader. Omits the report if the
+    /// agent does not read it in time.
+    fn report_stop_before_first_step(&self) {
+        if !self.is_leader {
+            return;
+        }
+        let message = "stopped before the first step, so there is no new state to save";
+        let event = FromWorker::Event(Event::new_notice(None, message.to_owned()));
+        let (Ok(frame), Ok(mut write)) = (frame::encode_frame(&event), self.write.try_lock()) else { return };
+        // Without a notice the run stops, too.
+        _ = write.set_write_timeout(Some(STOP_NOTICE_TIMEOUT)).and_then(|()| write.write_all(&frame));
     }
 
     /// Adds a function that is called when the agent aborts the job or ends. If the session was
@@ -262,7 +361,7 @@ impl AgentSession {
                     return Ok(peers);
                 }
                 Some(ToWorker::Peers(_) | ToWorker::Init(_)) => {}
-                Some(ToWorker::Stop) => self.requests.request_stop(),
+                Some(ToWorker::Stop) => self.handle_stop_request(),
                 Some(ToWorker::Save) => self.requests.save.store(true, Relaxed),
                 Some(ToWorker::Reload(values)) => self.requests.set_reload(values),
                 Some(ToWorker::Abort { reason }) => {
@@ -362,3 +461,7 @@ fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
 }
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;
