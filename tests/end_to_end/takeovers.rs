@@ -1,11 +1,11 @@
 //! Tests runs on three hosts with a real sshd whose run directory stalls, and whose controllers are
 //! suspended, killed, or lost with their host. A run that outlives its controller has the same
 //! steps, losses and weights as an undisturbed run.
-// without `path`, the modules would be files in `tests/` itself
-#[path = "takeovers/disk.rs"]
 mod disk;
-#[path = "takeovers/slowed_worker.rs"]
+mod programs;
 mod slowed_worker;
+mod stalled_restart;
+mod stalling_directory;
 
 use crate::support::{
     FinishedRun, JobDirectory, TINY_JOB, environment::LAUNCH_EXECUTABLE, output_to_text,
@@ -18,6 +18,7 @@ use nix::{
 };
 use serde_json::Value;
 use slowed_worker::SlowedWorker;
+use stalling_directory::StallingDirectory;
 use std::{
     env, fs,
     path::PathBuf,
@@ -52,9 +53,11 @@ fn read_seconds(variable: &str, seconds: u64) -> Duration {
 
 /// Hosts, and a directory that all of them and this machine see under the same path.
 struct RunHosts {
-    // The hosts end before the disk is unmounted, and the disk before its directory is removed.
+    // The hosts end before the disks are unmounted, and the disks before their directories are
+    // removed.
     hosts: SimulatedHosts,
     disk: Option<RunDirectoryDisk>,
+    stalling: Option<StallingDirectory>,
     job_dir: JobDirectory,
 }
 
@@ -68,10 +71,30 @@ impl RunHosts {
             true => Some(RunDirectoryDisk::mount(test, &job_dir.path("disk.img"), &job_dir.path("runs"))?),
             false => None,
         };
+        RunHosts::start_in(test, count, job_dir, (disk, None))
+    }
+
+    /// Starts three hosts with a directory `stalling` that can be stalled. Returns `None` if the
+    /// test is skipped.
+    fn start_with_stalling_directory(test: &str) -> Option<RunHosts> {
+        let job_dir = JobDirectory::new();
+        ["runs", "stalling"].iter().for_each(|name| fs::create_dir(job_dir.path(name)).unwrap());
+        let stalling = StallingDirectory::mount(test, &job_dir.path("stalling"))?;
+        RunHosts::start_in(test, 3, job_dir, (None, Some(stalling)))
+    }
+
+    /// Starts `count` hosts that see a directory with these disks. Returns `None` if the test is
+    /// skipped.
+    fn start_in(
+        test: &str,
+        count: u32,
+        job_dir: JobDirectory,
+        (disk, stalling): (Option<RunDirectoryDisk>, Option<StallingDirectory>),
+    ) -> Option<RunHosts> {
         let hosts = SimulatedHosts::start_with_shared_directory(test, count, &job_dir.path(""))?;
         fs::create_dir_all(job_dir.path(".home/.ssh")).unwrap();
         fs::copy(hosts.ssh_config_path(), job_dir.path(".home/.ssh/config")).unwrap();
-        Some(RunHosts { hosts, disk, job_dir })
+        Some(RunHosts { hosts, disk, stalling, job_dir })
     }
 
     /// Writes the job file of a run. Returns the arguments that start the run in the background.
@@ -143,11 +166,11 @@ impl RunHosts {
         }
     }
 
-    /// Finds the agent of a host that has a built-in worker.
+    /// Finds the agent of a host that has a worker whose command line begins with `worker_line`.
     #[track_caller]
-    fn find_agent(&self, host: &str) -> Pid {
+    fn find_agent(&self, host: &str, worker_line: &str) -> Pid {
         let processes = self.hosts.list_processes(host);
-        let worker = processes.iter().find(|(_, line)| line.starts_with("launch worker"));
+        let worker = processes.iter().find(|(_, line)| line.starts_with(worker_line));
         let (worker, _) = worker.unwrap_or_else(|| panic!("no worker on {host}: {processes:?}"));
         let status = fs::read_to_string(format!("/proc/{worker}/status")).unwrap();
         let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
@@ -187,6 +210,18 @@ impl BackgroundRun<'_> {
             self.controller = Some(started["pid"].as_i64().unwrap() as i32);
         }
         (output.status.code().unwrap_or(-1), output_to_text(&output))
+    }
+
+    /// Kills the controller, and takes over the run after a random pause. Checks that a third
+    /// controller is rejected.
+    #[track_caller]
+    fn kill_and_replace_controller(&mut self, random: &mut u64) {
+        self.signal_controller(Signal::SIGKILL);
+        thread::sleep(Duration::from_millis(draw_number(random, 500)));
+        let (code, text) = self.attach_in_background();
+        assert_eq!(code, 0, "{text}");
+        let (code, text) = self.attach_in_background();
+        assert!(code == 3 && text.contains("run-has-controller"), "{code} {text}");
     }
 
     /// Reads the complete lines of the journal.
@@ -384,6 +419,16 @@ fn a_lost_controller_ends_the_run_within_its_lease_if_the_job_asks_for_it() {
     }
 }
 
+/// Returns the number of kills of a test: that of the variable, or `default`.
+fn read_kill_count(default: u64) -> u64 {
+    env::var("LAUNCH_TEST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(default)
+}
+
+/// Returns the first state of [`draw_number`] of a test: that of the variable, or `default`.
+fn read_kill_seed(default: u64) -> u64 {
+    env::var("LAUNCH_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(default)
+}
+
 /// Draws the next number of a fixed sequence.
 fn draw_number(state: &mut u64, below: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -418,15 +463,14 @@ fn check_attempts(ran: &FinishedRun, undisturbed: &FinishedRun) {
 fn random_kills_of_controllers_and_agents_lose_no_step() {
     let test = "takeovers::random_kills_of_controllers_and_agents_lose_no_step";
     let Some(hosts) = RunHosts::start(test, 3, false) else { return };
-    let kills = env::var("LAUNCH_TEST_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(20);
+    let kills = read_kill_count(20);
     let steps = 40 * kills;
     let undisturbed = hosts.train_undisturbed(steps);
     let set = ["checkpoint.every=20", "checkpoint.dir=saved", "run.restarts=1000"];
     let mut run = hosts.start_training("training", steps, &set);
     let mut slowed = Some(SlowedWorker::start(&hosts, "h1"));
     // With this seed, the agent of each host is killed once.
-    let seed = env::var("LAUNCH_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(36);
-    let (mut random, mut controllers, mut agents) = (seed, 0, 0);
+    let (mut random, mut controllers, mut agents) = (read_kill_seed(36), 0, 0);
     for _ in 0..kills {
         let before = run.read_journal().events.len();
         wait_until("the run makes progress", || {
@@ -437,16 +481,11 @@ fn random_kills_of_controllers_and_agents_lose_no_step() {
         // A host whose agent was killed is used again after twelve seconds.
         match draw_number(&mut random, 6) {
             1.. => {
-                run.signal_controller(Signal::SIGKILL);
-                thread::sleep(Duration::from_millis(draw_number(&mut random, 500)));
-                let (code, text) = run.attach_in_background();
-                assert_eq!(code, 0, "{text}");
-                let (code, text) = run.attach_in_background();
-                assert!(code == 3 && text.contains("run-has-controller"), "{code} {text}");
+                run.kill_and_replace_controller(&mut random);
                 controllers += 1;
             }
             0 => {
-                kill(hosts.find_agent(host), Signal::SIGKILL).unwrap();
+                kill(hosts.find_agent(host, "launch worker"), Signal::SIGKILL).unwrap();
                 agents += 1;
             }
         }

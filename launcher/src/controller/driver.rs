@@ -338,7 +338,7 @@ impl ControllerDriver {
     /// directory, checking a requested port and installing the signal handlers.
     fn prepare_run(&mut self) -> diagnostic::Result<SignalReceiver> {
         let directory = self.plan.run_dir.clone();
-        let (journal, stored) = Journal::create(&self.plan, &self.command).map_err(|error| {
+        let (journal, stored) = Journal::create(&self.plan, &self.job, &self.command).map_err(|error| {
             let message = format!("cannot write the run directory {}", directory.display());
             Diagnostic::error(codes::run::RUN_DIRECTORY_UNWRITABLE, message)
                 .with_subject(directory.display().to_string())

@@ -82,15 +82,18 @@ pub(super) type StoredReports = mpsc::Receiver<Vec<ReportId>>;
 impl Journal {
     /// Creates the run directory, writes `job.json`, and opens the other files for appending.
     /// Blocks.
-    pub(super) fn create(plan: &Plan, command: &[String]) -> io::Result<(Journal, StoredReports)> {
+    pub(super) fn create(
+        plan: &Plan,
+        job: &JobSpec,
+        command: &[String],
+    ) -> io::Result<(Journal, StoredReports)> {
         create_private_dir(&plan.run_dir)?;
-        if let Some(node) = plan.host_plans.first() {
-            let (version, job) = (JOB_FILE_VERSION, &crate::secrets::redact_job(&node.job));
-            let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job };
-            write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
-        }
+        // The jobs in the plan may lack the list of hosts, which a later controller needs.
+        let (version, stored) = (JOB_FILE_VERSION, &crate::secrets::redact_job(job));
+        let file = StoredJob { version, run: &plan.run.0, world: plan.world, command, job: stored };
+        write_atomically(&plan.run_dir, "job.json", &serde_json::to_vec_pretty(&file)?)?;
         // Programs write their own metrics.
-        let trains = plan.host_plans.first().is_some_and(|node| node.job.train.is_some());
+        let trains = job.train.is_some();
         let time = read_unix_time();
         let name = trains.then(|| tensorboard::format_file_name(&plan.run.0, time));
         let mut files = JournalFiles::open(&plan.run_dir, name.as_deref())?;
@@ -339,9 +342,9 @@ mod tests {
     #[test]
     fn events_read_back_equal() {
         let dir = tempfile::tempdir().unwrap();
-        let run_dir = dir.path().join("a/b");
+        let (run_dir, job) = (dir.path().join("a/b"), testing::sample_job());
         let (mut journal, mut stored) =
-            Journal::create(&build_plan(&run_dir), &["launch".into(), "job.yaml".into()]).unwrap();
+            Journal::create(&build_plan(&run_dir), &job, &["launch".into(), "job.yaml".into()]).unwrap();
         let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
         let events = [build_step_event(1), Event::new_notice(None, "line\nbreak"), build_step_event(2), done];
         journal.append_event(&events[0], 1.5, Some((5, 1)));
@@ -412,7 +415,8 @@ mod tests {
     /// caller, is reported once, and loses no event.
     fn check_stall(disk: ClosedDisk) -> Vec<String> {
         let dir = tempfile::tempdir().unwrap();
-        let (mut journal, mut stored) = Journal::create(&build_plan(dir.path()), &[]).unwrap();
+        let (mut journal, mut stored) =
+            Journal::create(&build_plan(dir.path()), &testing::sample_job(), &[]).unwrap();
         let mut files = JournalFiles::open(dir.path(), None).unwrap();
         files.events = DurableFile::new(Box::new(disk.clone()), 0);
         *journal.lock_files() = Some(files);
@@ -464,6 +468,8 @@ mod tests {
 
     #[test]
     fn a_run_directory_that_cannot_be_created_is_an_error() {
-        assert!(Journal::create(&build_plan(Path::new("/proc/nowhere")), &[]).is_err());
+        assert!(
+            Journal::create(&build_plan(Path::new("/proc/nowhere")), &testing::sample_job(), &[]).is_err()
+        );
     }
 }

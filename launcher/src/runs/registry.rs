@@ -23,6 +23,9 @@ const RECORD_VERSION: u32 = 1;
 pub(super) const JOURNAL_FILE: &str = "events.jsonl";
 /// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
+/// How often an invalid `run.json` is read. A controller that takes over a run replaces the file,
+/// and a file that is being replaced looks like that of another run.
+const MAX_RECORD_READS: usize = 3;
 /// The largest number of links to records in the state directory. The links of the oldest ended
 /// runs are removed first.
 const MAX_RECORDS: usize = 500;
@@ -198,6 +201,12 @@ pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
 /// invalid, has another version than [`RECORD_VERSION`], does not belong to this user, or names the
 /// run directory of another record.
 fn read_record(file: &Path) -> Option<RunRecord> {
+    (0..MAX_RECORD_READS).find_map(|_| read_record_once(file))
+}
+
+/// Reads a run record as [`read_record`] does. Also returns `None` if the file is replaced while it
+/// is read.
+fn read_record_once(file: &Path) -> Option<RunRecord> {
     let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
     let identity = identify_file(&opened.metadata().ok()?);
     opened.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

@@ -66,13 +66,17 @@ impl ControllerDriver {
     /// Continues with the job of a running attempt, and takes the values of secret variables from
     /// its plan, because no file contains these values.
     pub(super) fn adopt_plan(&mut self, plan: HostPlan) {
-        // An attempt resumes from its own checkpoint.
-        let resume = self.job.resume.clone();
+        let stored = self.job.clone();
         if let Some(worker) = plan.workers.first() {
             self.secrets = SecretVariables::from_worker_env(&plan.job.run, &worker.env);
         }
         (self.job, self.plan.world) = (plan.job, plan.world);
-        self.job.resume = resume;
+        // An attempt resumes from its own checkpoint.
+        self.job.resume = stored.resume;
+        // The plan of a program lacks the list of hosts.
+        self.job.cluster.hosts = stored.cluster.hosts;
+        (self.job.cluster.include, self.job.cluster.exclude) =
+            (stored.cluster.include, stored.cluster.exclude);
     }
 
     /// Begins to take over the journal of the run.
