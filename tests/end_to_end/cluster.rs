@@ -1,7 +1,7 @@
 //! Tests training on several hosts over real SSH. The losses are bit-equal on any number of hosts,
 //! also after saves, faults and restarts. Also tests unmodified programs for torchrun, and two jobs
 //! on the same hosts.
-// without `path`, the module would be a file in `tests/` itself
+mod stop_requests;
 mod unmodified_programs;
 
 use crate::support::{self, FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};

@@ -1,6 +1,8 @@
 //! Tests built-in training, end to end, with real processes. The losses are bit-equal for every
 //! number of workers, and after a stop and a resume.
-use crate::support::{FinishedRun, JobDirectory, TINY_JOB, list_files_below, report_skip};
+use crate::support::{
+    FinishedRun, JobDirectory, TINY_JOB, list_files_below, report_skip, token_cache_locks::TokenCacheLocks,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -9,6 +11,8 @@ use serde_json::Value;
 use std::{
     fs,
     io::{BufRead, BufReader, Read},
+    thread,
+    time::{Duration, Instant},
 };
 
 /// The tested numbers of workers.
@@ -112,6 +116,34 @@ fn a_signal_saves_at_the_next_step_and_the_same_command_resumes_there() {
             job_dir.run(&[long, "checkpoint.every=never", &format_workers_setting(3)]).expect_success();
         assert_eq!(rest.collect_losses(), whole[done..]);
     }
+}
+
+/// Stops a run whose rank 0 waits for a token cache, while the other ranks wait for rank 0.
+#[test]
+fn a_stop_before_the_first_step_ends_the_run_at_once() {
+    let job_dir = JobDirectory::new();
+    let set = ["train.steps=2", "checkpoint.every=never", "run.logs.dir=logs"];
+    job_dir.run(&set).expect_success();
+    job_dir.delete_checkpoints();
+    let locks = TokenCacheLocks::lock_all(&job_dir.path(".launch-cache"));
+    for (workers, signal, code) in [(1, Signal::SIGINT, 130), (3, Signal::SIGTERM, 143)] {
+        _ = fs::remove_dir_all(job_dir.path("logs"));
+        let child = job_dir.start(&[&set[..], &[&format_workers_setting(workers)]].concat());
+        let read_log = || fs::read_to_string(job_dir.path("logs/logs/rank-0.log")).unwrap_or_default();
+        while !read_log().starts_with("rank 0 of") {
+            thread::sleep(Duration::from_millis(10));
+        }
+        let began = Instant::now();
+        kill(Pid::from_raw(child.id() as i32), signal).expect("the controller is alive");
+        let ran = FinishedRun::from_output(&child.wait_with_output().expect("an exit status"));
+        assert_eq!((ran.code, ran.events_named("failure").len()), (code, 0), "{}", ran.stderr);
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        let notices = ran.notice_messages();
+        assert!(notices.iter().any(|notice| notice.contains("before the first step")), "{notices:?}");
+        assert!(!list_files_below(&job_dir.checkpoint_dir()).iter().any(|file| file.contains("step-")));
+    }
+    drop(locks);
+    assert_eq!(job_dir.run(&set).expect_success().collect_losses().len(), 2);
 }
 
 #[test]
