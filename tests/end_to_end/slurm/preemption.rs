@@ -1,6 +1,12 @@
 //! Tests preemption in partitions with both values of PreemptMode.
 use super::cluster::{SlurmCluster, wait_until};
-use std::collections::BTreeMap;
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
 /// Submits a job of high priority that takes all nodes for a second, and waits until the preempted
 /// job `job` runs again after `restarts` restarts.
@@ -16,33 +22,97 @@ fn preempt_job(cluster: &SlurmCluster, job: &str, nodes: u32, restarts: u32) {
     wait_until("the requeue", || cluster.describe_job(job), again);
 }
 
-/// Trains in a partition whose jobs are preempted, preempts the job once, and checks that the
-/// losses are those of an uninterrupted run and that the run has stopped at its last step.
-fn check_preempted_training(cluster: &SlurmCluster, partition: &str, expected: &BTreeMap<u64, (u64, u64)>) {
+/// Returns how often each training is preempted: `LAUNCH_TEST_PREEMPTIONS`, or once.
+fn read_preemption_count() -> u32 {
+    env::var("LAUNCH_TEST_PREEMPTIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(1)
+}
+
+/// Submits the training job `name` to a partition whose jobs are preempted. Returns the ID.
+fn submit_training(cluster: &SlurmCluster, name: &str, partition: &str) -> String {
+    let set = format!("--set name={name} --set slurm.partition={partition}");
+    cluster.run_on_node_successfully("h0", &format!("./launch sbatch job.yaml {set} -- --exclusive"))
+}
+
+/// Waits until a job has reported this step.
+#[track_caller]
+fn wait_for_step(cluster: &SlurmCluster, job: &str, name: &str, step: u64) {
+    let has_step = || (cluster.find_last_step(name) >= step).then_some(());
+    wait_until(&format!("step {step}"), || cluster.describe_job(job), has_step);
+}
+
+/// Trains in a partition whose jobs are preempted, preempts the job `count` times, and checks that
+/// the losses are those of an uninterrupted run and that each run has stopped at its last step.
+fn check_preempted_training(
+    cluster: &SlurmCluster,
+    partition: &str,
+    count: u32,
+    expected: &BTreeMap<u64, (u64, u64)>,
+) {
     let name = format!("tiny-{partition}");
-    let submit = format!(
-        "./launch sbatch job.yaml --set name={name} --set slurm.partition={partition} -- --exclusive"
-    );
-    let job = cluster.run_on_node_successfully("h0", &submit);
-    let begun = || (cluster.find_last_step(&name) >= 10).then_some(());
-    wait_until("the first steps", || cluster.describe_job(&job), begun);
-    preempt_job(cluster, &job, 2, 1);
+    let job = submit_training(cluster, &name, partition);
+    for restarts in 1..=count {
+        wait_for_step(cluster, &job, &name, cluster.find_last_step(&name) + 10);
+        let began = Instant::now();
+        preempt_job(cluster, &job, 2, restarts);
+        println!("preemption {restarts} in {partition}: runs again after {:.1?}", began.elapsed());
+    }
     cluster.wait_for_job_end(&job, "COMPLETED");
     assert!(cluster.collect_step_bits(&name) == *expected, "the losses differ in partition {partition}");
     let events = cluster.read_events(&name);
-    let resumed = events.iter().position(|e| e["event"] == "resume").expect("a resumed run");
-    let last_step = events[..resumed].iter().rev().find(|e| e["event"] == "step").expect("a step");
-    assert_eq!(events[resumed]["step"], last_step["step"], "no step is lost in partition {partition}");
-    cluster.assert_notices(&name, &format!("notices_of_a_preemption_in_{partition}"));
+    let (mut last_step, mut resumes) = (&Value::Null, 0);
+    for event in &events {
+        match event["event"].as_str() {
+            Some("step") => {
+                assert_eq!(event["step"].as_u64(), Some(last_step.as_u64().unwrap_or(0) + 1), "{event}");
+                last_step = &event["step"];
+            }
+            Some("resume") => {
+                assert_eq!(&event["step"], last_step, "no step is lost in partition {partition}");
+                resumes += 1;
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(resumes, count, "each preempted run saved");
+    if count == 1 {
+        cluster.assert_notices(&name, &format!("notices_of_a_preemption_in_{partition}"));
+    }
+}
+
+/// Preempts a job during an evaluation of minutes. The grace time is 30 seconds.
+fn check_preempted_evaluation(cluster: &SlurmCluster) {
+    let line = "The fox goes to the barn and counts to a hundred.\n";
+    fs::write(cluster.shared_path("held-out.txt"), line.repeat(400_000)).unwrap();
+    let job = cluster.read_shared_file("job.yaml");
+    let evaluation = "  eval: {every: 5, samples: 1048576, files: [held-out.txt]}\ncheckpoint:";
+    fs::write(cluster.shared_path("job.yaml"), job.replace("checkpoint:", evaluation)).unwrap();
+    let name = "tiny-evaluated";
+    let job = submit_training(cluster, name, "cancelled");
+    wait_for_step(cluster, &job, name, 5);
+    sleep(Duration::from_secs(1));
+    preempt_job(cluster, &job, 2, 1);
+    let has_resumed = || cluster.read_events(name).iter().any(|e| e["event"] == "resume").then_some(());
+    wait_until("the resume", || cluster.describe_job(&job), has_resumed);
+    cluster.run_on_node_successfully("h0", &format!("scancel {job}"));
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    let events = cluster.read_events(name);
+    let steps = |kind: &str| {
+        let named = events.iter().filter(|event| event["event"] == kind);
+        named.map(|event| event["step"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!((steps("step"), steps("resume")), ((1..=5).collect(), vec![5]), "{events:?}");
+    assert!(steps("eval").is_empty() && steps("checkpoint").first() == Some(&5), "{events:?}");
 }
 
 #[test]
 fn preempted_jobs_save_are_requeued_and_resume() {
     let Some(cluster) = SlurmCluster::start("preempted_jobs_save_are_requeued_and_resume", 2) else { return };
-    let expected = cluster.write_training_job(2, 400);
+    let count = read_preemption_count();
+    let expected = cluster.write_training_job(2, 400 * u64::from(count));
     for partition in ["requeued", "cancelled"] {
-        check_preempted_training(&cluster, partition, &expected);
+        check_preempted_training(&cluster, partition, count, &expected);
     }
+    check_preempted_evaluation(&cluster);
     // a program, in a batch script that does not let launch requeue the job
     let script =
         "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; touch up; while :; do sleep 0.1; done";
