@@ -386,8 +386,8 @@ impl AgentCore {
         self.out.push(AgentAction::PrepareWorkers(plan));
     }
 
-    /// Requests the start of the next worker of the plan. Does nothing if the workers are to stop or
-    /// if a kill of the workers is scheduled.
+    /// Requests the start of the next worker of the plan. Does nothing if the workers have to stop,
+    /// or if a kill of the workers is scheduled.
     fn spawn_next(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         self.spawning = self.next < count && self.kill_at.is_none() && !self.stop_requested;
