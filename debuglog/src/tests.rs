@@ -37,8 +37,8 @@ fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
     assert_eq!(directives(), "agent=debug,warn");
 }
 
-/// A pipe represents a file on a disk that stalls, because the opening of a pipe blocks until another
-/// process opens it for reading.
+/// A pipe represents a file on a disk that stalls: opening the pipe blocks until another process
+/// opens it for reading.
 #[test]
 fn lines_do_not_wait_for_a_file_whose_disk_stalls() {
     use std::io::{Read, Write};

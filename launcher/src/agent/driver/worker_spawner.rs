@@ -2,7 +2,6 @@
 //!
 //! The start of a process blocks while the file system of its program or of its working directory
 //! stalls. Meanwhile the agent must send heartbeats.
-use super::ChannelEnds;
 use crate::{
     agent::process::{self, OpenFileLimits, SpawnedWorker},
     background_thread::BackgroundThread,
@@ -40,7 +39,7 @@ pub(super) struct SpawnRequest {
 pub(super) struct WorkerSpawner {
     /// The thread, which ends with this value. The kernel then kills the workers.
     thread: BackgroundThread,
-    results: ChannelEnds<SpawnResult>,
+    results: (mpsc::Sender<SpawnResult>, mpsc::Receiver<SpawnResult>),
     is_busy: bool,
 }
 
